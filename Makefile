@@ -1,0 +1,50 @@
+# Everything a developer runs. `make help` lists it; the set-up itself is scripts/setup.sh.
+
+SHELL := /bin/bash
+PY := .venv/bin/python
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+# Most tests start two processes, so half the cores are workers; two at least, because starting up mostly waits.
+TEST_WORKERS ?= $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 2 ? 2 : n > 16 ? 16 : n )))
+PYTEST_ARGS ?=
+
+# The demo's two processes share the cores; without this each would start one thread per core and be slower.
+DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check ops format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Create .venv and install the pinned packages; nothing to do when they are there
+	@scripts/setup.sh
+
+# TOKENIZERS_PARALLELISM: the tokenizers library warns at each fork otherwise.
+# DS_ACCELERATOR is left alone: DeepSpeed's guess is part of what a run proves.
+demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two processes
+	@OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  .venv/bin/accelerate launch --config_file accelerate_configs/fsdp.yaml \
+	  scripts/train.py recipes/sample.yaml output.overwrite=true
+
+# One thread a process: the tests run many processes at once, and fp32 sums keep their order.
+test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+check: setup  ## Format, lint, types and import rules
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy --strict finetune/
+	$(PY) -m pytest -q tests/test_imports.py
+
+ops: setup  ## Build DeepSpeed's native ops ahead of the first run (about 4 minutes on 2 cores)
+	@.venv/bin/finetune ops
+
+format: setup  ## Rewrite the code in the project's format and fix what ruff can
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:  ## Remove caches and build leftovers; .venv and runs/ stay
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

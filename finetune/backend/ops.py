@@ -1,0 +1,486 @@
+"""DeepSpeed's native ops: built ahead of a run, once a machine, with progress; stale build locks are cleared.
+
+DeepSpeed compiles an op when it is first used: inside the run, for minutes, without a word. torch guards that
+build with a file named `lock`; a killed build leaves it behind, and every later run waits on it for ever. So
+what a launch needs is built here, before its process group starts, under a lock that ends with its process.
+
+In torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default under `~/.cache/torch_extensions`) an op
+has the folder `<op>` that torch and ninja work in, and beside it our `<op>.build.lock` and `<op>.build.log`.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal, NoReturn, Self
+
+import psutil
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from finetune.errors import BackendError
+
+Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
+"""The ops that a launch config can need: collectives in shared memory (every DeepSpeed run on a CPU), Adam on
+the host (optimiser offload), page-locked memory and asynchronous file access (both for NVMe offload)."""
+
+# Between taking torch's lock and starting ninja a builder is at work without a process in the folder.
+GRACE_S = 30.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What is known of one op."""
+
+    name: str
+    """DeepSpeed's name: of the folder and of the library in it."""
+    builder: str
+    """The class in `deepspeed.ops.op_builder`."""
+    used_by: str
+    build_s: float
+    """Seconds the build took on 2 cores; a hint for whoever waits, nothing else."""
+    first: tuple[Op, ...] = ()
+    """Ops that DeepSpeed loads, hence builds, before this one."""
+
+
+_OPS: dict[Op, _Spec] = {
+    "shm_comm": _Spec("deepspeed_shm_comm", "ShareMemCommBuilder", "DeepSpeed on a CPU", 26),
+    "cpu_adam": _Spec("cpu_adam", "CPUAdamBuilder", "optimizer offload to the CPU", 38),
+    "pin_memory": _Spec("pin_memory", "PinMemoryBuilder", "NVMe offload", 25),
+    "async_io": _Spec("async_io", "AsyncIOBuilder", "NVMe offload", 162, first=("pin_memory",)),
+}
+
+
+def ensure(names: Sequence[Op], *, quiet: bool) -> None:
+    """Returns once every op in `names` is built and no stale lock is left to wait on.
+
+    Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and those that
+    are not quiet show the progress. It also puts this environment's `ninja` first on the PATH of this process
+    and its children; see `own_tools_first`.
+
+    Args:
+        quiet: Show no progress. A removed lock is named all the same.
+
+    Raises:
+        BackendError: If a tool or header to build with is missing, or the build fails.
+    """
+    if not names:
+        return
+    own_tools_first()
+    needed = dict.fromkeys(op for name in names for op in (*_OPS[name].first, name))
+    ops = [op for op in needed if not _came_with_deepspeed(op)]
+    # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
+    for op in ops:
+        _check_tools(op)
+    for op in ops:
+        _ensure(op, quiet)
+
+
+def build_all(quiet: bool = False) -> None:
+    """Builds every op that a launch config can need on this machine, with progress unless `quiet`.
+
+    Raises:
+        BackendError: If an op could not be built; the others are built all the same.
+    """
+    console = _console()
+    own_tools_first()
+    problems: list[str] = []
+    wanted: list[Op] = ["cpu_adam", "async_io"]
+    if _accelerator() == "cpu":
+        wanted.insert(0, "shm_comm")
+    for op in wanted:
+        before = is_built(op)
+        try:
+            ensure([op], quiet=quiet)
+        except BackendError as error:
+            problems.append(str(error))
+        else:
+            if before and not quiet:
+                console.print(f"{op} ({_OPS[op].used_by}): built already")
+    if problems:
+        raise BackendError(" ".join(dict.fromkeys(problems)))
+
+
+def is_built(op: Op) -> bool:
+    """Whether DeepSpeed would load `op` without compiling. Neither builds nor loads it.
+
+    As torch decides it: the library is there, and ninja finds nothing to do for the build file, which names
+    this environment's torch and Python and the compiler of today.
+    """
+    if _came_with_deepspeed(op):
+        return True
+    from torch.utils.cpp_extension import include_paths
+
+    folder = _folder(op)
+    try:
+        build = (folder / "build.ninja").read_text()
+    except OSError:
+        return False
+    # Another environment's build has other paths in its commands, and ninja would start over.
+    mine = (include_paths()[0], _python_headers(), f"cxx = {_compiler()}\n")
+    if not (folder / f"{_OPS[op].name}.so").is_file() or any(text not in build for text in mine):
+        return False
+    try:
+        dry = subprocess.run(["ninja", "-n"], cwd=folder, env=_environment(), capture_output=True, text=True)
+    except OSError:
+        return False
+    return dry.returncode == 0 and "no work to do" in dry.stdout
+
+
+def clear_stale_lock(op: Op) -> bool:
+    """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
+
+    A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
+    older than `GRACE_S`. Processes of other machines that share the folder are not seen; our own lock covers
+    those that came through here.
+
+    Returns:
+        Whether a lock was removed.
+    """
+    lock = _lock(op)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    try:
+        return _clear(op)
+    finally:
+        lock.release()
+
+
+def own_tools_first() -> None:
+    """Puts the folder of this Python and of its `ninja` package first on this process's PATH.
+
+    torch calls `ninja` by name. `.venv/bin/accelerate launch` works without activating the environment, and
+    then there is none, or the system's. Where that is of another version it discards the log of ours, and
+    compiles everything again inside the run.
+    """
+    os.environ["PATH"] = _environment()["PATH"]
+
+
+def _environment() -> dict[str, str]:
+    folders = [os.path.dirname(sys.executable)]
+    with suppress(ImportError):
+        import ninja
+
+        folders.append(ninja.BIN_DIR)
+    path = [
+        folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder not in folders
+    ]
+    return {**os.environ, "PATH": os.pathsep.join([*dict.fromkeys(filter(None, folders)), *path])}
+
+
+def _ensure(op: Op, quiet: bool) -> None:
+    torch_lock = _folder(op) / "lock"
+    if not torch_lock.exists() and is_built(op):
+        return
+    with _Report(op, quiet) as report:
+        lock = _lock(op)
+        while True:
+            try:
+                lock.acquire(timeout=0)
+                break
+            except Timeout:
+                report.waiting("another process builds it")
+            time.sleep(POLL_S)
+        try:
+            while torch_lock.exists() and not _clear(op):
+                report.waiting(f"another run builds it, {_who(op)}")
+                time.sleep(POLL_S)
+            if not is_built(op):
+                _build(op, report)
+        finally:
+            lock.release()
+
+
+def _build(op: Op, report: "_Report") -> None:
+    """Compiles in a child process, so that this one can show progress, and clean up after Ctrl-C."""
+    report.building()
+    start = time.monotonic()
+    folder, log = _folder(op), _log(op)
+    environment = _environment()
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
+    with log.open("wb") as output:
+        # The working directory makes it a builder by the rule of `clear_stale_lock` for as long as it lives.
+        child = subprocess.Popen(
+            _command(op),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while child.poll() is None:
+                report.progress()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(POLL_S)
+        except BaseException:
+            _stop(child)
+            raise
+        finally:
+            if child.returncode != 0:
+                _clear(op, ours=True)
+    if child.returncode != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"\berror:", line)]
+        reason = (errors or lines[-1:] or ["no output"])[0]
+        raise BackendError(
+            f"DeepSpeed's native op {op}, for {_OPS[op].used_by}, could not be built "
+            f"(exit {child.returncode}): {reason[:400].rstrip('.')}. The whole output is in {log}."
+        )
+    report.done(time.monotonic() - start)
+
+
+def _stop(child: "subprocess.Popen[bytes]") -> None:
+    child.terminate()
+    try:
+        child.wait(15)
+    except subprocess.TimeoutExpired:
+        jobs = psutil.Process(child.pid).children(recursive=True)
+        for job in jobs:
+            with suppress(psutil.NoSuchProcess):
+                job.kill()
+        child.kill()
+        child.wait()
+        psutil.wait_procs(jobs, timeout=5)
+
+
+def _command(op: Op) -> list[str]:
+    # This file by its path: as a module it would load the whole package, and Accelerate, first.
+    return [sys.executable, "-P", str(Path(__file__).resolve()), op]
+
+
+def _compile(op: Op) -> None:
+    """What the child process does: build and load `op` as DeepSpeed itself would."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        # Left to subprocess, ninja would be killed and its compilers live on; asked, it ends them first.
+        jobs = psutil.Process().children()
+        for job in jobs:
+            with suppress(psutil.NoSuchProcess):
+                job.terminate()
+        psutil.wait_procs(jobs, timeout=5)
+        # As an exception it passes torch's `finally`, which removes the lock.
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    builder = accelerator.create_op_builder(_OPS[op].builder)
+    if builder is None:
+        sys.exit(f"error: DeepSpeed has no {_OPS[op].builder} for {accelerator.device_name()}")
+    # Verbose, because ninja's own count is what the progress reads.
+    builder.load(verbose=True)
+
+
+def _clear(op: Op, *, ours: bool = False) -> bool:
+    """`clear_stale_lock` for the holder of our lock; `ours`: what left it was our build, which has ended."""
+    lock = _folder(op) / "lock"
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    # A time stamp from the future (a clock that was set back) is not a young lock.
+    if _builders(op) or (not ours and 0 <= age < GRACE_S):
+        return False
+    lock.unlink(missing_ok=True)
+    if not ours:
+        _console().print(
+            f"Removed the stale build lock of {op}, {lock}: no process builds there, and the lock is "
+            f"{_duration(age)} old. Every run that needs this op would have waited for it for ever."
+        )
+    return True
+
+
+def _builders(op: Op) -> list[psutil.Process]:
+    """The living processes that work in the build folder; not this one or its ancestors (a shell)."""
+    folder = os.path.realpath(_folder(op))
+    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if (
+                process.pid not in own
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.cwd() == folder
+            ):
+                found.append(process)
+    return found
+
+
+def _who(op: Op) -> str:
+    with suppress(psutil.Error):
+        for process in _builders(op):
+            return f"process {process.pid} ({process.name()})"
+    return "or has just been killed"
+
+
+def _check_tools(op: Op) -> None:
+    if shutil.which(_compiler()) is None:
+        _missing(op, f"there is no C++ compiler ({_compiler()})", "apt-get install g++")
+    if shutil.which("ninja", path=_environment()["PATH"]) is None:
+        _missing(op, "there is no ninja", f"{sys.executable} -m pip install ninja")
+    if not Path(_python_headers(), "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        _missing(
+            op, f"Python's headers are not in {_python_headers()}", f"apt-get install python{version}-dev"
+        )
+    if op == "async_io" and not _has_libaio():
+        _missing(op, "libaio and its header libaio.h were not found", "apt-get install libaio-dev")
+
+
+def _missing(op: Op, what: str, install: str) -> NoReturn:
+    raise BackendError(
+        f"DeepSpeed's native op {op}, for {_OPS[op].used_by}, is compiled on the machine that runs it, but "
+        f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
+    )
+
+
+def _has_libaio() -> bool:
+    """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
+    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+    compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = ["-x", "c++", "-", "-laio", "-o", os.path.join(scratch, "probe")]
+        command = [_compiler(), *compile_flags, *link_flags, *probe]
+        return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
+
+
+def _folder(op: Op) -> Path:
+    """torch's build folder of `op`; made if it is not there."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    try:
+        return Path(_get_build_directory(_OPS[op].name, False)).absolute()
+    except OSError as error:
+        raise BackendError(
+            f"torch's folder for compiled extensions cannot be made ({error}). Set TORCH_EXTENSIONS_DIR to a "
+            "folder that you can write to, the same for every run."
+        ) from error
+
+
+def _lock(op: Op) -> FileLock:
+    # flock: the kernel frees it when its process ends, however that ends.
+    folder = _folder(op)
+    return FileLock(folder.with_name(f"{folder.name}.build.lock"))
+
+
+def _log(op: Op) -> Path:
+    folder = _folder(op)
+    return folder.with_name(f"{folder.name}.build.log")
+
+
+def _compiler() -> str:
+    # torch's rule; it passes the value on as one word.
+    return os.environ.get("CXX", "c++")
+
+
+def _python_headers() -> str:
+    # The scheme that torch passes to the compiler.
+    return sysconfig.get_path("include", scheme="posix_prefix")
+
+
+def _accelerator() -> str:
+    """DeepSpeed's name for this machine's device, by its rule for the two that this toolkit runs on."""
+    import torch
+
+    return os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _came_with_deepspeed(op: Op) -> bool:
+    """Whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1), for the device that is here."""
+    deepspeed = find_spec("deepspeed")
+    if deepspeed is None or deepspeed.origin is None:
+        return False
+    facts = Path(deepspeed.origin).with_name("git_version_info_installed.py")
+    # Run by itself: importing it would import all of DeepSpeed.
+    values = runpy.run_path(str(facts)) if facts.is_file() else {}
+    ops: dict[str, bool] = values.get("installed_ops", {})
+    return ops.get(_OPS[op].name, False) and values.get("accelerator_name") == _accelerator()
+
+
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
+
+
+class _Report(AbstractContextManager["_Report"]):
+    """What the user sees of one op: a line at the start and at the end, on a terminal a bar between them."""
+
+    def __init__(self, op: Op, quiet: bool) -> None:
+        self.op = op
+        self.quiet = quiet
+        self.console = _console()
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+        self.said: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def building(self) -> None:
+        self._show(f"Building DeepSpeed's native op {self.op} ({_OPS[self.op].used_by})")
+
+    def waiting(self, why: str) -> None:
+        self._show(f"Waiting for DeepSpeed's native op {self.op} ({_OPS[self.op].used_by}): {why}")
+        self.progress()
+
+    def progress(self) -> None:
+        """Reads how far the build is from its log, so that a process that waits can show it too."""
+        if self.bar is None or self.task is None:
+            return
+        with suppress(OSError):
+            steps = re.findall(r"^\[(\d+)/(\d+)\] ", _log(self.op).read_text(errors="replace"), re.MULTILINE)
+            if steps:
+                done, total = map(int, steps[-1])
+                self.bar.update(self.task, completed=done, total=total, steps=f"{done} of {total} steps")
+
+    def done(self, seconds: float) -> None:
+        if not self.quiet:
+            self.console.print(f"Built {self.op} in {_duration(seconds)}")
+
+    def _show(self, text: str) -> None:
+        if self.quiet or text in self.said:
+            return
+        self.said.add(text)
+        self.console.print(f"{text}; usually about {_duration(_OPS[self.op].build_s)} on 2 cores")
+        if self.console.is_terminal and self.bar is None:
+            columns = BarColumn(bar_width=30), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
+            self.bar = Progress(TextColumn(f"  {self.op}"), *columns, console=self.console, transient=True)
+            self.task = self.bar.add_task("", total=None, steps="")
+            self.bar.start()
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1])  # type: ignore[arg-type]

@@ -1,0 +1,311 @@
+"""The native ops are built once, a killed build is recovered from, and a living one is left alone.
+
+A tiny op of a few lines goes through the real chain: our child process, DeepSpeed's builder, torch, ninja and
+the compiler. That is a script which can stop at a named pipe, so that a test knows what runs at each moment.
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune.backend import ops
+from finetune.errors import BackendError
+
+OPS_FILE = Path(ops.__file__)
+LIMIT_S = 120
+
+SOURCE = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny_op", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_tiny_op() { return PyModule_Create(&module); }
+"""
+
+COMPILER = """#!/bin/sh
+case " $* " in *" -c "*)
+  echo compile >> "$TINY/compiles"
+  if [ -p "$TINY/gate" ]; then
+    echo at the gate > "$TINY/started"
+    cat "$TINY/gate"
+  fi ;;
+esac
+exec c++ "$@"
+"""
+
+# What a training process does.
+RUN = """
+import os, sys
+import ops
+ops._OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
+ops._command = lambda op: [sys.executable, os.environ["TINY"] + "/build.py"]
+ops.ensure(["tiny"], quiet=False)
+assert ops.is_built("tiny")
+"""
+
+# What `ops` runs to build, with an op that DeepSpeed does not have.
+BUILD = """
+import os
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
+import ops
+
+class TinyBuilder(OpBuilder):
+    def __init__(self):
+        super().__init__(name="tiny_op")
+    def absolute_name(self):
+        return "tiny_op"
+    def sources(self):
+        return [os.environ["TINY"] + "/tiny.cpp"]
+
+ops._OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
+get_accelerator().create_op_builder = lambda name: TinyBuilder()
+ops._compile("tiny")
+"""
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty extensions folder of torch's for this process and those it starts."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # `ensure` changes it; this puts it back
+    return tmp_path / "extensions"
+
+
+class Tiny:
+    """The tiny op, and the processes that want it."""
+
+    def __init__(self, root: Path, extensions: Path) -> None:
+        self.root = root
+        self.folder = extensions / "tiny_op"
+        self.lock = self.folder / "lock"
+        self.processes: list[subprocess.Popen[str]] = []
+        (root / "tiny.cpp").write_text(SOURCE)
+        (root / "build.py").write_text(BUILD)
+        compiler = root / "g++"
+        compiler.write_text(COMPILER)
+        compiler.chmod(0o755)
+        os.mkfifo(root / "gate")
+        os.mkfifo(root / "started")
+        # Without blocking and from now on, so that the script never waits for a reader.
+        self.started = os.open(root / "started", os.O_RDONLY | os.O_NONBLOCK)
+
+    def start(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[2])]),
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def wait_for_the_compiler(self) -> None:
+        ready, _, _ = select.select([self.started], [], [], LIMIT_S)
+        assert ready, "the compiler was not started"
+        os.read(self.started, 100)
+
+    def open_the_gate(self) -> None:
+        with (self.root / "gate").open("w"):
+            (self.root / "gate").unlink()
+
+    @property
+    def compiles(self) -> int:
+        return len((self.root / "compiles").read_text().splitlines())
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> str:
+    assert process.stderr is not None
+    read = ""
+    for line in process.stderr:
+        read += line
+        if text in line:
+            return read
+    raise AssertionError(f"{text!r} was not printed, but: {read}")
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """What it still prints; it must succeed."""
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    return errors
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    tiny = Tiny(tmp_path, extensions)
+    monkeypatch.setenv("TINY", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    monkeypatch.setitem(ops._OPS, "tiny", ops._Spec("tiny_op", "TinyBuilder", "a test", 1))
+    yield tiny
+    os.close(tiny.started)
+    for process in tiny.processes:
+        if process.poll() is None:
+            for job in psutil.Process(process.pid).children(recursive=True):
+                job.kill()
+            process.kill()
+        process.wait()
+
+
+def old_lock(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / "lock"
+    lock.touch()
+    os.utime(lock, (0, lock.stat().st_mtime - 3600))
+    return lock
+
+
+def test_stale_lock_is_removed_and_named(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = old_lock(extensions / "async_io")
+    assert ops.clear_stale_lock("async_io")
+    assert not lock.exists()
+    printed = capsys.readouterr().err
+    assert "async_io" in printed
+    assert str(lock) in printed
+    assert not ops.clear_stale_lock("async_io")
+
+
+def test_young_lock_is_left_alone(extensions: Path) -> None:
+    lock = old_lock(extensions / "async_io")
+    lock.touch()
+    assert not ops.clear_stale_lock("async_io")
+    assert lock.exists()
+
+
+def test_lock_of_a_living_builder_is_left_alone(extensions: Path) -> None:
+    lock = old_lock(extensions / "async_io")
+    waits = [sys.executable, "-c", "print('here', flush=True); input()"]
+    with subprocess.Popen(waits, cwd=lock.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
+        assert builder.stdout is not None
+        builder.stdout.readline()
+        assert not ops.clear_stale_lock("async_io")
+        assert lock.exists()
+        builder.communicate(b"\n")
+    assert ops.clear_stale_lock("async_io")
+
+
+def test_lock_is_left_alone_while_another_process_of_ours_builds(extensions: Path) -> None:
+    lock = old_lock(extensions / "async_io")
+    with ops._lock("async_io"):
+        assert not ops.clear_stale_lock("async_io")
+    assert lock.exists()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "command"),
+    [("exit 1", "apt-get install libaio-dev"), (None, "apt-get install g++")],
+    ids=["libaio", "compiler"],
+)
+def test_what_is_missing_is_named(
+    compiler: str | None, command: str, extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "g++"
+    if compiler is not None:
+        script.write_text(f"#!/bin/sh\n{compiler}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BackendError) as caught:
+        ops.ensure(["async_io"], quiet=True)
+    message = str(caught.value)
+    assert command in message
+    assert "\n" not in message
+    assert not extensions.exists(), "nothing is built before all tools are known to be there"
+
+
+def test_ops_builds_without_the_package(tmp_path: Path) -> None:
+    """The file loads no torch by itself: help stays instant, and the process that builds starts fast."""
+    code = "import sys, ops; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    paths = os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[2])])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=True)
+
+
+def test_two_processes_build_once(tiny: Tiny) -> None:
+    first = tiny.start()
+    tiny.wait_for_the_compiler()
+    second = tiny.start()
+    read_until(second, "another process builds it")
+    tiny.open_the_gate()
+    assert "Built tiny" in finish(first)
+    assert "Built tiny" not in finish(second)
+    assert tiny.compiles == 1
+    assert not tiny.lock.exists()
+
+    assert ops.is_built("tiny")
+    with (tiny.root / "tiny.cpp").open("a") as source:
+        source.write("// changed\n")
+    assert not ops.is_built("tiny")
+
+
+def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
+    killed = tiny.start()
+    tiny.wait_for_the_compiler()
+    tree = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
+    for process in tree:
+        process.kill()
+    psutil.wait_procs(tree, LIMIT_S)
+    assert tiny.lock.exists(), "the trap: torch's lock outlives the build"
+    old_lock(tiny.folder)
+    assert not ops.is_built("tiny")
+
+    again = tiny.start()
+    printed = read_until(again, "Building")
+    assert "Removed the stale build lock of tiny" in printed
+    tiny.wait_for_the_compiler()
+    tiny.open_the_gate()
+    finish(again)
+    assert not tiny.lock.exists()
+
+
+def test_orphaned_build_is_waited_for(tiny: Tiny) -> None:
+    """The process that asked is killed, its build lives on: nobody starts a second one in the same folder."""
+    parent = tiny.start()
+    tiny.wait_for_the_compiler()
+    builder = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait()
+    old_lock(tiny.folder)
+
+    second = tiny.start()
+    read_until(second, "another run builds it")
+    tiny.open_the_gate()
+    finish(second)
+    assert tiny.compiles == 1
+    psutil.wait_procs(builder, LIMIT_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
+def test_interrupted_build_leaves_no_lock(tiny: Tiny, number: signal.Signals) -> None:
+    process = tiny.start()
+    tiny.wait_for_the_compiler()
+    tree = psutil.Process(process.pid).children(recursive=True)
+    assert tiny.lock.exists()
+    # To the process group, as a terminal and torch's launcher do.
+    os.killpg(process.pid, number)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(tree, LIMIT_S)
+    assert not alive
+    assert not tiny.lock.exists()
+
+
+def test_failed_build_shows_the_compilers_error(tiny: Tiny) -> None:
+    (tiny.root / "gate").unlink()
+    (tiny.root / "tiny.cpp").write_text("#include <no_such_header.h>\n")
+    process = tiny.start()
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    assert "no_such_header.h" in errors
+    assert "tiny_op.build.log" in errors
+    assert not tiny.lock.exists()
