@@ -1,0 +1,145 @@
+"""Folders that are whole or absent, each built by exactly one of the processes that want it.
+
+No process group exists yet when data is prepared, so processes agree through a file lock.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import xxhash
+
+from finetune.errors import DataError
+
+_INDEX = "index.json"
+
+
+def digest_of(facts: Any) -> str:
+    """32 hexadecimal digits that name a JSON-able value."""
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished folder."""
+
+    folder: Path
+    facts: dict[str, Any]
+    """What its builder returned."""
+    reused: bool
+    """Whether it was there before, or another process has built it."""
+
+
+class Cache:
+    """The folders under one directory. It is always safe to delete any of them while no run starts."""
+
+    def __init__(self, root: Path, *, quiet: bool) -> None:
+        """Creates the directory.
+
+        Raises:
+            DataError: If it cannot be written.
+        """
+        self._root = root
+        self._quiet = quiet
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def entry(self, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
+        """Returns a folder, building it if it is missing or damaged.
+
+        Args:
+            name: Names everything that shapes the content.
+            build: Fills an empty folder and returns JSON-able facts.
+
+        Raises:
+            DataError: If the directory cannot be written, or `build` raises it.
+        """
+        folder = self._root / name
+        found = _open(folder)
+        if found is not None:
+            return found
+        try:
+            with self._lock(name):
+                return _open(folder) or self._build(folder, build)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
+        staging = folder.with_name(folder.name + ".part")
+        for leftover in (staging, folder):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        staging.mkdir()
+        try:
+            facts = build(staging)
+            files = sorted(path for path in staging.iterdir() if path.is_file())
+            for path in files:
+                _sync(path)
+            # The index comes last: a folder with an index is a folder with everything.
+            index = staging / _INDEX
+            index.write_text(json.dumps({"files": {p.name: p.stat().st_size for p in files}, "facts": facts}))
+            _sync(index)
+            _sync(staging)
+            os.rename(staging, folder)
+            _sync(self._root)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        # Read back, so that the process that built sees what the others see.
+        entry = _open(folder)
+        assert entry is not None
+        return Entry(entry.folder, entry.facts, reused=False)
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        lock = filelock.FileLock(self._root / f"{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if not self._quiet:
+                print(
+                    "Waiting for another process that is preparing the same data.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._quiet = True
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _unusable(self, error: OSError) -> DataError:
+        return DataError(
+            f"The cache directory {self._root} cannot be used: {error.strerror or error}. Set data.cache_dir "
+            "to a "
+            "directory that can be written and has room."
+        )
+
+
+def _open(folder: Path) -> Entry | None:
+    """The folder, if everything that its index lists is there in full."""
+    try:
+        index = json.loads((folder / _INDEX).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in index["files"].items())
+        return Entry(folder, index["facts"], reused=True) if whole else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,77 @@
+"""The order of rows as a pure function of (seed, position): nothing to save, nothing to replay.
+
+A Feistel network over the smallest even number of bits that holds `num_rows`, walked until it lands inside
+(Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). Written out here rather than taken from a
+random generator, so that a library update cannot change what an old run would have read next.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+UInt64s = npt.NDArray[np.uint64]
+
+
+def rows_at(
+    positions: npt.NDArray[np.integer], *, num_rows: int, seed: int, epoch_rows: int | None = None
+) -> npt.NDArray[np.int64]:
+    """The rows to read at some positions of the run.
+
+    Position `p` lies in epoch `p // epoch_rows` at index `p % epoch_rows`; each epoch reads `epoch_rows`
+    different rows in an order of its own. Time and memory are linear in `positions`, whatever `num_rows` is.
+
+    Args:
+        positions: Positions over the whole run, counted from 0, any shape.
+        num_rows: Rows that there are.
+        seed: Of the order; any integer.
+        epoch_rows: Rows that make an epoch, at most `num_rows` (fewer where an incomplete batch is left out).
+
+    Returns:
+        Row numbers in `[0, num_rows)`, shaped like `positions`.
+
+    Raises:
+        ValueError: If `num_rows` or `epoch_rows` is out of range, or a position is negative.
+    """
+    epoch_rows = num_rows if epoch_rows is None else epoch_rows
+    if not 1 <= epoch_rows <= num_rows:
+        raise ValueError(
+            f"epoch_rows must be 1 to num_rows, got epoch_rows={epoch_rows}, num_rows={num_rows}."
+        )
+    where = np.asarray(positions)
+    if where.size and int(where.min()) < 0:
+        raise ValueError(f"Positions count from 0, got {int(where.min())}.")
+    where = where.astype(np.uint64)
+    epochs, index = np.divmod(where, np.uint64(epoch_rows))
+    keys = _mix(epochs + np.uint64(_mix_int(seed & _MASK)))
+    half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
+    rows = _permute(index, keys, half_bits)
+    outside = rows >= num_rows
+    while outside.any():
+        rows[outside] = _permute(rows[outside], keys[outside], half_bits)
+        outside = rows >= num_rows
+    return rows.astype(np.int64)
+
+
+def _permute(values: UInt64s, keys: UInt64s, half_bits: int) -> UInt64s:
+    """A bijection of `[0, 4**half_bits)` for each key."""
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> bits, values & mask
+    for number in range(_ROUNDS):
+        round_key = np.uint64((number + 1) * int(_GOLDEN) & _MASK)
+        left, right = right, left ^ (_mix(right ^ _mix(keys ^ round_key)) & mask)
+    return (left << bits) | right
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """Splitmix64: every output bit depends on every input bit (Steele, Lea and Flood 2014)."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    return int(_mix(np.array([value], dtype=np.uint64))[0])

@@ -1,0 +1,305 @@
+"""From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data import packing, tokenizer, tokens
+from finetune.data.cache import Cache, Entry, digest_of
+from finetune.data.classes import ClassList
+from finetune.data.documents import Rules
+from finetune.data.encoding import Encoder
+from finetune.data.progress import documents_bar
+from finetune.data.report import DataReport, SourceReport, SplitReport
+from finetune.data.rows import Classes, Rows
+from finetune.data.sources import Corpus, open_source
+from finetune.errors import DataError
+from finetune.recipe import DataSection, Recipe, Source
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """All that training and evaluation read."""
+
+    train: Rows | None
+    """None if the recipe names no training source."""
+    validation: Rows | None
+    """None if no document is for validation."""
+    tokenizer: PreTrainedTokenizerBase
+    num_labels: int | None
+    """Classes of a sequence classification; None for other tasks."""
+    label_names: tuple[str, ...]
+    report: DataReport
+    digest: str
+    """Of everything that shaped the training rows (the validation rows if there are no others)."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One side of a token folder, packed."""
+
+    entry: Entry
+    side: str
+    rows_entry: Entry
+    digest: str
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        counts: dict[str, Any] = self.entry.facts[self.side]
+        return counts
+
+
+def prepare(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
+    """Prepares the recipe's data, or finds it prepared.
+
+    Any number of processes may call this at once: one works, the others wait and then read. Call it before
+    there is a process group, so that nobody waits inside a collective.
+
+    Args:
+        recipe: What to prepare.
+        quiet: Show no progress and do not say when this process waits.
+
+    Raises:
+        DataError: If data or tokenizer cannot be used as the recipe says.
+    """
+    return _Preparation(recipe, quiet=quiet).run()
+
+
+class _Preparation:
+    """The steps for one recipe, with what they share."""
+
+    def __init__(self, recipe: Recipe, *, quiet: bool) -> None:
+        self._recipe = recipe
+        self._data: DataSection = recipe.data
+        self._quiet = quiet
+        self._labelled = recipe.task.name == "sequence_classification"
+        self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
+        self._reused = True
+
+    def run(self) -> PreparedData:
+        began = time.monotonic()
+        data = self._data
+        if not data.train and not data.validation:
+            raise DataError("The recipe names no documents. Name at least one source in data.train.")
+        for number, source in enumerate(data.validation):
+            if source.weight != 1.0:
+                raise DataError(
+                    f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every "
+                    "document once. "
+                    "Remove the weight; `limit` reads fewer documents."
+                )
+        held_out = data.validation_fraction if data.train and not data.validation else 0.0
+        train_corpora, train_rules = self._open(data.train), self._rules(held_out)
+        self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
+        self._wrapping = tokenizer.wrapping(self._tokenizer) if self._labelled else tokenizer.Wrapping((), ())
+
+        train = validation = None
+        if data.train:
+            entry, digest = self._tokenise(train_corpora, train_rules)
+            if entry.facts[tokens.TRAIN] is None:
+                raise DataError(
+                    f"All documents of data.train are held out for validation ({data.validation_fraction:g} "
+                    "of them by "
+                    "hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
+                )
+            train = self._pack(entry, tokens.TRAIN, digest)
+            if entry.facts[tokens.HELD_OUT] is not None:
+                validation = self._pack(entry, tokens.HELD_OUT, digest)
+        if data.validation:
+            entry, digest = self._tokenise(self._open(data.validation), self._rules(0.0))
+            validation = self._pack(entry, tokens.TRAIN, digest)
+
+        first = train or validation
+        assert first is not None
+        classes = (
+            ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels)
+            if self._labelled
+            else None
+        )
+        train_rows = self._rows(train, classes) if train else None
+        validation_rows = self._rows(validation, classes) if validation else None
+        if train_rows is not None and len(train_rows) == 0:
+            raise DataError(
+                f"The training documents fill no row of {data.sequence_length} tokens (packing "
+                f"{data.packing}, "
+                f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
+                "data.sequence_length."
+            )
+        return PreparedData(
+            train=train_rows,
+            validation=validation_rows if validation_rows is not None and len(validation_rows) else None,
+            tokenizer=self._tokenizer,
+            num_labels=classes.count if classes else None,
+            label_names=classes.names if classes else (),
+            report=DataReport(
+                sequence_length=data.sequence_length,
+                packing=data.packing,
+                vocabulary=tokenizer.num_ids(self._tokenizer),
+                train=self._report(train) if train else None,
+                validation=self._report(validation) if validation else None,
+                seconds=time.monotonic() - began,
+                reused=self._reused,
+            ),
+            digest=first.digest,
+        )
+
+    def _open(self, sources: Sequence[Source]) -> list[Corpus]:
+        return [open_source(source, labelled=self._labelled) for source in sources]
+
+    def _rules(self, held_out: float) -> Rules:
+        return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
+
+    def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
+        """What shapes the texts of some sources."""
+        return {
+            "format": tokens.FORMAT_VERSION,
+            "sources": [corpus.fingerprint for corpus in corpora],
+            "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
+        }
+
+    def _built(self, entry: Entry) -> Entry:
+        self._reused = self._reused and entry.reused
+        return entry
+
+    def _find_tokenizer(self, corpora: Sequence[Corpus], rules: Rules) -> PreTrainedTokenizerBase:
+        vocab_size = self._recipe.tokenizer.vocab_size
+        if vocab_size is None:
+            return tokenizer.load(self._recipe)
+        if not corpora:
+            raise DataError(
+                "tokenizer.vocab_size trains a tokenizer on data.train, which is empty. Name a source in "
+                "data.train, "
+                "or an existing tokenizer as tokenizer.name."
+            )
+
+        def build(folder: Path) -> dict[str, Any]:
+            texts = tokens.training_texts(corpora, rules)
+            with documents_bar("training the tokenizer", quiet=self._quiet) as advance:
+                trained = tokenizer.train(_counted(texts, advance), vocab_size)
+            trained.save_pretrained(str(folder))
+            return {}
+
+        key = {
+            "texts": self._key(corpora, rules),
+            "vocab_size": vocab_size,
+            "trainer": tokenizer.TRAINER_VERSION,
+        }
+        entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
+        return tokenizer.open_folder(entry.folder)
+
+    def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> tuple[Entry, str]:
+        # A classifier's special tokens go around the text when a batch is built, behind any truncation.
+        bos = self._tokenizer.bos_token_id if self._data.add_bos and not self._labelled else None
+        eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
+
+        def build(folder: Path) -> dict[str, Any]:
+            with documents_bar("tokenising", quiet=self._quiet) as advance:
+                return tokens.write(
+                    folder,
+                    corpora,
+                    rules,
+                    Encoder(self._tokenizer, num_workers=self._data.num_workers),
+                    num_ids=tokenizer.num_ids(self._tokenizer),
+                    bos=bos,
+                    eos=eos,
+                    advance=advance,
+                )
+
+        identity = tokenizer.identity(self._tokenizer)
+        digest = digest_of(
+            {"texts": self._key(corpora, rules), "tokenizer": identity, "bos": bos, "eos": eos}
+        )
+        return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
+
+    def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:
+        data = self._data
+        room = data.sequence_length - sum(map(len, self._wrapping))
+        if room < 1:
+            raise DataError(
+                f"data.sequence_length is {data.sequence_length}, which the {sum(map(len, self._wrapping))} "
+                "special "
+                "tokens of this tokenizer fill alone. Raise it."
+            )
+        key = {
+            "tokens": token_digest,
+            "side": side,
+            "packing": data.packing,
+            "labelled": self._labelled,
+            "room": room,
+            "row_length": data.sequence_length,
+            "long_documents": None if data.packing == "wrapped" or self._labelled else data.long_documents,
+            "remainder": data.remainder if data.packing == "wrapped" else None,
+        }
+
+        def build(folder: Path) -> dict[str, Any]:
+            file = self._token_file(entry, side)
+            if self._labelled:
+                packed = packing.truncate(file.offsets, room)
+            elif data.packing == "wrapped":
+                keep = data.remainder == "keep"
+                packed = packing.wrap(file.tokens.size, data.sequence_length, keep_remainder=keep)
+            elif data.packing == "padded":
+                packed = packing.pad(file.offsets, data.sequence_length, data.long_documents)
+            else:
+                packed = packing.fill(file.offsets, data.sequence_length, data.long_documents)
+            return packing.save(packed, folder)
+
+        digest = digest_of(key)
+        return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
+
+    def _token_file(self, entry: Entry, side: str) -> tokens.TokenFile:
+        return tokens.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled)
+
+    def _rows(self, side: _Side, classes: ClassList | None) -> Rows:
+        file = self._token_file(side.entry, side.side)
+        numbers = None
+        if classes is not None:
+            assert file.labels is not None
+            numbers = Classes(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
+        return Rows(
+            tokens=file.tokens,
+            packed=packing.load(side.rows_entry.folder, side.rows_entry.facts),
+            row_length=self._data.sequence_length,
+            padding_id=tokenizer.padding_id(self._tokenizer),
+            restarts=self._data.packing == "documents",
+            fixed=self._data.packing != "padded",
+            classes=numbers,
+        )
+
+    def _report(self, side: _Side) -> SplitReport:
+        counts, made = side.counts, side.rows_entry.facts
+        places = made["rows"] * self._data.sequence_length
+        used = made["pairs"] + made["rows"] * sum(map(len, self._wrapping))
+        return SplitReport(
+            documents=counts["documents"],
+            tokens=counts["tokens"],
+            rows=made["rows"],
+            targets=used,
+            useful_share=used / places if places else 0.0,
+            empty=counts["empty"] + made["empty"],
+            duplicates=counts["duplicates"],
+            over_long=made["over_long"],
+            truncated=made["truncated"],
+            dropped=made["dropped"],
+            remainder_rows=made["remainder_rows"],
+            sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        )
+
+
+def _counted(texts: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
+    count = 0
+    for text in texts:
+        count += 1
+        advance(1)
+        yield text
+    if not count:
+        raise DataError(
+            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing "
+            "but "
+            "white space, or everything is held out. Name a source that holds text, or lower "
+            "data.validation_fraction."
+        )

@@ -1,0 +1,135 @@
+"""Batches by position, straight from the memory-mapped token file. The only file here that builds tensors.
+
+Shapes: B rows, T tokens a row (`sequence_length`), L tokens of the longest row of a batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from finetune.data.packing import Int64s, Packed
+from finetune.data.tokenizer import Wrapping
+from finetune.data.tokens import Tokens
+
+IGNORED = -100
+"""The target where there is nothing to predict."""
+
+_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What makes rows into documents with a class."""
+
+    numbers: Int64s
+    """Of each row: (rows,)."""
+    wrapping: Wrapping
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens, read by position. Reading neither changes nor copies anything but the batch."""
+
+    tokens: Tokens
+    packed: Packed
+    row_length: int
+    """T."""
+    padding_id: int
+    restarts: bool
+    """Whether documents share rows and each counts its positions from 0."""
+    fixed: bool
+    """Whether batches are always T wide; else as wide as their longest row, in steps of 8."""
+    classes: Classes | None = None
+    """None for language modelling."""
+
+    def __len__(self) -> int:
+        return self.packed.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs that carry a target, over all rows."""
+        return len(self) if self.classes is not None else int(self.packed.lengths.sum())
+
+    def num_targets(self, rows: npt.NDArray[np.integer]) -> int:
+        """Targets that `batch(rows)` holds, without reading it."""
+        if self.classes is not None:
+            return int(rows.size)
+        return int(self._widths(rows).sum())
+
+    def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        """Reads rows.
+
+        Args:
+            rows: Row numbers, (B,).
+
+        Returns:
+            For language modelling `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the
+            token that follows the input, -100 where there is none. Where documents share rows also
+            `position_ids`, which restart at each document and at the padding. There is no attention mask: it
+            would make models look across documents.
+            For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
+        """
+        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes)
+
+    def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        width = (
+            self.row_length
+            if self.fixed
+            else min(self.row_length, _round_up(int(self._widths(rows).max(initial=1))))
+        )
+        inputs = np.full((rows.size, width), self.padding_id, np.int64)
+        targets = np.full((rows.size, width), IGNORED, np.int64)
+        positions = np.empty((rows.size, width), np.int64) if self.restarts else None
+        count = np.arange(width, dtype=np.int64)
+        for line, row in enumerate(rows.tolist()):
+            at = 0
+            for start, length in self._segments(row):
+                inputs[line, at : at + length] = self.tokens[start : start + length]
+                targets[line, at : at + length] = self.tokens[start + 1 : start + length + 1]
+                if positions is not None:
+                    positions[line, at : at + length] = count[:length]
+                at += length
+            if positions is not None:
+                positions[line, at:] = count[: width - at]
+        batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if positions is not None:
+            batch["position_ids"] = torch.from_numpy(positions)
+        return batch
+
+    def _class_batch(self, rows: npt.NDArray[np.integer], classes: Classes) -> dict[str, torch.Tensor]:
+        before, behind = classes.wrapping
+        around = len(before) + len(behind)
+        width = min(self.row_length, _round_up(int(self._widths(rows).max(initial=1)) + around))
+        inputs = np.full((rows.size, width), self.padding_id, np.int64)
+        mask = np.full((rows.size, width), 0, np.int64)
+        for line, row in enumerate(rows.tolist()):
+            ((start, length),) = self._segments(row)
+            full = length + around
+            inputs[line, : len(before)] = before
+            inputs[line, len(before) : len(before) + length] = self.tokens[start : start + length]
+            inputs[line, len(before) + length : full] = behind
+            mask[line, :full] = 1
+        return {
+            "input_ids": torch.from_numpy(inputs),
+            "attention_mask": torch.from_numpy(mask),
+            "targets": torch.from_numpy(classes.numbers[rows]),
+        }
+
+    def _segments(self, row: int) -> list[tuple[int, int]]:
+        first, last = self.packed.row_starts[row], self.packed.row_starts[row + 1]
+        starts, lengths = self.packed.starts[first:last], self.packed.lengths[first:last]
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
+
+    def _widths(self, rows: npt.NDArray[np.integer]) -> Int64s:
+        """Pairs (tokens for classification) of each row."""
+        first, last = self.packed.row_starts[rows], self.packed.row_starts[rows + 1]
+        if self.packed.num_rows == self.packed.lengths.size:
+            return np.asarray(self.packed.lengths[first], np.int64)
+        sums = [int(self.packed.lengths[a:b].sum()) for a, b in zip(first, last, strict=True)]
+        return np.array(sums, np.int64)
+
+
+def _round_up(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE

@@ -1,0 +1,170 @@
+"""A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
+
+import glob
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
+from finetune.data.sample import GENERATOR_VERSION, stories
+from finetune.errors import DataError
+from finetune.recipe import Source
+
+_BATCH_ROWS = 1024
+_HASH_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of one source."""
+
+    name: str
+    """As people know it, for reports."""
+    weight: float
+    fingerprint: dict[str, Any]
+    """Changes when the documents change, and not with where the files lie."""
+    _read: Callable[[], Iterator[Document]]
+    _limit: int | None
+
+    def documents(self) -> Iterator[Document]:
+        """Reads from the start, in a fixed order.
+
+        Raises:
+            DataError: If something in the source cannot be read.
+        """
+        return itertools.islice(self._read(), self._limit)
+
+
+def open_source(source: Source, *, labelled: bool) -> Corpus:
+    """Finds what a source names and fingerprints it; reads no documents yet.
+
+    Raises:
+        DataError: If there is no such source, or it is in no known format.
+    """
+    fields = Fields(source.text_field, source.label_field if labelled else None)
+    if source.sample is not None:
+        count = source.sample
+        content: Any = {"sample": count, "version": GENERATOR_VERSION}
+        name = f"built-in sample ({count} stories)"
+        read = lambda: _read_sample(count, fields)  # noqa: E731
+    elif source.path is not None:
+        name = source.path
+        content, read = _open_path(source, source.path, fields)
+    else:
+        assert source.hub is not None
+        name = source.hub
+        content, read = _open_hub(source, source.hub, fields)
+    fingerprint = {"content": content, "fields": list(fields), "weight": source.weight, "limit": source.limit}
+    return Corpus(name, source.weight, fingerprint, read, source.limit)
+
+
+Opened = tuple[Any, Callable[[], Iterator[Document]]]
+
+
+def _open_path(source: Source, given: str, fields: Fields) -> Opened:
+    pattern = os.path.expanduser(given)
+    # A name with brackets in it is first of all a name.
+    paths = (
+        [Path(pattern)] if os.path.exists(pattern) else [Path(p) for p in glob.glob(pattern, recursive=True)]
+    )
+    paths.sort()
+    if not paths:
+        raise DataError(
+            f"There is no file {given} (looked from {Path.cwd()}). Relative paths count from the working "
+            "directory; correct `path` in data.train or data.validation, or the glob so that it matches."
+        )
+    if paths[0].is_dir() and len(paths) == 1:
+        return _open_saved(source, paths[0], fields)
+    files = [path for path in paths if not path.is_dir()]
+    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
+    return content, lambda: itertools.chain.from_iterable(read_file(path, fields) for path in files)
+
+
+def _open_saved(source: Source, folder: Path, fields: Fields) -> Opened:
+    """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
+    inner = folder
+    if (folder / "dataset_dict.json").is_file():
+        inner = folder / source.split
+        if not inner.is_dir():
+            splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+            raise DataError(
+                f"The data set {folder} has no split '{source.split}'; its splits are {', '.join(splits)}. "
+                "Name one of them as the source's `split`."
+            )
+    if not (inner / "state.json").is_file():
+        raise DataError(
+            f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
+            f"glob instead, such as {folder}/*.jsonl."
+        )
+    content = [[path.name, _hash_file(path)] for path in sorted(inner.glob("*.arrow"))]
+
+    def read() -> Iterator[Document]:
+        import datasets
+
+        try:
+            dataset = datasets.load_from_disk(str(inner))
+        except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
+            raise DataError(
+                f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again."
+            ) from error
+        return _read_dataset(dataset, fields, str(folder))
+
+    return content, read
+
+
+def _open_hub(source: Source, name: str, fields: Fields) -> Opened:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(
+            name, source.hub_config, revision=source.revision, split=source.split, streaming=False
+        )
+    except Exception as error:  # The hub client raises errors of several HTTP libraries.
+        raise DataError(
+            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') "
+            "cannot "
+            f"be had from the hub: {_brief(error)}. Check its name and the network, or download it and give "
+            "its "
+            "files as `path`."
+        ) from error
+    return {"hub": dataset._fingerprint}, lambda: _read_dataset(dataset, fields, name)
+
+
+def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
+    require_fields(dataset.column_names, fields, name)
+    columns = [field for field in dict.fromkeys(fields) if field is not None]
+    number = 0
+    for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
+        for values in zip(*(batch[column] for column in columns), strict=True):
+            number += 1
+            yield document_of(dict(zip(columns, values, strict=True)), fields, f"{name}, row {number}")
+
+
+def _read_sample(count: int, fields: Fields) -> Iterator[Document]:
+    for number, story in enumerate(stories(count), start=1):
+        record = {"text": story.text, "label": story.label}
+        yield document_of(record, fields, f"the built-in sample, story {number}")
+
+
+def _hash_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
+        ) from error
+    return digest.hexdigest()
+
+
+def _brief(error: Exception) -> str:
+    """The first line of a library's message, without its full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")
