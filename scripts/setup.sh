@@ -92,8 +92,11 @@ system_packages() {
       fi
     fi
   fi
-  echo "note: missing ${missing[*]} (on Debian: apt-get install ${missing[*]}). libaio-dev is needed only for zero3_nvme," \
-    "the others for any ZeRO run on a CPU and for offload; all else works without them."
+  local compiler=${missing[*]/libaio-dev/}
+  [ -z "${compiler// /}" ] ||
+    echo "note: DeepSpeed on a CPU, and optimizer offload, also need: apt-get install $compiler"
+  [[ " ${missing[*]} " != *" libaio-dev "* ]] ||
+    echo "note: the launch config zero3_nvme, and nothing else, also needs: apt-get install libaio-dev"
 }
 
 main() {
