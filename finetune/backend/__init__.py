@@ -1,0 +1,231 @@
+"""Where the run happens: the only package that knows one backend from another.
+
+The loop sees a `Backend`: it prepares a model, says the gradient norm, sums over ranks, and gathers weights,
+each the same way whatever runs underneath.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.backend import deepspeed_config, launch, ops, prove, start
+from finetune.backend.launch import Launch
+from finetune.backend.prove import Proof
+from finetune.errors import BackendError, RecipeError
+from finetune.recipe import Recipe
+
+__all__ = ["Backend", "Launch", "Proof", "derive_accumulation", "read_launch"]
+
+read_launch = launch.read
+
+
+def derive_accumulation(recipe: Recipe, world: int) -> int:
+    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
+
+    Raises:
+        RecipeError: If it does not come out even, with the sizes that do.
+    """
+    batch = recipe.batch
+    if recipe.length.steps == 0:
+        return 1  # nothing is trained, so there is no global batch to fill
+    if batch.global_size % (batch.micro_size * world) == 0:
+        return batch.global_size // (batch.micro_size * world)
+    share = batch.global_size // world if batch.global_size % world == 0 else 0
+    fits = [n for n in range(1, share + 1) if share % n == 0]
+    advice = (
+        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
+        if fits
+        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
+    )
+    raise RecipeError(
+        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} x {world} "
+        f"processes = {batch.micro_size * world}. {advice}"
+    )
+
+
+@dataclass
+class Backend:
+    """One process's view of where the run happens."""
+
+    accelerator: Accelerator
+    launch: Launch
+    precision: str
+    """What the network computes in: fp32, bf16 or fp16."""
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+
+    @classmethod
+    def start(cls, recipe: Recipe, asked: Launch, *, quiet: bool = False) -> "Backend":
+        """Starts the process group and the accelerator that the launch asks for.
+
+        Raises:
+            BackendError: If this machine cannot run it, or it contradicts the recipe.
+        """
+        precision = start.pick_precision(recipe)
+        start.check_devices(asked)
+        accumulation = derive_accumulation(recipe, asked.num_processes)
+        ops.ensure(start.needed_ops(asked), quiet=quiet)
+        accelerator = start.start(asked, recipe, precision, accumulation)
+        if accelerator.num_processes != asked.num_processes:
+            raise BackendError(
+                f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
+                f"sees {accelerator.num_processes}: each would train alone and overwrite the others. Start it with "
+                "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
+            )
+        return cls(accelerator, asked, precision, accumulation)
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def world(self) -> int:
+        """Data-parallel processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def loading(self, pretrained: bool) -> AbstractContextManager[None]:
+        """The context to build the model in; see `start.loading`."""
+        return start.loading(self.launch, pretrained)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Wraps model and optimiser for what was asked; weights are the same on every backend afterwards.
+
+        Raises:
+            BackendError: If the model has tensors without storage, or parameters went missing on the way.
+        """
+        if any(p.is_meta for p in model.parameters()):
+            raise BackendError(
+                "The model is on the meta device and has no weights to train. Materialise it first, as "
+                "finetune.models.materialise does."
+            )
+        before = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self.launch.uses_deepspeed:
+            deepspeed_config.fit_to_model(
+                self.accelerator.deepspeed_plugin.deepspeed_config,
+                hidden_size=_width(model),
+                parameter_sizes=[getattr(p, "ds_numel", p.numel()) for p in model.parameters()],
+                place=self.launch.ds_place,
+            )
+        wrapped, prepared = self.accelerator.prepare(model, optimizer)
+        if self.launch.uses_fsdp:
+            distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
+            if len(distinct) != before:
+                raise BackendError(
+                    f"The optimiser had {before} parameters and holds {len(distinct)} distinct ones after sharding: "
+                    "some would never be trained. This is a fault of the installed accelerate; use the version of "
+                    "constraints.txt."
+                )
+        return wrapped, prepared
+
+    def prove(self, model: nn.Module, optimizer: Any) -> Proof:
+        """Reads back what runs; see `prove.prove`."""
+        return prove.prove(self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context that the network computes in, inside the one that the wrapper provides.
+
+        Sharded backends free weights after use, so casts of them must not be cached for the whole forward pass.
+        """
+        if not self.launch.sharded or self.precision == "fp32" or self._casts_weights():
+            # Not a disabled autocast, which would switch off the wrapper's.
+            return nullcontext()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+    def _casts_weights(self) -> bool:
+        """Whether DeepSpeed itself turns the network's weights into 16 bit, and autocast would get in its way."""
+        if not self.launch.uses_deepspeed:
+            return False
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
+
+    def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
+        """Clips the gradients and returns their global norm from before; DeepSpeed has clipped by then.
+
+        Call it at the end of a window only, on every rank.
+        """
+        if self.launch.uses_deepspeed:
+            # Not accelerator.clip_grad_norm_, which reads the value to the host at once.
+            norm: Any = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
+        else:
+            limit = float("inf") if max_norm is None else max_norm
+            norm = self.accelerator.clip_grad_norm_(model.parameters(), limit)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return torch.as_tensor(norm, dtype=torch.float32)
+
+    def steps_in_backward(self) -> bool:
+        """Whether the backward pass that ends a window also runs the optimiser (DeepSpeed)."""
+        return self.launch.uses_deepspeed
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.broadcast(values, src=0)
+        return values
+
+    def full_parameters(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
+
+        Every rank must run through it, in step.
+
+        Args:
+            network: The network inside the prepared model.
+        """
+        for name, parameter in network.named_parameters():
+            full = self._full(parameter)
+            yield name, full.detach().cpu().clone() if self.is_main else None
+
+    def _full(self, parameter: Any) -> torch.Tensor:
+        if self.launch.uses_deepspeed:
+            import deepspeed
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            if parameter.requires_grad:
+                # The masters; the module's own may be their bf16 copy.
+                master: torch.Tensor | None = safe_get_full_fp32_param(parameter)
+                if master is not None:
+                    return master
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                return parameter.data.clone()
+        if hasattr(parameter, "full_tensor"):
+            full: torch.Tensor = parameter.full_tensor()
+            return full
+        return parameter.data  # type: ignore[no-any-return]
+
+    def wait(self) -> None:
+        """Returns once every rank has called it."""
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Ends trackers and the process group; leaving without it makes gloo's exit noisy."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+
+def _width(model: nn.Module) -> int:
+    """The model's hidden size: what it says, or the largest matrix side of a model that says nothing."""
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
+    if width is not None:
+        return int(width)
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in model.parameters()]
+    return max((side for shape in shapes if len(shape) >= 2 for side in shape), default=64)

@@ -1,0 +1,165 @@
+"""Completes a DeepSpeed configuration from the recipe, and refuses one that contradicts it.
+
+DeepSpeed keeps its own copy of what the recipe decides: batch, accumulation, clipping, precision. A value that
+is absent takes DeepSpeed's default, which is not "off" (clipping is 1.0), so every one is written.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from finetune.errors import BackendError
+from finetune.recipe import Recipe
+
+# Shipped configs say "auto" where the recipe decides.
+AUTO = "auto"
+
+
+def complete(
+    config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
+) -> dict[str, Any]:
+    """The configuration with every value that the recipe decides filled in.
+
+    Args:
+        config: As written, with `auto` or nothing where the recipe decides.
+        precision: `fp32`, `bf16` or `fp16`.
+        accumulation: Micro-batches an optimiser step and process.
+        world: Data-parallel processes.
+        place: Where the config is written, for messages.
+
+    Raises:
+        BackendError: If it contradicts the recipe, with both places.
+    """
+    config = copy.deepcopy(config)
+    batch, clip = recipe.batch, recipe.optim.clip_norm
+    decided: dict[str, tuple[Any, str]] = {
+        "train_batch_size": (batch.micro_size * accumulation * world, "batch.global_size"),
+        "train_micro_batch_size_per_gpu": (batch.micro_size, "batch.micro_size"),
+        "gradient_accumulation_steps": (
+            accumulation,
+            "batch.global_size / (batch.micro_size x processes)",
+        ),
+        # Absent means 1.0 to DeepSpeed; 0.0 is its word for off.
+        "gradient_clipping": (0.0 if clip is None else clip, "optim.clip_norm"),
+        "fp16.enabled": (precision == "fp16", "precision"),
+    }
+    if precision == "bf16" and _get(config, "bf16.enabled") in (None, AUTO):
+        _autocast_bf16(config)
+    decided["bf16.enabled"] = (precision == "bf16" and not _get(config, "torch_autocast.enabled"), "precision")
+    contradictions = []
+    for key, (value, source) in decided.items():
+        written = _get(config, key)
+        if written in (None, AUTO):
+            _set(config, key, value)
+        elif written != value:
+            contradictions.append(f"{place} says {key}: {written}, the recipe's {source} makes it {value}")
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
+    if _get(config, "torch_autocast.enabled") and precision != "bf16":
+        contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
+    if contradictions:
+        raise BackendError(
+            "The DeepSpeed config contradicts the recipe: "
+            + "; ".join(contradictions)
+            + f'. Change the recipe, or write "auto" in {place} (or remove the key).'
+        )
+    # Gradients are summed over ranks and micro-batches in fp32; DeepSpeed's default is the model's dtype.
+    for key in ("data_types.grad_accum_dtype", "communication_data_type"):
+        if _get(config, key) in (None, AUTO):
+            _set(config, key, "fp32")
+    _offload_needs_adamw(config, recipe, place)
+    return config
+
+
+def _autocast_bf16(config: dict[str, Any]) -> None:
+    """bf16 as on every other backend: fp32 weights, cast where an operation profits, in place.
+
+    DeepSpeed's own bf16 mode makes weights, norms and the residual stream bf16; a config that says
+    `bf16.enabled: true` gets it.
+    """
+    section = config.setdefault("torch_autocast", {})
+    section.setdefault("enabled", True)
+    section.setdefault("dtype", "bfloat16")
+    # The modules whose gradients would be reduced in bf16 as well.
+    section.setdefault("lower_precision_safe_modules", [])
+
+
+def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:
+    """Accelerate swaps any optimiser for DeepSpeed's CPU Adam under offload, so only AdamW may be asked for."""
+    device = _get(config, "zero_optimization.offload_optimizer.device") or "none"
+    if device == "none":
+        return
+    if recipe.optim.name != "AdamW":
+        raise BackendError(
+            f"{place} offloads the optimiser to {device}, where only AdamW runs; the recipe's optim.name is "
+            f"{recipe.optim.name}, which would be replaced by Adam without a word. Set optim.name to AdamW, or take a "
+            "launch config without offload."
+        )
+    if recipe.optim.args.get("amsgrad"):
+        raise BackendError(f"{place} offloads the optimiser to {device}, where optim.args.amsgrad is not offered.")
+
+
+def fit_to_model(
+    config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int], place: str
+) -> None:
+    """Fills in the sizes that depend on the model, in place.
+
+    Args:
+        hidden_size: The model's width.
+        parameter_sizes: Elements of each parameter.
+        place: Where the config is written, for messages.
+
+    Raises:
+        BackendError: If the config says `auto` where nothing can fill it in.
+    """
+    section = config["zero_optimization"]
+    sizes = list(parameter_sizes)
+    bucket = max(hidden_size * hidden_size, 1_000_000)
+    # Small parameters stay whole on each rank, which saves latency; but never so many that the model is not
+    # really sharded any more (of a tiny model nearly every parameter is small).
+    threshold = 10 * hidden_size
+    if sum(size for size in sizes if size < threshold) > 0.01 * sum(sizes):
+        threshold = 0
+    for key, value in (
+        ("reduce_bucket_size", bucket),
+        ("allgather_bucket_size", bucket),
+        ("stage3_prefetch_bucket_size", int(0.9 * bucket)),
+        ("stage3_param_persistence_threshold", threshold),
+    ):
+        if section.get(key) == AUTO:
+            section[key] = value
+    parameters = section.get("offload_param") or {}
+    if parameters.get("buffer_size") == AUTO:
+        # A buffer holds one parameter on its way to or from the disk; DeepSpeed aligns it.
+        parameters["buffer_size"] = max(sizes) + 1024
+    unknown = sorted(_autos(config))
+    if unknown:
+        raise BackendError(
+            f"{place} says \"auto\" for {', '.join(unknown)}, which neither recipe nor model decides. Write a value, or "
+            "remove the key to take DeepSpeed's default."
+        )
+
+
+def _autos(config: dict[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield prefix + key
+
+
+def _get(config: dict[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, dict):
+            return None
+        node = node.get(part)
+    return node
+
+
+def _set(config: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        config = config.setdefault(part, {})
+    config[last] = value

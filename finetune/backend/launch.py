@@ -1,0 +1,262 @@
+"""What the launch plane asks for, read before anything is started, and refused where it cannot come true.
+
+A worker sees the launch file only through environment variables, and some files leave none: `use_cpu: true`
+or `distributed_type: 'NO'` with two processes start plain processes that know of nothing. So the launcher's
+own command line, which is the parent process's, is read as well, and the two are compared.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from finetune.errors import BackendError
+
+# The kinds that the toolkit runs, in the words of its own launch files.
+KINDS = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for: by the launch file where there is one, else by the environment alone."""
+
+    kind: str
+    """One of `KINDS`."""
+    num_processes: int
+    file: str | None = None
+    """The launch file as the user named it, or None (torchrun, or a plain `python`)."""
+    num_threads: int | None = None
+    """CPU threads a process, if the user did not choose: cores / processes on this machine."""
+    replicate: int = 1
+    """Hybrid shard: copies of the sharded model."""
+    reshard: bool = True
+    """FSDP2: whether weights are freed again between forward and backward."""
+    offload_params: str = "none"
+    """Where parameters rest: none, cpu or nvme."""
+    offload_optimizer: str = "none"
+    """Where optimiser state rests: none, cpu or nvme."""
+    sharded_init: bool = False
+    """ZeRO-3: whether pretrained weights are sharded while they load."""
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    """The DeepSpeed configuration as written, `auto` included."""
+    ds_place: str = ""
+    """Where it is written, for messages."""
+    mixed_precision: str = "no"
+    """What the launch plane says of precision. The recipe decides, so anything but its value is refused; with its
+    value, FSDP gathers and computes with copies of the weights in it, instead of casting inside operations."""
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind in ("fsdp", "hsdp", "zero3")
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self.kind.startswith("zero")
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return self.kind in ("fsdp", "hsdp")
+
+
+def read() -> Launch:
+    """Reads what was asked for from the launcher's command line, its file, and the environment.
+
+    Raises:
+        BackendError: If file and processes contradict each other, or it asks for what is not offered.
+    """
+    env = os.environ
+    if not torch.cuda.is_available():
+        # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    world = int(env.get("WORLD_SIZE", "1"))
+    arguments = _launcher_arguments()
+    file, config = _launch_file(arguments)
+    if file is not None:
+        _check_file(file, config, arguments, world)
+    elif world > 1 and "LOCAL_RANK" not in env:
+        raise BackendError(
+            f"WORLD_SIZE is {world}, but this process has no LOCAL_RANK: it was not started by a launcher. Start "
+            "it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
+        )
+    if _truthy(env.get("ACCELERATE_USE_CPU")) and (world > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
+        raise BackendError(
+            "ACCELERATE_USE_CPU is set, which makes Accelerate ignore sharding and offload and start plain CPU "
+            "processes. Unset it: without a GPU the same launch files run on gloo by themselves."
+        )
+    common: dict[str, Any] = {
+        "num_processes": world,
+        "file": file,
+        "num_threads": _threads(arguments),
+        "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
+    }
+    if _uses(env, "DEEPSPEED"):
+        return _deepspeed(common)
+    if _uses(env, "FSDP"):
+        return _fsdp(common)
+    return Launch(kind="single" if world == 1 else "ddp", **common)
+
+
+def _uses(env: Any, name: str) -> bool:
+    return _truthy(env.get(f"ACCELERATE_USE_{name}"))
+
+
+def _truthy(value: str | None) -> bool:
+    return (value or "").lower() in ("1", "true", "yes", "on")
+
+
+def _launcher_arguments() -> Any | None:
+    """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
+    try:
+        parent = psutil.Process().parent()
+        line = parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        return None
+    for index, word in enumerate(line):
+        name = Path(word).name
+        if name == "accelerate-launch" or (word.endswith("accelerate/commands/launch.py")):
+            rest = line[index + 1 :]
+            break
+        if name in ("accelerate", "accelerate_cli.py") and line[index + 1 : index + 2] == ["launch"]:
+            rest = line[index + 2 :]
+            break
+        if word == "finetune.launcher":
+            rest = line[index + 1 :]
+            break
+    else:
+        return None
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(rest)
+
+
+def _launch_file(arguments: Any | None) -> tuple[str | None, Any]:
+    if arguments is None:
+        return None, None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    path = arguments.config_file
+    if path is None:
+        if not os.path.isfile(default_config_file):
+            return None, None
+        path = default_config_file
+    return str(path), load_config_from_file(arguments.config_file)
+
+
+def _check_file(file: str, config: Any, arguments: Any, world: int) -> None:
+    """Compares a launch file with what started; Accelerate itself falls back without a word."""
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    asked = arguments.num_processes or config.num_processes or 1
+    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        raise BackendError(
+            f"{file} asks for distributed_type {kind}, which is not offered. Use NO, MULTI_GPU, FSDP or DEEPSPEED; "
+            "without a GPU these run on gloo, so MULTI_CPU is not needed."
+        )
+    if (config.use_cpu or arguments.cpu) and (kind != "NO" or asked > 1):
+        raise BackendError(
+            f"{file} asks for {kind} on {asked} processes and also for `use_cpu` (or --cpu), and Accelerate would "
+            "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
+            "file runs on gloo by itself."
+        )
+    if kind == "NO" and asked > 1:
+        raise BackendError(
+            f"{file} asks for {asked} processes with distributed_type 'NO', which starts one. Set distributed_type "
+            "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
+        )
+    if world != asked:
+        raise BackendError(
+            f"{file} asks for {asked} processes, but {world} run. Start it with `accelerate launch "
+            f"--config_file {file}`, and name another number with --num_processes."
+        )
+
+
+def _threads(arguments: Any | None) -> int | None:
+    """Threads a process should use, unless the user chose: Accelerate exports one thread unasked."""
+    if arguments is not None and arguments.num_cpu_threads_per_process is not None:
+        return None
+    try:
+        before = psutil.Process().parent()
+        environ = before.environ() if before is not None and arguments is not None else dict(os.environ)
+    except psutil.Error:
+        return None
+    if "OMP_NUM_THREADS" in environ:
+        return None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // local)
+
+
+def _fsdp(common: dict[str, Any]) -> Launch:
+    env, place = os.environ, common["file"] or "the environment"
+    if env.get("FSDP_VERSION", "1") != "2":
+        raise BackendError(
+            f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
+            "deprecated and keeps no fp32 masters): set `fsdp_version: 2` under fsdp_config."
+        )
+    if _truthy(env.get("FSDP_ACTIVATION_CHECKPOINTING")):
+        raise BackendError(
+            f"{place} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
+            "on wrong gradients. Take it out and set `model.gradient_checkpointing: true` in the recipe."
+        )
+    replicate = 1
+    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        sizes = {n: int(env.get(f"PARALLELISM_CONFIG_{n}_SIZE", "1")) for n in ("TP", "CP", "SP")}
+        if any(size > 1 for size in sizes.values()):
+            raise BackendError(
+                f"{place} asks for tensor, context or sequence parallelism ({sizes}), which is not offered. Leave "
+                "those at 1; dp_shard_size and dp_replicate_size are."
+            )
+        replicate = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+        shard = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+        if replicate * shard != common["num_processes"]:
+            raise BackendError(
+                f"{place} asks for {replicate} copies of {shard} shards, which takes {replicate * shard} processes, "
+                f"but {common['num_processes']} run. Make dp_replicate_size x dp_shard_size equal num_processes."
+            )
+    offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    return Launch(
+        kind="hsdp" if replicate > 1 else "fsdp",
+        replicate=replicate,
+        reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        offload_params=offload,
+        offload_optimizer=offload,
+        **common,
+    )
+
+
+def _deepspeed(common: dict[str, Any]) -> Launch:
+    place = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if place != "none":
+        try:
+            config = json.loads(Path(place).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BackendError(
+                f"{common['file'] or 'The environment'} names the DeepSpeed config {place}, which cannot be read as "
+                f"JSON: {error}. Paths count from the working directory."
+            ) from error
+    else:
+        # A launch file may hold the few DeepSpeed values itself; Accelerate turns them into a config.
+        from accelerate.utils import DeepSpeedPlugin
+
+        place = f"deepspeed_config in {common['file'] or 'the environment'}"
+        config = dict(DeepSpeedPlugin().deepspeed_config)
+        config.pop("steps_per_print", None)
+    section = config.get("zero_optimization")
+    stage = section.get("stage") if isinstance(section, dict) else None
+    if stage not in (1, 2, 3):
+        raise BackendError(
+            f"{place} asks for ZeRO stage {stage}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
+            "data parallelism use accelerate_configs/ddp.yaml."
+        )
+    assert isinstance(section, dict)
+    return Launch(
+        kind=f"zero{stage}",
+        offload_params=str((section.get("offload_param") or {}).get("device", "none")),
+        offload_optimizer=str((section.get("offload_optimizer") or {}).get("device", "none")),
+        sharded_init=stage == 3 and _truthy(os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
+        ds_config=config,
+        ds_place=place,
+        **common,
+    )

@@ -1,0 +1,247 @@
+"""Reads back from the live objects what runs, and compares it with what was asked for.
+
+Accelerate falls back without a word in many places (CPU flags, missing launch files, ignored plugins). So
+nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devices are what is looked at.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.backend.launch import Launch
+from finetune.errors import BackendError
+
+# A rank may hold this much more than its share: padding, and parameters too small to be worth sharding.
+_SHARD_SLACK = 0.03
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What runs, as read back from the live objects."""
+
+    kind: str
+    """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
+    world_size: int
+    replicas: int
+    """Hybrid shard: copies of the sharded model; otherwise 1."""
+    communication: str | None
+    """nccl, gloo, or None for one process."""
+    device: str
+    wrapper: str
+    """Class of the prepared model."""
+    num_parameters: int
+    parameter_fraction: float
+    """Share of the parameters that this rank holds between steps."""
+    optimizer_fraction: float
+    """Share of the optimiser's state that this rank holds."""
+    parameter_dtypes: tuple[str, ...]
+    """Of the trainable parameters as the optimiser updates them (the masters)."""
+    model_dtypes: tuple[str, ...]
+    """Of the parameters that the network computes with."""
+    reduce_dtype: str
+    """What gradients are summed over ranks in."""
+    offload_params: str
+    offload_optimizer: str
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+    num_threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{self.kind} x{self.world_size}",
+            f"{self.wrapper} on {self.device}" + (f"/{self.communication}" if self.communication else ""),
+            f"{self.num_parameters:,} parameters, {self.parameter_fraction:.0%} here",
+            f"optimiser {self.optimizer_fraction:.0%} here",
+            f"masters {'+'.join(self.parameter_dtypes)}",
+            f"network {'+'.join(self.model_dtypes)}",
+            f"gradients summed in {self.reduce_dtype}",
+            f"accumulation {self.accumulation}",
+        ]
+        if (self.offload_params, self.offload_optimizer) != ("none", "none"):
+            parts.append(f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}")
+        return ", ".join(parts)
+
+
+def prove(
+    accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any, accumulation: int
+) -> Proof:
+    """Reads back what runs and compares it with the request.
+
+    Raises:
+        BackendError: With every difference.
+    """
+    proof = _read(accelerator, launch, precision, model, optimizer)
+    problems = list(_differences(proof, launch, accumulation))
+    if problems:
+        raise BackendError(
+            f"What runs is not what {launch.file or 'the launch environment'} asks for: "
+            + "; ".join(problems)
+            + ". Nothing was trained. Check the launch file against accelerate_configs/, and ACCELERATE_* variables."
+        )
+    return proof
+
+
+def _differences(proof: Proof, launch: Launch, accumulation: int) -> Any:
+    """Each difference between request and reality, as a clause."""
+    for name, asked, runs in (
+        ("kind", launch.kind, proof.kind),
+        ("number of processes", launch.num_processes, proof.world_size),
+        ("replicas", launch.replicate, proof.replicas),
+        ("gradient accumulation", accumulation, proof.accumulation),
+        ("offload of parameters", launch.offload_params, proof.offload_params),
+        ("offload of the optimiser", launch.offload_optimizer, proof.offload_optimizer),
+    ):
+        if asked != runs:
+            yield f"{name}: asked {asked}, runs {runs}"
+    shards = launch.num_processes // launch.replicate
+    want_parameters = 1 / shards if launch.sharded else 1.0
+    want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
+    for name, want, have in (
+        ("parameters held by a rank", want_parameters, proof.parameter_fraction),
+        ("optimiser state held by a rank", want_optimizer, proof.optimizer_fraction),
+    ):
+        if abs(want - have) > _SHARD_SLACK and not _tiny(proof, want, have):
+            yield f"{name}: asked {want:.1%}, holds {have:.1%}"
+    if set(proof.parameter_dtypes) != {"float32"}:
+        yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
+
+
+def _tiny(proof: Proof, want: float, have: float) -> bool:
+    """A model of a few thousand parameters cannot be cut evenly; it must only not be held whole."""
+    return proof.num_parameters < 10_000 and want < 1.0 and have < 1.0
+
+
+def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any) -> Proof:
+    distributed = torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if distributed else 1
+    common: dict[str, Any] = {
+        "world_size": world,
+        "communication": torch.distributed.get_backend() if distributed else None,
+        "device": accelerator.device.type,
+        "wrapper": type(model).__name__,
+        "num_threads": torch.get_num_threads(),
+    }
+    if hasattr(model, "zero_optimization_stage"):
+        return _read_deepspeed(model, common)
+    parameters = list(model.parameters())
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    common |= {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "parameter_dtypes": _dtypes(masters),
+        "accumulation": accelerator.gradient_accumulation_steps,
+    }
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        return _read_fsdp(model, parameters, masters, common)
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    return Proof(
+        kind="ddp" if wrapped else "single",
+        replicas=1,
+        parameter_fraction=1.0,
+        optimizer_fraction=1.0,
+        model_dtypes=_dtypes(parameters) + ((f"autocast:{precision}",) if precision != "fp32" else ()),
+        reduce_dtype="float32",
+        offload_params="none",
+        offload_optimizer="none",
+        **common,
+    )
+
+
+def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> Proof:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.tensor import DTensor, Shard
+
+    def held(tensors: list[Any]) -> float:
+        return sum(_local(t).numel() for t in tensors) / max(1, sum(t.numel() for t in tensors))
+
+    sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
+    mesh = sharded[0].device_mesh if sharded else None
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    policies = {type(s._fsdp_param_group.offload_policy) for s in _states(model)}
+    policy = next(s._fsdp_param_group.mp_policy for s in _states(model))
+    compute = policy.param_dtype
+    # Where parameters rest on the CPU while the process computes elsewhere, they are offloaded.
+    offload = "cpu" if CPUOffloadPolicy in policies else "none"
+    return Proof(
+        kind=("hsdp" if replicas > 1 else "fsdp") if sharded else "unsharded",
+        replicas=replicas,
+        parameter_fraction=held(parameters),
+        optimizer_fraction=held(masters),
+        model_dtypes=_dtypes(parameters) if compute is None else (_short(compute),),
+        reduce_dtype=_short(policy.reduce_dtype or torch.float32),
+        offload_params=offload,
+        offload_optimizer=offload,
+        **common,
+    )
+
+
+def _states(model: nn.Module) -> list[Any]:
+    """FSDP2's state of each sharded unit that owns parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return [s for s in states if s._fsdp_param_group is not None]
+
+
+def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
+    stage = engine.zero_optimization_stage()
+    inner = engine.optimizer
+    parameters = list(engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    if stage == 3:
+        # A persistent parameter stays whole on every rank although it also has a partition.
+        local = [
+            p.ds_numel if getattr(p, "ds_persist", False) else p.ds_tensor.ds_numel
+            for p in parameters
+            if hasattr(p, "ds_tensor")
+        ]
+        masters = inner.fp32_partitioned_groups_flat
+        # Not read off the masters themselves: on NVMe they are empty between steps.
+        master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
+    else:
+        local = sizes
+        masters = inner.single_partition_of_fp32_groups
+        master_sizes = [m.numel() for m in masters]
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
+    config = engine._config.zero_config
+    return Proof(
+        kind=f"zero{stage}",
+        replicas=1,
+        num_parameters=sum(sizes),
+        parameter_fraction=sum(local) / max(1, sum(sizes)),
+        optimizer_fraction=sum(master_sizes) / max(1, trainable),
+        parameter_dtypes=_dtypes(masters),
+        model_dtypes=_dtypes(parameters)
+        + ((f"autocast:{_short(engine.torch_autocast_dtype())}",) if engine.torch_autocast_enabled() else ()),
+        reduce_dtype=_short(engine.communication_data_type),
+        offload_params=_device(config.offload_param),
+        offload_optimizer=_device(config.offload_optimizer),
+        accumulation=engine.gradient_accumulation_steps(),
+        **common,
+    )
+
+
+def _device(section: Any) -> str:
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device) or "none")
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _dtypes(tensors: Any) -> tuple[str, ...]:
+    return tuple(sorted({_short(t.dtype) for t in tensors}))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,43 @@
+"""What a run would do, without data or weights."""
+
+from finetune import optim, tasks
+from finetune.backend import derive_accumulation, read_launch
+from finetune.backend.start import check_devices, pick_precision
+from finetune.errors import RecipeError
+from finetune.models import Caller
+from finetune.recipe import Recipe
+
+
+def describe(recipe: Recipe) -> str:
+    """Resolves and checks a recipe against this launch, builds its network on the meta device, and says the plan.
+
+    Raises:
+        FinetuneError: With what is wrong.
+    """
+    asked = read_launch()
+    check_devices(asked)
+    precision = pick_precision(recipe)
+    accumulation = derive_accumulation(recipe, asked.num_processes)
+    task = tasks.find(recipe)
+    if task.build_skeleton is None:
+        raise RecipeError(f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network.")
+    network = task.build_skeleton(recipe, None)
+    optim.build(Caller(network), recipe)
+    parameters = sum(p.numel() for p in network.parameters())
+    trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
+    batch, data = recipe.batch, recipe.data
+    sources = [s.path or s.hub or f"{s.sample} built-in stories" for s in data.train]
+    lines = {
+        "task": recipe.task.name,
+        "network": f"{type(network).__name__}, {parameters:,} parameters, {trainable:,} trained, compute in {precision}",
+        "weights": recipe.model.name or f"random, seed {recipe.seed}",
+        "backend": f"{asked.kind} on {asked.num_processes} process(es)" + (f", from {asked.file}" if asked.file else ""),
+        "data": f"{', '.join(sources) or 'the task its own'}; {data.packing} rows of {data.sequence_length} tokens",
+        "batch": f"{batch.global_size} rows = {asked.num_processes} x {batch.micro_size} x {accumulation}",
+        "length": ", ".join(f"{value} {key}" for key, value in length.items()),
+        "optimiser": f"{recipe.optim.name}, peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule",
+        "output": recipe.output.dir,
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())

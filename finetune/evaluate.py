@@ -1,0 +1,58 @@
+"""Exact evaluation: every row once, weighted by targets, whatever the batch size and the number of ranks."""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.backend import Backend
+from finetune.tasks import Rows, Task
+
+
+def evaluate(backend: Backend, model: nn.Module, task: Task, rows: Rows, micro_size: int) -> dict[str, float]:
+    """Mean loss per target over all rows, with what follows from it.
+
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
+    in them. A rank whose share is used up goes on with a row that counts for nothing.
+
+    Args:
+        model: The prepared model, a `Caller` inside.
+        micro_size: Rows in one forward pass of one process; it does not change the result.
+
+    Returns:
+        `loss` and `targets`; `perplexity` if the network writes text; `accuracy` if the task counts hits.
+    """
+    # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
+    targets = 0
+    stride = micro_size * backend.world
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(rows), stride):
+            first = start + backend.rank * micro_size
+            share = np.arange(first, min(first + micro_size, len(rows)))
+            empty = len(share) == 0
+            batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
+            loss = model(task.loss_sum, batch)
+            hits = model(task.correct_sum, batch) if task.correct_sum else torch.zeros_like(loss)
+            if not empty:
+                sums += torch.stack((loss.double(), hits.double()))
+                targets += rows.num_targets(share)
+    model.train(was_training)
+    count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
+    loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
+    result = {"loss": loss_sum / max(1.0, total), "targets": total}
+    if task.text:
+        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+    if task.correct_sum:
+        result["accuracy"] = hit_sum / max(1.0, total)
+    return result
+
+
+def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on the device; from pinned memory, without waiting for the copy, where there is a GPU."""
+    if device.type == "cpu":
+        return batch
+    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}

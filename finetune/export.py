@@ -1,0 +1,76 @@
+"""Writes the trained network so that plain transformers opens it."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.backend import Backend
+from finetune.errors import CheckpointError
+from finetune.models import unwrap
+
+
+def save_model(
+    backend: Backend, model: nn.Module, skeleton: nn.Module | None, tokenizer: Any | None, directory: Path
+) -> None:
+    """Gathers the weights on rank 0, one tensor at a time, and writes them as safetensors with what belongs to them.
+
+    Every rank must call it. The folder appears whole or not at all.
+
+    Args:
+        skeleton: The same network on the meta device; it is filled and written with `save_pretrained`. None for a
+            network that is no Hugging Face model: its tensors are written under their own names.
+
+    Raises:
+        CheckpointError: If the folder cannot be written, on rank 0.
+    """
+    network = unwrap(model)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in backend.full_parameters(network):
+        if tensor is not None:
+            tensors[name] = tensor
+    if backend.is_main:
+        kept = set(network.state_dict())
+        tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
+        try:
+            _write(network, tensors, skeleton, tokenizer, directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
+            ) from error
+    backend.wait()
+
+
+def _write(
+    network: nn.Module, tensors: dict[str, torch.Tensor], skeleton: nn.Module | None, tokenizer: Any, directory: Path
+) -> None:
+    staging = directory.with_name(directory.name + ".staging")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    if isinstance(skeleton, PreTrainedModel):
+        assert isinstance(network, PreTrainedModel)
+        missing, unexpected = skeleton.load_state_dict(tensors, strict=False, assign=True)
+        skeleton.tie_weights()
+        absent = [name for name in missing if skeleton.get_parameter_or_buffer(name).is_meta]
+        if absent or unexpected:
+            raise CheckpointError(
+                f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
+                "Nothing was written."
+            )
+        skeleton.generation_config = network.generation_config
+        skeleton.save_pretrained(staging)
+    else:
+        save_file(tensors, staging / "model.safetensors")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(staging)
+    for path in staging.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    shutil.rmtree(directory, ignore_errors=True)
+    staging.rename(directory)

@@ -1,0 +1,140 @@
+"""What a run says of itself: `metrics.jsonl` first, then a progress bar and trackers."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from finetune.backend import Backend
+
+# Dense bf16 peaks in FLOP/s by a part of the device's name, from the makers' data sheets (without sparsity).
+_PEAK_BF16 = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+    "4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak rate in FLOP/s where it is known, else None."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held so far, in GiB: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Stopwatch:
+    """Splits time into named parts without making the host wait for the device.
+
+    On a GPU, parts are measured between events, and read when the totals are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        """The time from here to the next mark belongs to `name`."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def totals(self) -> dict[str, float]:
+        """Seconds a name since the last call. Waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        totals: dict[str, float] = {}
+        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
+            totals[name] = totals.get(name, 0.0) + seconds
+        self._marks = self._marks[-1:]
+        return totals
+
+
+class Reporter:
+    """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a few lines elsewhere."""
+
+    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, quiet: bool) -> None:
+        self._backend = backend
+        self._main = backend.is_main
+        self._quiet = quiet or not self._main
+        self._num_steps = num_steps
+        self._last_line = 0.0
+        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8") if self._main else None
+        self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
+        self._progress: Progress | None = None
+        if self.console.is_terminal and not self._quiet and num_steps:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("training", total=num_steps, figures="")
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """One line of `metrics.jsonl`, flushed, and the same to the trackers; rank 0 only."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        if self._backend.accelerator.trackers:
+            self._backend.accelerator.log(numbers, step=int(values["step"]))
+
+    def step(self, step: int, values: dict[str, Any] | None) -> None:
+        """Shows that a step is done; `values` on log steps."""
+        if self._progress is not None:
+            if values is not None:
+                figures = f"loss {values['loss']:.4f}  {values['tokens_per_s']:,.0f} tok/s"
+                self._progress.update(self._task, figures=figures)
+            self._progress.update(self._task, completed=step)
+        elif values is not None and (time.monotonic() - self._last_line > 30 or step == self._num_steps):
+            # Not a terminal: a line now and then, so that a log file shows life but stays short.
+            self._last_line = time.monotonic()
+            self.say(
+                f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
+                f"{values['tokens_per_s']:,.0f} tok/s"
+            )
+
+    def say(self, text: str) -> None:
+        """A line for people, on rank 0."""
+        if not self._quiet:
+            self.console.print(text, markup=False)
+            sys.stderr.flush()

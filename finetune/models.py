@@ -1,0 +1,235 @@
+"""Loads or initialises networks, and wraps one so that any function of it can run under any backend."""
+
+import difflib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from finetune.errors import RecipeError
+from finetune.recipe import ModelSection, Recipe
+
+Head = Literal["causal_lm", "sequence_classification"]
+_AUTO = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+}
+
+
+class Caller(nn.Module):
+    """Runs functions of a network inside `forward`, where every backend has the weights in place.
+
+    FSDP2 and ZeRO-3 gather weights, and autocast and DDP do their part, only around `forward`. Computing the
+    loss inside it also means that just a scalar leaves the model: no backend casts or copies logits.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # What accelerate and DeepSpeed look up on the model that they are given.
+        if isinstance(network, PreTrainedModel):
+            self.config = network.config
+            self._no_split_modules = list(network._no_split_modules or [])
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(network, *args)`."""
+        with self.autocast():
+            return function(self.network, *args)
+
+    # FSDP2 gives embeddings, last norm and head units of their own if it can find them.
+    base_model_prefix = "base_model"
+
+    @property
+    def base_model(self) -> nn.Module:
+        return getattr(self.network, "base_model", self.network)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.network.get_input_embeddings() if isinstance(self.network, PreTrainedModel) else None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.network.get_output_embeddings() if isinstance(self.network, PreTrainedModel) else None
+
+    def tie_weights(self) -> None:
+        if isinstance(self.network, PreTrainedModel):
+            self.network.tie_weights()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The network inside a `Caller` inside whatever a backend put around it."""
+    while not isinstance(model, Caller):
+        model = model.module
+    return model.network
+
+
+def resolve_config(
+    recipe: Recipe,
+    *,
+    tokenizer: Any | None = None,
+    vocab_size: int | None = None,
+    num_labels: int | None = None,
+    label_names: tuple[str, ...] = (),
+) -> PretrainedConfig:
+    """The network's configuration, checked against tokenizer and sequence length.
+
+    Args:
+        tokenizer: Where special token ids and the vocabulary size come from; None while nothing is loaded.
+        vocab_size: Stands in for a tokenizer that does not exist yet.
+
+    Raises:
+        RecipeError: If there is no such model, or it is too small for the tokenizer or the rows.
+    """
+    section = recipe.model
+    size = len(tokenizer) if tokenizer is not None else vocab_size
+    if section.config is not None:
+        config = _config_from_recipe(section.config, size, recipe.data.sequence_length)
+        if tokenizer is not None:
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if name not in section.config:
+                    setattr(config, name, getattr(tokenizer, name))
+    else:
+        config = _config_from_name(section)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and recipe.data.sequence_length > longest:
+        raise RecipeError(
+            f"data.sequence_length is {recipe.data.sequence_length}, but the model knows {longest} positions "
+            f"(max_position_embeddings). Set data.sequence_length to at most {longest}."
+        )
+    if size is not None and size > text.vocab_size:
+        raise RecipeError(
+            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}: the last "
+            f"{size - text.vocab_size} have no embedding. Use the model's own tokenizer, or set vocab_size of "
+            f"model.config (or tokenizer.vocab_size) so that they fit."
+        )
+    if num_labels is not None:
+        config.num_labels = num_labels
+        if label_names:
+            config.id2label = dict(enumerate(label_names))
+            config.label2id = {name: index for index, name in enumerate(label_names)}
+        if config.pad_token_id is None and tokenizer is not None:
+            # Decoders classify at the last token that is not padding.
+            config.pad_token_id = tokenizer.pad_token_id
+    return config
+
+
+def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
+    values = dict(values)
+    model_type = values.pop("model_type")
+    try:
+        default = AutoConfig.for_model(model_type)
+    except (ValueError, KeyError) as error:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}") from error
+    known = set(default.to_dict()) | set(default.attribute_map)
+    unknown = sorted(set(values) - known)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        hint = f", did you mean '{close[0]}'?" if close else ""
+        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}.")
+    renamed = {alias: name for alias, name in default.attribute_map.items()}
+    given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
+    if vocab_size is not None and "vocab_size" not in given:
+        values["vocab_size"] = vocab_size
+    if hasattr(default, "max_position_embeddings") and "max_position_embeddings" not in given:
+        values[renamed.get("max_position_embeddings", "max_position_embeddings")] = sequence_length
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers validates sizes with many error types
+        raise RecipeError(f"model.config: {model_type} refuses these sizes: {_one_line(error)}.") from error
+
+
+def _config_from_name(section: ModelSection) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(
+            section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"model.name: no model configuration at '{section.name}': {_one_line(error)}. Name a directory with a "
+            "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
+        ) from error
+
+
+def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> PreTrainedModel:
+    """A network in fp32 in training mode: pretrained weights, or random ones drawn from `recipe.seed`.
+
+    Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
+
+    Raises:
+        RecipeError: If weights are missing or the architecture cannot do what is asked.
+    """
+    section = recipe.model
+    options = {"dtype": torch.float32, "attn_implementation": section.attention}
+    torch.manual_seed(recipe.seed)
+    try:
+        if section.name is None:
+            network = _AUTO[head].from_config(config, **options)
+        else:
+            network = _AUTO[head].from_pretrained(
+                section.name,
+                config=config,
+                revision=section.revision,
+                trust_remote_code=section.trust_remote_code,
+                **options,
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(
+            f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
+        ) from error
+    if section.gradient_checkpointing:
+        if not network.supports_gradient_checkpointing:
+            raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
+        # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    network.train()
+    return network  # type: ignore[no-any-return]
+
+
+def skeleton(config: PretrainedConfig, head: Head) -> PreTrainedModel:
+    """The network without storage, on the meta device: to count, or to fill from elsewhere."""
+    with torch.device("meta"):
+        return _AUTO[head].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def materialise(network: nn.Module, seed: int) -> nn.Module:
+    """Gives a network that was built on the meta device its storage and first weights, the same on every rank.
+
+    A network with storage is returned as it is.
+
+    Raises:
+        RecipeError: If a module cannot initialise itself.
+    """
+    if not any(t.is_meta for t in (*network.parameters(), *network.buffers())):
+        return network
+    torch.manual_seed(seed)
+    if isinstance(network, PreTrainedModel):
+        return type(network)._from_config(network.config, dtype=torch.float32).train(network.training)  # type: ignore[no-any-return]
+    network.to_empty(device="cpu")
+    for name, module in network.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not own:
+            continue
+        if not hasattr(module, "reset_parameters"):
+            raise RecipeError(
+                f"The model was built on the meta device, but its module '{name}' ({type(module).__name__}) has no "
+                "reset_parameters() to give it its first weights. Add one, or build the model on the CPU."
+            )
+        module.reset_parameters()
+    return network
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")

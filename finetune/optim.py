@@ -1,0 +1,130 @@
+"""Parameter groups, optimisers, and the learning rate as a function of the step."""
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe
+
+
+def peak_lr(recipe: Recipe) -> float:
+    """The highest learning rate, scaled for the global batch if the recipe asks for it.
+
+    Source: Goyal et al. 2017 (linear); Hoffer et al. 2017 (square root).
+    """
+    optim = recipe.optim
+    if optim.lr_scaling is None or optim.reference_batch is None:
+        return optim.lr
+    ratio = recipe.batch.global_size / optim.reference_batch
+    return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
+    """The learning rate of optimiser step `step` (from 0): a pure function, so there is no state to resume.
+
+    Warm-up ends exactly at the peak, and the decay exactly at `floor` on the last step.
+    """
+    schedule, peak = recipe.schedule, peak_lr(recipe)
+    warmup = schedule.warmup_steps
+    if warmup is None:
+        warmup = round((schedule.warmup_fraction or 0.0) * num_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.name == "constant":
+        return peak
+    start = warmup
+    if schedule.name == "wsd":
+        start = max(warmup, num_steps - round(schedule.decay_fraction * num_steps))
+        if step < start:
+            return peak
+    progress = (step - start + 1) / max(1, num_steps - start)
+    progress = min(1.0, progress)
+    if schedule.name == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        shape = 1.0 - progress
+    return peak * (schedule.floor + (1.0 - schedule.floor) * shape)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings).
+
+    Decided by the module that owns a parameter, not by its name or shape, both of which backends change.
+    A weight that an embedding shares with the head counts as an embedding.
+    """
+    plain: dict[int, nn.Parameter] = {}
+    decayed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        spared = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (plain if spared or name.endswith("bias") else decayed)[id(parameter)] = parameter
+    decayed = {key: p for key, p in decayed.items() if key not in plain}
+    groups = [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(plain.values()), "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimiser over the model's trainable parameters; build it before a backend wraps the model.
+
+    Raises:
+        RecipeError: If there is no such optimiser, or it refuses its arguments.
+    """
+    optim = recipe.optim
+    cls = _find(optim.name)
+    arguments: dict[str, Any] = {"lr": peak_lr(recipe), **optim.args}
+    if cls in (torch.optim.Adam, torch.optim.AdamW) and "foreach" not in arguments:
+        arguments.setdefault("fused", True)
+    if isinstance(arguments.get("betas"), list):
+        arguments["betas"] = tuple(arguments["betas"])
+    groups = parameter_groups(model, optim.weight_decay)
+    if not groups:
+        raise RecipeError("The model has no trainable parameters: everything is frozen.")
+    try:
+        optimizer = cls(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"optim: {optim.name} refuses its arguments {arguments}: {error}.") from error
+    return optimizer
+
+
+def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
+    if ":" in name:
+        found = import_object(name, "optim.name")
+    else:
+        found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        offered = sorted(
+            n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+        )
+        raise RecipeError(
+            f"optim.name: '{name}' is no optimiser. torch.optim has {', '.join(n for n in offered if n != 'Optimizer')}; "
+            "your own is named package.module:Class."
+        )
+    return found
+
+
+def import_object(path: str, key: str) -> Any:
+    """The object at `package.module:name`.
+
+    Raises:
+        RecipeError: If it cannot be imported, naming the recipe's `key`.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"{key}: cannot import '{path}': {error}. It is read as package.module:object, from the working directory "
+            "and the installed packages."
+        ) from error
+    return found

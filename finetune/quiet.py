@@ -1,0 +1,21 @@
+"""Keeps libraries from talking over the run's own lines. Errors and warnings of consequence stay."""
+
+import logging
+import os
+import warnings
+
+
+def silence_libraries() -> None:
+    """Turns down progress bars and repeated notices of the libraries underneath."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    import datasets
+
+    datasets.disable_progress_bars()
+    # Accelerate notes per parameter that FSDP2 keeps fp32 masters, which the start line says as well.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)

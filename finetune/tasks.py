@@ -1,0 +1,201 @@
+"""What a model is trained to do. The loop knows only a module and a `loss_sum`.
+
+A task is four functions. The built-in ones are causal language modelling and sequence classification; your
+own is named in the recipe as `package.module:object`, a `Task` or a function of `task.args` that returns one.
+
+Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune import data, models
+from finetune.errors import RecipeError
+from finetune.optim import import_object
+from finetune.recipe import Recipe
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Rows(Protocol):
+    """Training rows, read by position."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """The given rows as CPU tensors, first dimension `B`."""
+        ...
+
+    def num_targets(self, rows: np.ndarray) -> int:
+        """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a task learns from and is evaluated on."""
+
+    train: Rows | None
+    validation: Rows | None = None
+    tokenizer: Any | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    """What is written into `run.json`."""
+    report_lines: tuple[str, ...] = ()
+    """What people read at the start."""
+    num_labels: int | None = None
+    label_names: tuple[str, ...] = ()
+    digest: str = ""
+    """Changes whenever the training rows do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the loop needs to know of a job."""
+
+    build_data: Callable[[Recipe, bool], TaskData]
+    """`(recipe, quiet)` to data. Runs before any process group exists, on every process."""
+    build_model: Callable[[Recipe, TaskData], nn.Module]
+    """To a network with the same weights on every process; it may be on the meta device."""
+    loss_sum: Callable[[nn.Module, Batch], torch.Tensor]
+    """The loss summed over the batch's targets, a scalar in fp32."""
+    correct_sum: Callable[[nn.Module, Batch], torch.Tensor] | None = None
+    """How many targets were predicted right: evaluation then reports `accuracy`."""
+    build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
+    """The network on the meta device, for dry runs and for writing it."""
+    text: bool = False
+    """Whether the network writes text, token by token."""
+
+
+def find(recipe: Recipe) -> Task:
+    """The task that the recipe names.
+
+    Raises:
+        RecipeError: If there is none, or it is not a `Task`.
+    """
+    name = recipe.task.name
+    if name == "causal_lm":
+        return CAUSAL_LM
+    if name == "sequence_classification":
+        return SEQUENCE_CLASSIFICATION
+    found = import_object(name, "task.name")
+    if not isinstance(found, Task) and callable(found):
+        try:
+            found = found(**recipe.task.args)
+        except TypeError as error:
+            raise RecipeError(f"task.args: '{name}' refuses {recipe.task.args}: {error}.") from error
+    if not isinstance(found, Task):
+        raise RecipeError(
+            f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
+        )
+    return found
+
+
+def _build_data(recipe: Recipe, quiet: bool) -> TaskData:
+    prepared = data.prepare(recipe, quiet=quiet)
+    return TaskData(
+        train=prepared.train,
+        validation=prepared.validation,
+        tokenizer=prepared.tokenizer,
+        report=prepared.report.to_dict(),
+        report_lines=tuple(prepared.report.lines()),
+        num_labels=prepared.num_labels,
+        label_names=prepared.label_names,
+        digest=prepared.digest,
+    )
+
+
+def _causal_lm_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
+    config = models.resolve_config(
+        recipe,
+        tokenizer=ready.tokenizer if ready else None,
+        vocab_size=recipe.tokenizer.vocab_size,
+    )
+    return models.skeleton(config, "causal_lm")
+
+
+def _build_causal_lm(recipe: Recipe, ready: TaskData) -> nn.Module:
+    config = models.resolve_config(recipe, tokenizer=ready.tokenizer)
+    return models.build(recipe, config, "causal_lm")
+
+
+def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores of the next token, (B, T, V), in the dtype that the network computes in.
+
+    No attention mask, and no cache: transformers tells packed documents apart by their restarting positions,
+    and only if it is given neither.
+    """
+    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions).logits  # type: ignore[no-any-return]
+
+
+def _causal_lm_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = causal_lm_logits(network, batch)
+    # Targets are shifted already. In fp32 whatever the network computes in: bf16 sums lose whole tokens.
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
+    counted = ready.num_labels if ready is not None else None
+    asked = recipe.task.num_labels
+    if counted is not None and asked is not None and counted > asked:
+        raise RecipeError(f"task.num_labels is {asked}, but the data has {counted} classes. Set it to {counted}.")
+    found = asked or counted
+    if found is None:
+        raise RecipeError("task.num_labels: how many classes there are is not known before the data is read; give it.")
+    return found
+
+
+def _classifier_config(recipe: Recipe, ready: TaskData | None) -> Any:
+    return models.resolve_config(
+        recipe,
+        tokenizer=ready.tokenizer if ready else None,
+        vocab_size=recipe.tokenizer.vocab_size,
+        num_labels=_num_labels(recipe, ready),
+        label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
+    )
+
+
+def _build_classifier(recipe: Recipe, ready: TaskData) -> nn.Module:
+    return models.build(recipe, _classifier_config(recipe, ready), "sequence_classification")
+
+
+def _classifier_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
+    return models.skeleton(_classifier_config(recipe, ready), "sequence_classification")
+
+
+def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores of the classes, (B, C)."""
+    return network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # type: ignore[no-any-return]
+
+
+def _classifier_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+    scores = _class_scores(network, batch)
+    return functional.cross_entropy(scores.float(), batch["targets"], reduction="sum")
+
+
+def _classifier_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
+    return (_class_scores(network, batch).argmax(-1) == batch["targets"]).sum()
+
+
+CAUSAL_LM = Task(
+    build_data=_build_data,
+    build_model=_build_causal_lm,
+    loss_sum=_causal_lm_loss,
+    build_skeleton=_causal_lm_skeleton,
+    text=True,
+)
+SEQUENCE_CLASSIFICATION = Task(
+    build_data=_build_data,
+    build_model=_build_classifier,
+    loss_sum=_classifier_loss,
+    correct_sum=_classifier_correct,
+    build_skeleton=_classifier_skeleton,
+)

@@ -1,0 +1,15 @@
+"""What `accelerate launch` runs: trains as a recipe says.
+
+accelerate launch --config_file accelerate_configs/fsdp.yaml scripts/train.py recipes/sample.yaml optim.lr=1e-3
+"""
+
+import sys
+from pathlib import Path
+
+# Tasks of the user's own are imported from where the command is given.
+sys.path.insert(0, str(Path.cwd()))
+
+from finetune.cli import exit_with, train_main
+
+if __name__ == "__main__":
+    exit_with(train_main())

@@ -1,0 +1,171 @@
+"""Launches runs for tests as a user would, and shares each between all tests that look at it."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from filelock import FileLock
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+# A hung collective must not hang the suite.
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a launched run left behind."""
+
+    code: int
+    output: str
+    directory: Path
+
+    @functools.cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        text = (self.directory / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [m for m in self.metrics if "grad_norm" in m]
+
+    def series(self, key: str) -> np.ndarray:
+        return np.array([m[key] for m in self.steps])
+
+    def validation(self, key: str = "validation_loss") -> float:
+        return [m[key] for m in self.metrics if key in m][-1]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
+
+    @functools.cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        files = sorted((self.directory / "model").glob("*.safetensors"))
+        return {k: v for f in files for k, v in load_file(f).items()}
+
+    def check(self) -> "Result":
+        assert self.code == 0, self.output[-6000:]
+        return self
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """What tests run under: one thread, no network, the tests' own tasks importable."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PYTEST_"))}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return env | extra
+
+
+def command(config: str | Path, *arguments: str, script: str = "scripts/train.py", processes: int | None = None) -> list[str]:
+    """`accelerate launch` of a shipped launch file by name, or of any by path."""
+    path = config if isinstance(config, Path) else Path("accelerate_configs") / f"{config}.yaml"
+    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    words += ["--config_file", str(path)]
+    if processes is not None:
+        words += ["--num_processes", str(processes)]
+    return [*words, script, *arguments]
+
+
+def run(words: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Runs a command to its end; returns its exit code and everything that it printed."""
+    process = subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=env or environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        return 124, output + f"\nkilled after {LIMIT_S} s"
+    return process.returncode, output
+
+
+class Launcher:
+    """Launches recipes; the same launch of the same recipes happens once a session, whichever worker asks."""
+
+    def __init__(self, shared: Path) -> None:
+        self.shared = shared
+
+    def many(
+        self,
+        config: str | Path,
+        jobs: dict[str, dict[str, Any]],
+        *,
+        processes: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> dict[str, Result]:
+        """Runs several recipes, one after the other, in one launch (starting up is most of a short run's time)."""
+        identity = json.dumps(
+            [str(config), Path(config).read_text() if isinstance(config, Path) else "", jobs, processes, env],
+            sort_keys=True,
+            default=str,
+        )
+        folder = self.shared / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                for name, recipe in jobs.items():
+                    recipe = {**recipe, "output": {**recipe.get("output", {}), "dir": str(folder / name)}}
+                    if ":" not in recipe.get("task", {}).get("name", ""):
+                        recipe["data"] = {"cache_dir": str(self.shared / "cache"), **recipe.get("data", {})}
+                    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+                names = [str(folder / f"{name}.yaml") for name in jobs]
+                words = command(config, *names, script="tests/many.py", processes=processes)
+                code, output = run(words, env=environment(**(env or {})))
+                (folder / "done.json").write_text(json.dumps([code, output]))
+            code, output = json.loads((folder / "done.json").read_text())
+        return {name: Result(code, output, folder / name) for name in jobs}
+
+    def one(self, config: str | Path, recipe: dict[str, Any], **options: Any) -> Result:
+        """Runs one recipe."""
+        return self.many(config, {"run": recipe}, **options)["run"]
+
+
+def assert_same_path(one: Result, other: Result, tolerance: float, *, weights: float | None = None) -> None:
+    """Losses, gradient norms and final weights agree, relatively, at every step."""
+    one.check()
+    other.check()
+    for key in ("loss", "grad_norm"):
+        left, right = one.series(key), other.series(key)
+        assert len(left) == len(right) > 0
+        worst = np.abs(left - right) / np.abs(left)
+        assert worst.max() <= tolerance, f"{key} differs by {worst.max():.2e} at step {worst.argmax() + 1}"
+    assert one.series("lr").tolist() == other.series("lr").tolist()
+    assert one.series("tokens").tolist() == other.series("tokens").tolist()
+    assert weight_difference(one, other) <= (tolerance if weights is None else weights)
+
+
+def weight_difference(one: Result, other: Result) -> float:
+    """The largest relative difference (norm of the difference by norm) of any tensor."""
+    assert one.weights.keys() == other.weights.keys()
+    worst = 0.0
+    for name, left in one.weights.items():
+        norm = left.norm().item()
+        worst = max(worst, (left - other.weights[name]).norm().item() / max(norm, 1e-6))
+    return worst

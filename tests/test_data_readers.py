@@ -1,0 +1,213 @@
+"""Each kind of file, and each way in which it can be broken."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data import readers
+from finetune.data.readers import Fields, read_file
+from finetune.data.sources import open_source
+from finetune.errors import DataError
+from finetune.recipe import Source
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+TEXTS = ["One line.", 'Two\nlines, with "quotes"', "Grüße, 世界 🌍", ""]
+
+
+def texts(path: Path, **options: Any) -> list[str]:
+    return [document.text for document in read_file(path, Fields(options.get("field", "text"), None))]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def message(path: Path, fields: Fields = Fields("text", None)) -> str:
+    with pytest.raises(DataError) as caught:
+        list(read_file(path, fields))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(path) in text
+    return text
+
+
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_txt_ends_documents_at_marker_lines(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / "a.txt", f"one\ntwo\n<|endoftext|>\n\n<|endoftext|>\nlast{ending}")
+    assert texts(path) == ["one\ntwo\n", "\n", f"last{ending}"]
+
+
+def test_txt_without_a_marker_is_one_document(tmp_path: Path) -> None:
+    assert texts(write(tmp_path / "a.txt", "\ufeffone\r\n\r\ntwo <|endoftext|> three")) == [
+        "one\n\ntwo <|endoftext|> three"
+    ]
+
+
+def test_txt_of_tinystories() -> None:
+    path = SHARED / "tinystories" / "sample_endoftext.txt"
+    if not path.is_file():
+        pytest.skip("the shared data is not here")
+    stories = texts(path)
+    assert len(stories) == path.read_text().count("<|endoftext|>")
+    assert all(story.startswith("Once upon a time") or story.strip() for story in stories)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    lines = "\n\n".join(json.dumps({"text": text, "id": 1}) for text in TEXTS)
+    assert texts(write(tmp_path / "a.jsonl", lines)) == TEXTS
+
+
+def test_json_list_of_objects_of_texts_and_lines(tmp_path: Path) -> None:
+    records = [{"text": text} for text in TEXTS]
+    assert texts(write(tmp_path / "a.json", json.dumps(records, indent=2))) == TEXTS
+    assert texts(write(tmp_path / "b.json", json.dumps(TEXTS))) == TEXTS
+    assert texts(write(tmp_path / "c.json", "\n".join(map(json.dumps, records)))) == TEXTS
+    assert texts(write(tmp_path / "d.json", " [ ] ")) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    items=st.lists(st.text(max_size=30), max_size=12),
+    indent=st.sampled_from([None, 0, 3]),
+    chunk=st.integers(1, 40),
+)
+def test_json_lists_are_read_in_parts(
+    tmp_path_factory: pytest.TempPathFactory, items: list[str], indent: int | None, chunk: int
+) -> None:
+    path = tmp_path_factory.mktemp("json") / "a.json"
+    path.write_text(json.dumps([{"text": item, "n": [1, {"a": 2}]} for item in items], indent=indent))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "_JSON_CHUNK", chunk)
+        assert texts(path) == items
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        writer.writerows([text, number] for number, text in enumerate(TEXTS))
+        writer.writerow(["x" * 300_000, "good"])
+    documents = list(read_file(path, Fields("text", "label")))
+    assert [d.text for d in documents[:-1]] == TEXTS
+    assert [d.label for d in documents] == [0, 1, 2, 3, "good"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "text": TEXTS}), path, row_group_size=2)
+    assert texts(path) == TEXTS
+    assert "the fields are id, text" in message(path, Fields("body", None))
+
+
+def test_saved_data_sets(tmp_path: Path) -> None:
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0, 1]})
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([2])}).save_to_disk(str(tmp_path / "dict"))
+    one = open_source(Source(path=str(tmp_path / "one")), labelled=True)
+    assert [(d.text, d.label) for d in one.documents()] == list(zip(TEXTS, [0, 1, 0, 1], strict=True))
+    test = open_source(Source(path=str(tmp_path / "dict"), split="test"), labelled=False)
+    assert [d.text for d in test.documents()] == [TEXTS[2]]
+    with pytest.raises(DataError, match="no split 'dev'; its splits are test, train"):
+        open_source(Source(path=str(tmp_path / "dict"), split="dev"), labelled=False)
+    with pytest.raises(DataError, match="no field 'story'; the fields are text, label"):
+        list(open_source(Source(path=str(tmp_path / "one"), text_field="story"), labelled=False).documents())
+
+
+def test_globs_are_sorted_and_limits_hold(tmp_path: Path) -> None:
+    for name in "bca":
+        write(tmp_path / f"{name}.txt", f"text {name}")
+    write(tmp_path / "[x].txt", "brackets")
+    source = open_source(Source(path=f"{tmp_path}/?.txt"), labelled=False)
+    assert [d.text for d in source.documents()] == ["text a", "text b", "text c"]
+    source = open_source(Source(path=f"{tmp_path}/?.txt", limit=2), labelled=False)
+    assert [d.text for d in source.documents()] == ["text a", "text b"]
+    source = open_source(Source(path=f"{tmp_path}/[x].txt"), labelled=False)
+    assert [d.text for d in source.documents()] == ["brackets"]
+
+
+def test_fingerprints_follow_content_not_place(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "x.txt", "same")
+
+    def print_of(path: Path, **options: Any) -> object:
+        return open_source(Source(path=str(path), **options), labelled=False).fingerprint
+
+    first = print_of(tmp_path / "a" / "x.txt")
+    assert first == print_of(tmp_path / "b" / "x.txt")
+    assert first != print_of(tmp_path / "a" / "x.txt", limit=3)
+    write(tmp_path / "b" / "x.txt", "else")
+    assert first != print_of(tmp_path / "b" / "x.txt")
+
+
+@pytest.mark.parametrize("given", ["nothing.jsonl", "*.jsonl"])
+def test_nothing_there(tmp_path: Path, given: str) -> None:
+    with pytest.raises(DataError, match=r"There is no file .*looked from"):
+        open_source(Source(path=str(tmp_path / given)), labelled=False)
+
+
+def test_a_plain_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Name files with a glob instead"):
+        open_source(Source(path=str(tmp_path)), labelled=False)
+
+
+def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="'nobody/nothing'.*cannot be had from the hub"):
+        open_source(Source(hub="nobody/nothing"), labelled=False)
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a"])
+def test_unknown_formats_are_refused(tmp_path: Path, name: str) -> None:
+    assert "Allowed are .txt, .jsonl, .json, .parquet, .csv" in message(write(tmp_path / name, "x"))
+
+
+BROKEN = {
+    "malformed line": ("a.jsonl", '{"text": "a"}\n{"text": \n', "line 2 is not valid JSON"),
+    "line that is no object": ("a.jsonl", '{"text": "a"}\n\n[1]\n', "line 3: got a list"),
+    "missing field": (
+        "a.jsonl",
+        '{"body": "a", "id": 1}\n',
+        "line 1: there is no field 'text'; the fields are body, id",
+    ),
+    "text is a number": ("a.jsonl", '{"text": 3}\n', "line 1: the field 'text' holds a number"),
+    "text is null": ("a.jsonl", '{"text": null}\n', "line 1: the field 'text' holds nothing (null)"),
+    "text is a list": ("a.jsonl", '{"text": ["a"]}\n', "line 1: the field 'text' holds a list"),
+    "bytes": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 holds byte 0xff, which is not UTF-8"),
+    "bytes in text": ("a.txt", b"one\ntwo\nthr\xe9e\n", "line 3 holds byte 0xe9"),
+    "json without list": ("a.json", "3", "line 1 is not valid JSON: it must be a list"),
+    "json without end": ("a.json", '[{"text": "a"},\n', "is not valid JSON"),
+    "json without comma": ("a.json", '[{"text": "a"}\n{"text": "b"}]', "line 2 is not valid JSON: a comma"),
+    "json with a tail": ("a.json", '["a"]\n\nx', "line 3 is not valid JSON: there is something behind"),
+    "json item": ("a.json", '["a",\n3]', "item 2: got a number"),
+    "json broken inside": ("a.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
+    "csv field": ("a.csv", "id,body\n1,a\n", "there is no field 'text'; the fields are id, body"),
+    "csv columns": ("a.csv", "id,text\n1,a\n2,b,c\n", "line 3 has 3 columns and the header has 2"),
+    "csv quotes": ("a.csv", 'id,text\n1,"a\n', "is not valid CSV"),
+    "parquet": ("a.parquet", "no parquet", "is not a readable Parquet file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_say_where(tmp_path: Path, case: str) -> None:
+    name, content, expected = BROKEN[case]
+    assert expected in message(write(tmp_path / name, content))
+
+
+def test_labels_that_are_no_classes(tmp_path: Path) -> None:
+    labelled = Fields("text", "label")
+    path = write(tmp_path / "a.jsonl", '{"text": "a", "label": 0.5}\n')
+    assert "the label in 'label' is a number; a class is an integer or a text" in message(path, labelled)
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n')
+    assert "there is no field 'label'" in message(path, labelled)
+    assert "has no labels" in message(write(tmp_path / "a.txt", "a"), labelled)
