@@ -21,7 +21,6 @@ setup:  ## Create .venv and install the pinned packages; nothing to do when they
 	@scripts/setup.sh
 
 # TOKENIZERS_PARALLELISM: the tokenizers library warns at each fork otherwise.
-# DS_ACCELERATOR is left alone: DeepSpeed's guess is part of what a run proves.
 demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two processes
 	@OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  .venv/bin/accelerate launch --config_file accelerate_configs/fsdp.yaml \
