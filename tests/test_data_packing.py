@@ -1,5 +1,7 @@
 """Documents to rows: nothing lost, nothing twice, nothing across a boundary."""
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,13 +26,13 @@ def pairs_of(packed: Packed) -> list[int]:
 
 def row_sizes(packed: Packed) -> list[int]:
     edges = packed.row_starts.tolist()
-    return [int(packed.lengths[a:b].sum()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [int(packed.lengths[a:b].sum()) for a, b in pairwise(edges)]
 
 
 def within_documents(lengths: list[int]) -> list[int]:
     """Every input that has its target in the same document."""
     offsets = offsets_of(lengths).tolist()
-    return [i for a, b in zip(offsets[:-1], offsets[1:], strict=True) for i in range(a, b - 1)]
+    return [i for a, b in pairwise(offsets) for i in range(a, b - 1)]
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,6 +19,7 @@ from finetune.errors import DataError
 from finetune.recipe import Source
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+TEXT_ONLY = Fields("text", None)
 TEXTS = ["One line.", 'Two\nlines, with "quotes"', "Grüße, 世界 🌍", ""]
 
 
@@ -31,7 +32,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def message(path: Path, fields: Fields = Fields("text", None)) -> str:
+def message(path: Path, fields: Fields = TEXT_ONLY) -> str:
     with pytest.raises(DataError) as caught:
         list(read_file(path, fields))
     text = str(caught.value)
@@ -117,7 +118,7 @@ def test_saved_data_sets(tmp_path: Path) -> None:
     assert [(d.text, d.label) for d in one.documents()] == list(zip(TEXTS, [0, 1, 0, 1], strict=True))
     test = open_source(Source(path=str(tmp_path / "dict"), split="test"), labelled=False)
     assert [d.text for d in test.documents()] == [TEXTS[2]]
-    with pytest.raises(DataError, match="no split 'dev'; its splits are test, train"):
+    with pytest.raises(DataError, match=r"no split 'dev'; its splits are test, train"):
         open_source(Source(path=str(tmp_path / "dict"), split="dev"), labelled=False)
     with pytest.raises(DataError, match="no field 'story'; the fields are text, label"):
         list(open_source(Source(path=str(tmp_path / "one"), text_field="story"), labelled=False).documents())
@@ -163,7 +164,7 @@ def test_a_plain_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="'nobody/nothing'.*cannot be had from the hub"):
+    with pytest.raises(DataError, match=r"'nobody/nothing'.*cannot be had from the hub"):
         open_source(Source(hub="nobody/nothing"), labelled=False)
 
 

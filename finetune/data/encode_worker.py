@@ -4,7 +4,9 @@ Frames on standard input and output, each an 8-byte length and that many bytes. 
 JSON. Then each frame in holds texts and each frame out their tokens, both as `join` writes them.
 """
 
+import itertools
 import os
+import signal
 import struct
 import sys
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[UInt32s, UInt3
 def flatten(lists: Sequence[Sequence[int]]) -> tuple[UInt32s, UInt32s]:
     """Lengths and concatenation of lists of numbers."""
     lengths = np.fromiter((len(ids) for ids in lists), np.uint32, len(lists))
-    numbers = np.fromiter((number for ids in lists for number in ids), np.uint32, int(lengths.sum()))
+    numbers = np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
     return lengths, numbers
 
 
@@ -87,4 +89,6 @@ def _serve() -> None:
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Ctrl-C reaches all processes of a terminal; the one that started us ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _serve()

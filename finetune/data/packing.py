@@ -19,7 +19,7 @@ _ARRAYS = ("starts", "lengths", "row_starts")
 _COUNTS = ("empty", "over_long", "truncated", "dropped", "remainder_rows")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packed:
     """Rows of segments, and what was left out to make them."""
 

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens a row (`sequence_length`), L tokens of the longest row 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ class Classes:
     wrapping: Wrapping
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of tokens, read by position. Reading neither changes nor copies anything but the batch."""
 
@@ -56,7 +57,7 @@ class Rows:
         """Targets that `batch(rows)` holds, without reading it."""
         if self.classes is not None:
             return int(rows.size)
-        return int(self._widths(rows).sum())
+        return int(self._widths[rows].sum())
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
@@ -77,7 +78,7 @@ class Rows:
         width = (
             self.row_length
             if self.fixed
-            else min(self.row_length, _round_up(int(self._widths(rows).max(initial=1))))
+            else min(self.row_length, _round_up(int(self._widths[rows].max(initial=1))))
         )
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         targets = np.full((rows.size, width), IGNORED, np.int64)
@@ -101,7 +102,7 @@ class Rows:
     def _class_batch(self, rows: npt.NDArray[np.integer], classes: Classes) -> dict[str, torch.Tensor]:
         before, behind = classes.wrapping
         around = len(before) + len(behind)
-        width = min(self.row_length, _round_up(int(self._widths(rows).max(initial=1)) + around))
+        width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         mask = np.full((rows.size, width), 0, np.int64)
         for line, row in enumerate(rows.tolist()):
@@ -122,13 +123,10 @@ class Rows:
         starts, lengths = self.packed.starts[first:last], self.packed.lengths[first:last]
         return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
-    def _widths(self, rows: npt.NDArray[np.integer]) -> Int64s:
-        """Pairs (tokens for classification) of each row."""
-        first, last = self.packed.row_starts[rows], self.packed.row_starts[rows + 1]
-        if self.packed.num_rows == self.packed.lengths.size:
-            return np.asarray(self.packed.lengths[first], np.int64)
-        sums = [int(self.packed.lengths[a:b].sum()) for a, b in zip(first, last, strict=True)]
-        return np.array(sums, np.int64)
+    @cached_property
+    def _widths(self) -> Int64s:
+        """Pairs (tokens for classification) of each row: (rows,)."""
+        return np.add.reduceat(self.packed.lengths, self.packed.row_starts[:-1])
 
 
 def _round_up(width: int) -> int:

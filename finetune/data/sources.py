@@ -1,5 +1,6 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
+import functools
 import glob
 import itertools
 import os
@@ -51,7 +52,7 @@ def open_source(source: Source, *, labelled: bool) -> Corpus:
         count = source.sample
         content: Any = {"sample": count, "version": GENERATOR_VERSION}
         name = f"built-in sample ({count} stories)"
-        read = lambda: _read_sample(count, fields)  # noqa: E731
+        read: Callable[[], Iterator[Document]] = functools.partial(_read_sample, count, fields)
     elif source.path is not None:
         name = source.path
         content, read = _open_path(source, source.path, fields)
@@ -132,7 +133,7 @@ def _open_hub(source: Source, name: str, fields: Fields) -> Opened:
             "its "
             "files as `path`."
         ) from error
-    return {"hub": dataset._fingerprint}, lambda: _read_dataset(dataset, fields, name)
+    return {"hub": dataset._fingerprint}, functools.partial(_read_dataset, dataset, fields, name)
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:

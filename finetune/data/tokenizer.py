@@ -63,7 +63,6 @@ def train(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
         texts: The training documents.
         vocab_size: Pieces, with the 256 bytes and the two specials.
     """
-    # A special token's text in a document is not to be learned as one: the trainer would skip over it.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,172 @@
+"""The cache: whole or absent, built once, rebuilt after damage."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import recipe as recipes
+from finetune.data import PreparedData, prepare
+from finetune.data.cache import Cache
+from finetune.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sample(cache: Path, **keys: Any) -> PreparedData:
+    tree = {
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocab_size": 300},
+        "data": {"train": [{"sample": 100}], "sequence_length": 128, "cache_dir": str(cache), **keys},
+        "length": {"steps": 1},
+    }
+    return prepare(recipes.validate(tree), quiet=True)
+
+
+def folders(cache: Path, kind: str) -> list[Path]:
+    return sorted(path for path in cache.glob(f"{kind}-*") if path.is_dir())
+
+
+def test_a_second_run_reads_what_the_first_wrote(tmp_path: Path) -> None:
+    first, second = sample(tmp_path), sample(tmp_path)
+    assert (first.report.reused, second.report.reused) == (False, True)
+    assert first.digest == second.digest
+    assert first.report.train == second.report.train
+
+
+def test_another_packing_keeps_the_tokens(tmp_path: Path) -> None:
+    first, second = sample(tmp_path), sample(tmp_path, packing="padded")
+    assert len(folders(tmp_path, "tokens")) == 1
+    assert first.digest != second.digest
+
+
+@pytest.mark.parametrize("kind", ["tokens", "rows", "tokenizer"])
+@pytest.mark.parametrize("damage", ["missing file", "short file", "no index", "broken index"])
+def test_damage_is_repaired(tmp_path: Path, kind: str, damage: str) -> None:
+    first = sample(tmp_path)
+    folder = folders(tmp_path, kind)[0]
+    victim = next(path for path in sorted(folder.iterdir()) if path.name != "index.json")
+    if damage == "missing file":
+        victim.unlink()
+    elif damage == "short file":
+        os.truncate(victim, victim.stat().st_size - 1)
+    elif damage == "no index":
+        (folder / "index.json").unlink()
+    else:
+        (folder / "index.json").write_text("{")
+    second = sample(tmp_path)
+    assert not second.report.reused
+    assert second.digest == first.digest
+    assert second.report.train == first.report.train
+    assert sample(tmp_path).report.reused
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, quiet=True)
+
+    def fail(folder: Path) -> dict[str, Any]:
+        (folder / "half").write_text("x")
+        raise DataError("no")
+
+    with pytest.raises(DataError, match="no"):
+        cache.entry("a", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+    (tmp_path / "a.part").mkdir()
+    (tmp_path / "a.part" / "left by a killed run").write_text("x")
+    entry = cache.entry("a", lambda folder: {"fine": True})
+    assert entry.facts == {"fine": True}
+    assert [path.name for path in entry.folder.iterdir()] == ["index.json"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cache directory .* cannot be used: .*Set data.cache_dir"):
+        sample(tmp_path / "file" / "cache")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    def full(folder: Path) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match="No space left on device"):
+        Cache(tmp_path, quiet=True).entry("a", full)
+
+
+PROGRAM = """
+import json, sys, time
+from finetune import recipe as recipes
+from finetune.data import prepare, tokens
+write = tokens.write
+def slowly(*args, **keys):
+    print("BUILD", flush=True)
+    time.sleep(1.5)
+    return write(*args, **keys)
+tokens.write = slowly
+tree = json.loads(sys.argv[1])
+print("READY", flush=True)
+sys.stdin.readline()
+data = prepare(recipes.validate(tree))
+print("DONE", data.digest, data.report.reused, flush=True)
+"""
+
+
+def test_cold_processes_build_once(tmp_path: Path) -> None:
+    tree = {
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocab_size": 300},
+        "data": {"train": [{"sample": 100}], "cache_dir": str(tmp_path / "c")},
+        "length": {"steps": 1},
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(tree)],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "READY\n"
+    outputs, errors = [], []
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in started:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        outputs.append(out)
+        errors.append(err)
+    assert sum("BUILD" in out for out in outputs) == 1
+    done = [out.split("DONE ")[1].split() for out in outputs]
+    assert done[0][0] == done[1][0]
+    waits = [err.count("Waiting for another process") for err in errors]
+    assert sorted(waits) == [0, 1]
+
+
+def test_a_program_needs_no_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from finetune.data.encoding import Encoder\n"
+        "from finetune.data.tokenizer import train\n"
+        "encoder = Encoder(train(iter(['one two']), 260), num_workers=2, pool_after_bytes=0)\n"
+        "found = encoder.encode_all([[b'one'], [b'two'], [b'six', b'']], bytes)\n"
+        "print([lengths.tolist() for _, (lengths, _) in found])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "[[3], [3], [3, 0]]\n"

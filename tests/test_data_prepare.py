@@ -1,0 +1,605 @@
+"""From a recipe to batches: what a run reads is what the sources hold, once."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from finetune import recipe as recipes
+from finetune.data import IGNORED, PreparedData, Rows, prepare
+from finetune.data.encoding import Encoder, batched
+from finetune.errors import DataError
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One token a word, with BERT's [CLS] and [SEP], and its own begin and end of text."""
+    specials = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>")
+    vocabulary = {word: number for number, word in enumerate((*specials, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    folder = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        bos_token="<s>",
+        eos_token="</s>",
+    ).save_pretrained(str(folder))
+    return str(folder)
+
+
+def prepared(cache: Path, task: str = "causal_lm", **keys: Any) -> PreparedData:
+    tokenizer = keys.pop("tokenizer", None)
+    section = {"vocab_size": 300} if tokenizer is None else {"name": tokenizer}
+    num_labels = keys.pop("num_labels", None)
+    tree = {
+        "task": {"name": task, "num_labels": num_labels},
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": section,
+        "data": {"cache_dir": str(cache), **keys},
+        "length": {"steps": 0},
+    }
+    return prepare(recipes.validate(tree), quiet=True)
+
+
+def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
+    lines = [record if isinstance(record, dict) else {"text": record} for record in records]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"path": str(path)}
+
+
+def all_rows(rows: Rows) -> dict[str, torch.Tensor]:
+    return rows.batch(np.arange(len(rows)))
+
+
+def texts_of_rows(data: PreparedData, rows: Rows) -> list[str]:
+    """The documents of packed or padded rows, read back from inputs and targets."""
+    batch = all_rows(rows)
+    found = []
+    for line in range(len(rows)):
+        inputs, targets = batch["input_ids"][line].tolist(), batch["targets"][line].tolist()
+        current: list[int] = []
+        for token, target in zip(inputs, targets, strict=True):
+            if target == IGNORED:
+                break
+            current = current or [token]
+            current.append(target)
+            if target == data.tokenizer.eos_token_id:
+                found.append(data.tokenizer.decode(current, skip_special_tokens=True))
+                current = []
+    return found
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    documents=st.lists(
+        st.lists(st.sampled_from(WORDS), min_size=1, max_size=25).map(" ".join), min_size=1, max_size=25
+    ),
+    length=st.integers(26, 40),
+    packing=st.sampled_from(["documents", "padded"]),
+)
+def test_rows_hold_every_document_once(
+    tmp_path: Path, word_tokenizer: str, documents: list[str], length: int, packing: str
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", documents)
+    data = prepared(
+        tmp_path / "cache",
+        tokenizer=word_tokenizer,
+        train=[source],
+        validation_fraction=0.0,
+        sequence_length=length,
+        packing=packing,
+    )
+    assert data.train is not None
+    assert sorted(texts_of_rows(data, data.train)) == sorted(documents)
+    assert data.train.num_tokens == sum(len(text.split()) + 1 for text in documents)
+
+
+def test_packed_rows_restart_and_never_cross(tmp_path: Path, word_tokenizer: str) -> None:
+    documents = [" ".join(WORDS[:n]) for n in (8, 3, 5, 2, 1, 8, 7)]
+    source = jsonl(tmp_path / "a.jsonl", documents)
+    data = prepared(
+        tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, sequence_length=16
+    )
+    assert data.train is not None
+    batch = all_rows(data.train)
+    assert set(batch) == {"input_ids", "targets", "position_ids"}
+    assert all(value.dtype == torch.int64 and value.shape[1] == 16 for value in batch.values())
+    bos, eos = data.tokenizer.bos_token_id, data.tokenizer.eos_token_id
+    inputs, targets, positions = batch["input_ids"], batch["targets"], batch["position_ids"]
+    used = targets != IGNORED
+    # A document begins at position 0 with its first token, which is nobody's target.
+    assert torch.equal((positions == 0) & used, (inputs == bos) & used)
+    assert not (targets == bos).any()
+    assert ((targets == eos).sum() == len(documents)).item()
+    for line in range(len(data.train)):
+        row = positions[line].tolist()
+        assert all(now == 0 or now == before + 1 for before, now in pairwise(row))
+        tail = int(used[line].sum())
+        assert used[line, :tail].all()
+        assert row[tail:] == list(range(16 - tail))
+
+
+def test_long_documents(tmp_path: Path, word_tokenizer: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", [" ".join(WORDS), "one", "two three"])
+    common = {
+        "tokenizer": word_tokenizer,
+        "train": [source],
+        "validation_fraction": 0.0,
+        "sequence_length": 4,
+        "packing": "padded",
+    }
+    split = prepared(tmp_path / "c", **common, long_documents="split")
+    assert split.train is not None
+    assert split.train.num_tokens == 9 + 2 + 3
+    assert split.report.train is not None
+    assert (split.report.train.over_long, split.report.train.truncated) == (1, 0)
+    # The part of a document goes on where the one before it ended.
+    first, second = all_rows(split.train)["input_ids"][:2].tolist()
+    assert all_rows(split.train)["targets"][0, 3].item() == second[0]
+    assert first[0] == split.tokenizer.bos_token_id
+    cut = prepared(tmp_path / "c", **common, long_documents="truncate")
+    assert cut.train is not None
+    assert cut.train.num_tokens == 4 + 2 + 3
+    dropped = prepared(tmp_path / "c", **common, long_documents="drop")
+    assert dropped.report.train is not None
+    assert (dropped.report.train.rows, dropped.report.train.dropped) == (2, 1)
+    assert len({split.digest, cut.digest, dropped.digest}) == 3
+
+
+def test_padded_batches_are_as_wide_as_needed(tmp_path: Path, word_tokenizer: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", ["one", "one two three four five six seven eight"])
+    data = prepared(
+        tmp_path / "c",
+        tokenizer=word_tokenizer,
+        train=[source],
+        validation_fraction=0.0,
+        packing="padded",
+        sequence_length=12,
+    )
+    assert data.train is not None
+    narrow, wide = data.train.batch(np.array([0])), data.train.batch(np.array([1, 0]))
+    assert set(narrow) == {"input_ids", "targets"}
+    assert narrow["input_ids"].shape == (1, 8)
+    # 9 pairs would round up to 16, which is more than a row has.
+    assert wide["input_ids"].shape == (2, 12)
+    assert data.train.num_targets(np.array([1, 0, 1])) == 9 + 2 + 9
+
+
+def test_counts_agree_with_batches(tmp_path: Path) -> None:
+    for packing in ("documents", "padded", "wrapped"):
+        data = prepared(tmp_path, train=[{"sample": 60}], sequence_length=100, packing=packing)
+        for rows in (data.train, data.validation):
+            if rows is not None:
+                some = np.random.default_rng(0).integers(0, len(rows), 7)
+                assert rows.num_targets(some) == int((rows.batch(some)["targets"] != IGNORED).sum())
+                assert rows.num_targets(np.arange(len(rows))) == rows.num_tokens
+
+
+@needs_shared
+def test_the_reference_windows(tmp_path: Path) -> None:
+    data = prepared(
+        tmp_path,
+        tokenizer=str(SHARED / "stories260K"),
+        validation=[{"path": str(SHARED / "tinystories" / "validation.jsonl")}],
+        packing="wrapped",
+        sequence_length=512,
+        remainder="drop",
+        add_eos=False,
+    )
+    assert data.train is None
+    assert data.validation is not None
+    assert len(data.validation) == 756
+    assert data.validation.num_tokens == 387_072
+    batch = data.validation.batch(np.array([0, 1]))
+    assert batch["input_ids"][0, 0] == 1
+    assert torch.equal(batch["targets"][0, :-1], batch["input_ids"][0, 1:])
+    assert batch["targets"][0, -1] == batch["input_ids"][1, 0]
+
+
+@needs_shared
+def test_real_stories_fill_rows(tmp_path: Path) -> None:
+    data = prepared(
+        tmp_path,
+        tokenizer=str(SHARED / "gpt2_tokenizer"),
+        train=[{"path": str(SHARED / "tinystories" / "train.jsonl")}],
+        validation_fraction=0.0,
+    )
+    report = data.report.train
+    assert report is not None
+    assert report.documents == 7148
+    # Of tokens 98.3 %; of pairs less, because the last token of a document is no input.
+    assert report.tokens / (report.rows * 1024) > 0.983
+    assert report.useful_share > 0.978
+    assert data.tokenizer.eos_token_id == 50256
+
+
+@pytest.mark.parametrize("name", ["gpt2_tokenizer", "stories260K"])
+@needs_shared
+def test_text_never_becomes_a_special_token(tmp_path: Path, name: str) -> None:
+    text = "He wrote <|endoftext|> and <s> and </s> on the wall."
+    data = prepared(
+        tmp_path / "c",
+        tokenizer=str(SHARED / name),
+        train=[jsonl(tmp_path / "a.jsonl", [text])],
+        validation_fraction=0.0,
+        sequence_length=128,
+    )
+    assert data.train is not None
+    batch = data.train.batch(np.array([0]))
+    count = data.train.num_tokens
+    tokens = [*batch["input_ids"][0, :count].tolist(), batch["targets"][0, count - 1].item()]
+    inner = tokens[1:-1]
+    assert tokens[0] == data.tokenizer.bos_token_id
+    assert tokens[-1] == data.tokenizer.eos_token_id
+    assert not set(inner) & set(data.tokenizer.all_special_ids)
+    assert data.tokenizer.decode(inner).strip() == text
+
+
+def test_a_trained_tokenizer_is_whole(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "c", train=[{"sample": 200}], tokenizer=None)
+    data.tokenizer.save_pretrained(str(tmp_path / "saved"))
+    again = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    text = "Nora found <|endoftext|> Ünïcödé 世界 🌍\n\n  here."
+    ids = data.tokenizer.encode(text, add_special_tokens=False)
+    assert again.encode(text, add_special_tokens=False) == ids
+    assert len(again) == 300
+    assert (again.bos_token, again.eos_token, again.pad_token) == (
+        "<|endoftext|>",
+        "<|endoftext|>",
+        "<|pad|>",
+    )
+    plain = text.replace("<|endoftext|>", "it")
+    assert again.decode(again.encode(plain, add_special_tokens=False)) == plain
+    # Another cache, the same tokenizer.
+    other = prepared(tmp_path / "d", train=[{"sample": 200}])
+    assert other.tokenizer.backend_tokenizer.to_str() == data.tokenizer.backend_tokenizer.to_str()
+    assert other.digest == data.digest
+
+
+def test_a_slow_tokenizer_works() -> None:
+    class Slow:
+        """Has no fast backend."""
+
+        def encode(self, text: str, **options: Any) -> list[int]:
+            assert options == {"add_special_tokens": False, "split_special_tokens": True}
+            return [ord(letter) for letter in text]
+
+    lengths, numbers = Encoder(Slow(), num_workers=2, pool_after_bytes=0).encode([b"ab", b"", b"c"])
+    assert lengths.tolist() == [2, 0, 1]
+    assert numbers.tolist() == [97, 98, 99]
+
+
+def test_processes_change_nothing(tmp_path: Path) -> None:
+    tokenizer = prepared(tmp_path, train=[{"sample": 50}]).tokenizer
+    texts = [f"{n} {'x' * (n % 37)} text".encode() for n in range(3500)]
+
+    def run(workers: int, after: int) -> list[tuple[list[int], list[int]]]:
+        encoder = Encoder(tokenizer, num_workers=workers, pool_after_bytes=after)
+        found = encoder.encode_all(batched(texts, bytes), bytes)
+        return [(lengths.tolist(), numbers.tolist()) for _, (lengths, numbers) in found]
+
+    assert run(3, 1) == run(1, 1) == run(2, 10**12)
+
+
+def test_a_dead_process_is_reported(tmp_path: Path) -> None:
+    tokenizer = prepared(tmp_path, train=[{"sample": 50}]).tokenizer
+    encoder = Encoder(tokenizer, num_workers=2, pool_after_bytes=1)
+    encoder._definition = "no tokenizer"
+    with pytest.raises(DataError, match="A tokenising process ended with exit code"):
+        list(encoder.encode_all([[b"one"], [b"two"]], bytes))
+
+
+def test_the_split_never_moves(tmp_path: Path) -> None:
+    def held(records: list[str]) -> set[str]:
+        source = jsonl(tmp_path / "a.jsonl", records)
+        data = prepared(tmp_path / "c", train=[source], validation_fraction=0.2, sequence_length=64)
+        assert data.validation is not None
+        return set(texts_of_rows(data, data.validation))
+
+    few, many = [f"text number {n}" for n in range(200)], [f"text number {n}" for n in range(400)]
+    first = held(few)
+    assert 20 <= len(first) <= 60
+    assert held(few[::-1]) == first
+    assert held(many) & set(few) == first
+
+
+def test_duplicates_fall_on_one_side(tmp_path: Path) -> None:
+    records = [f"text {n}" for n in range(100)]
+    source = jsonl(tmp_path / "a.jsonl", [*records, *(f"  {text}\n" for text in records)])
+    data = prepared(tmp_path / "c", train=[source], validation_fraction=0.3, sequence_length=64)
+    assert data.train is not None
+    assert data.validation is not None
+    train, validation = texts_of_rows(data, data.train), texts_of_rows(data, data.validation)
+    assert not set(train) & set(validation)
+    assert len(train) + len(validation) == 200
+    report = data.report
+    assert report.train is not None
+    assert report.validation is not None
+    assert report.train.duplicates == len(set(train))
+    assert report.validation.duplicates == len(set(validation))
+
+
+def test_weights(tmp_path: Path) -> None:
+    plain = jsonl(tmp_path / "a.jsonl", [f"plain {n}" for n in range(300)])
+    other = jsonl(tmp_path / "b.jsonl", [f"other {n}" for n in range(300)])
+
+    def texts(weight: float) -> tuple[list[str], list[str]]:
+        sources = [plain, {**other, "weight": weight}]
+        data = prepared(tmp_path / "c", train=sources, validation_fraction=0.1, sequence_length=64)
+        assert data.train is not None
+        assert data.validation is not None
+        report = data.report.train
+        assert report is not None
+        assert sum(source.documents for source in report.sources) == report.documents
+        assert report.duplicates == 0
+        return texts_of_rows(data, data.train), texts_of_rows(data, data.validation)
+
+    once, held = texts(1.0)
+    twice, held_twice = texts(2.0)
+    assert held == held_twice
+    assert sorted(twice) == sorted([*once, *(t for t in once if t.startswith("other"))])
+    part, _ = texts(2.5)
+    half, _ = texts(0.5)
+    kept = {text for text in half if text.startswith("other")}
+    assert 100 < len(kept) < 170
+    assert sorted(part) == sorted([*twice, *kept])
+
+
+def test_copies_do_not_lie_side_by_side(tmp_path: Path, word_tokenizer: str) -> None:
+    source = {**jsonl(tmp_path / "a.jsonl", ["one", "two", "three"]), "weight": 2}
+    data = prepared(
+        tmp_path / "c",
+        tokenizer=word_tokenizer,
+        train=[source],
+        packing="wrapped",
+        sequence_length=12,
+        add_bos=False,
+        add_eos=False,
+        validation_fraction=0.0,
+    )
+    assert data.train is not None
+    assert (
+        data.tokenizer.decode(data.train.batch(np.array([0]))["input_ids"][0, :5]) == "one two three one two"
+    )
+
+
+def test_normalisation_and_empty_documents(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", ["  Big Words \n", "   ", ""])
+    data = prepared(tmp_path / "c", train=[source], lowercase=True, validation_fraction=0.0)
+    assert data.train is not None
+    assert texts_of_rows(data, data.train) == ["big words"]
+    assert data.report.train is not None
+    assert data.report.train.empty == 2
+    loose = prepared(tmp_path / "c", train=[source], strip=False, validation_fraction=0.0)
+    assert loose.train is not None
+    assert sorted(texts_of_rows(loose, loose.train)) == ["   ", "  Big Words \n"]
+
+
+def test_begin_and_end_of_text(tmp_path: Path, word_tokenizer: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", ["one two"])
+
+    def tokens(**flags: bool) -> str:
+        data = prepared(
+            tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, **flags
+        )
+        assert data.train is not None
+        batch, count = data.train.batch(np.array([0])), data.train.num_tokens
+        ids = [*batch["input_ids"][0, :count].tolist(), batch["targets"][0, count - 1].item()]
+        return " ".join(data.tokenizer.convert_ids_to_tokens(ids))
+
+    assert tokens() == "<s> one two </s>"
+    assert tokens(add_bos=False) == "one two </s>"
+    assert tokens(add_eos=False) == "<s> one two"
+
+
+def test_classification(tmp_path: Path, word_tokenizer: str) -> None:
+    records = [
+        {"text": "one two", "label": "low"},
+        {"text": "seven eight", "label": "high"},
+        {"text": " ".join(WORDS), "label": "all"},
+    ]
+    data = prepared(
+        tmp_path / "c",
+        "sequence_classification",
+        tokenizer=word_tokenizer,
+        train=[jsonl(tmp_path / "a.jsonl", records)],
+        packing="padded",
+        sequence_length=7,
+        validation_fraction=0.0,
+    )
+    assert (data.num_labels, data.label_names) == (3, ("all", "high", "low"))
+    assert data.train is not None
+    batch = all_rows(data.train)
+    assert set(batch) == {"input_ids", "attention_mask", "targets"}
+    assert batch["targets"].tolist() == [2, 1, 0]
+    decoded = [" ".join(data.tokenizer.convert_ids_to_tokens(row)) for row in batch["input_ids"].tolist()]
+    assert decoded == [
+        "[CLS] one two [SEP] [PAD] [PAD] [PAD]",
+        "[CLS] seven eight [SEP] [PAD] [PAD] [PAD]",
+        "[CLS] one two three four five [SEP]",
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [4, 4, 7]
+    assert data.train.num_targets(np.array([0, 2])) == 2
+    assert data.report.train is not None
+    assert data.report.train.truncated == 1
+
+
+def test_the_sample_has_labels(tmp_path: Path) -> None:
+    data = prepared(
+        tmp_path,
+        "sequence_classification",
+        train=[{"sample": 300}],
+        packing="padded",
+        sequence_length=64,
+        validation_fraction=0.2,
+    )
+    assert data.num_labels == 7
+    assert data.validation is not None
+    assert set(all_rows(data.validation)["targets"].tolist()) <= set(range(7))
+
+
+def classify(tmp_path: Path, labels: list[Any], others: list[Any] | None = None, **keys: Any) -> PreparedData:
+    def records(values: list[Any]) -> list[Any]:
+        return [{"text": f"text {n}", "label": value} for n, value in enumerate(values)]
+
+    validation = [jsonl(tmp_path / "v.jsonl", records(others))] if others else []
+    return prepared(
+        tmp_path / "c",
+        "sequence_classification",
+        train=[jsonl(tmp_path / "t.jsonl", records(labels))],
+        validation=validation,
+        packing="padded",
+        validation_fraction=0.0,
+        **keys,
+    )
+
+
+def test_integer_labels_are_kept(tmp_path: Path) -> None:
+    data = classify(tmp_path, [2, 0, 1, 2], [1, 1])
+    assert data.num_labels == 3
+    assert data.train is not None
+    assert data.validation is not None
+    assert all_rows(data.train)["targets"].tolist() == [2, 0, 1, 2]
+    assert all_rows(data.validation)["targets"].tolist() == [1, 1]
+    assert classify(tmp_path, [2, 0], num_labels=4).num_labels == 4
+
+
+@pytest.mark.parametrize(
+    ("labels", "others", "num_labels", "expected"),
+    [
+        ([0, "a"], None, None, "Some labels are numbers"),
+        ([-1, 0], None, None, "The labels go from -1 to 0"),
+        ([0, 2], None, None, "1 never occur"),
+        ([0, 3], None, 2, "with 2 classes they must be 0 to 1"),
+        (["a", "b", "c"], None, 2, "The data has 3 classes"),
+        (["a", "b"], ["c"], None, "no training document has: c; known are a, b"),
+    ],
+)
+def test_labels_that_do_not_fit(
+    tmp_path: Path, labels: list[Any], others: list[Any] | None, num_labels: int | None, expected: str
+) -> None:
+    with pytest.raises(DataError, match=expected):
+        classify(tmp_path, labels, others, num_labels=num_labels)
+
+
+def test_the_report_is_json_and_readable(tmp_path: Path) -> None:
+    data = prepared(tmp_path, train=[{"sample": 50}, {"sample": 20, "weight": 2}], sequence_length=512)
+    tree = json.loads(json.dumps(data.report.to_dict()))
+    assert tree["train"]["duplicates"] > 0
+    assert [source["name"] for source in tree["train"]["sources"]] == [
+        "built-in sample (50 stories)",
+        "built-in sample (20 stories)",
+    ]
+    text = "\n".join(data.report.lines())
+    assert "prepared in" in text
+    assert "duplicate documents" in text
+    assert "built-in sample (20 stories)" in text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no source": ({}, "The recipe names no documents"),
+    "empty file": ({"train": ["empty"], "tokenizer": "words"}, "There are no documents in"),
+    "nothing to train a tokenizer on": (
+        {"train": ["empty"]},
+        "no training documents to train a tokenizer on",
+    ),
+    "only white space": ({"train": ["blank"], "tokenizer": "words"}, "There are no documents in"),
+    "no training text for a tokenizer": (
+        {"validation": ["good"]},
+        "trains a tokenizer on data.train, which is empty",
+    ),
+    "everything held out": (
+        {"train": ["good"], "validation_fraction": 1.0, "tokenizer": "words"},
+        "All documents of data.train are held out",
+    ),
+    "no full row": (
+        {"train": ["good"], "packing": "wrapped", "remainder": "drop", "validation_fraction": 0.0},
+        "fill no row of 1024 tokens",
+    ),
+    "weighted validation": (
+        {"train": ["good"], "validation": [{"sample": 3, "weight": 2.0}]},
+        "data.validation.0.weight is 2",
+    ),
+    "half a character": ({"train": ["surrogate"]}, "line 1: the text holds half a character"),
+    "no tokenizer": (
+        {"train": ["good"], "tokenizer": "./nowhere"},
+        "The tokenizer './nowhere' cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_prepared(tmp_path: Path, word_tokenizer: str, case: str) -> None:
+    files = {
+        "empty": "",
+        "blank": '{"text": " "}\n',
+        "good": '{"text": "a b"}\n',
+        "surrogate": '{"text": "\\ud800"}\n',
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return [{"path": str(tmp_path / f"{v}.jsonl")} if isinstance(v, str) else v for v in value]
+        return word_tokenizer if value == "words" else value
+
+    keys, expected = REFUSED[case]
+    resolved = {key: resolve(value) for key, value in keys.items()}
+    recipe = recipes.validate(
+        {
+            "task": {"name": "package.module:own"},
+            "model": {"config": {"model_type": "llama"}},
+            "tokenizer": {"name": resolved.pop("tokenizer")}
+            if "tokenizer" in resolved
+            else {"vocab_size": 300},
+            "data": {"cache_dir": str(tmp_path / "c"), **resolved},
+            "length": {"steps": 1},
+        }
+    )
+    with pytest.raises(DataError) as caught:
+        prepare(recipe, quiet=True)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_tokenizer_named(tmp_path: Path) -> None:
+    tree = {
+        "task": {"name": "a:b"},
+        "data": {"train": [{"sample": 3}], "cache_dir": str(tmp_path)},
+        "length": {"steps": 1},
+    }
+    with pytest.raises(DataError, match="The recipe names no tokenizer"):
+        prepare(recipes.validate(tree))
+
+
+def test_rows_too_short_for_special_tokens(tmp_path: Path, word_tokenizer: str) -> None:
+    with pytest.raises(DataError, match="the 2 special tokens of this tokenizer fill alone"):
+        prepared(
+            tmp_path,
+            "sequence_classification",
+            tokenizer=word_tokenizer,
+            train=[{"sample": 3}],
+            packing="padded",
+            sequence_length=2,
+        )
