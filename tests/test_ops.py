@@ -4,6 +4,7 @@ A tiny op of a few lines goes through the real chain: our child process, DeepSpe
 the compiler. That is a script which can stop at a named pipe, so that a test knows what runs at each moment.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -86,6 +87,7 @@ class Tiny:
         self.folder = extensions / "tiny_op"
         self.lock = self.folder / "lock"
         self.processes: list[subprocess.Popen[str]] = []
+        self.jobs: list[psutil.Process] = []
         (root / "tiny.cpp").write_text(SOURCE)
         (root / "build.py").write_text(BUILD)
         compiler = root / "g++"
@@ -114,6 +116,13 @@ class Tiny:
         ready, _, _ = select.select([self.started], [], [], LIMIT_S)
         assert ready, "the compiler was not started"
         os.read(self.started, 100)
+        self.note_jobs()
+
+    def note_jobs(self) -> None:
+        """Remembers the running jobs, because a process whose parent was killed cannot be found through it."""
+        for process in self.processes:
+            if process.poll() is None:
+                self.jobs += psutil.Process(process.pid).children(recursive=True)
 
     def open_the_gate(self) -> None:
         with (self.root / "gate").open("w"):
@@ -151,12 +160,13 @@ def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setitem(ops._OPS, "tiny", ops._Spec("tiny_op", "TinyBuilder", "a test", 1))
     yield tiny
     os.close(tiny.started)
+    tiny.note_jobs()
     for process in tiny.processes:
-        if process.poll() is None:
-            for job in psutil.Process(process.pid).children(recursive=True):
-                job.kill()
-            process.kill()
+        process.kill()
         process.wait()
+    for job in tiny.jobs:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            job.kill()
 
 
 def old_lock(folder: Path) -> Path:
@@ -251,7 +261,7 @@ def test_two_processes_build_once(tiny: Tiny) -> None:
 def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
     killed = tiny.start()
     tiny.wait_for_the_compiler()
-    tree = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
+    tree = [psutil.Process(killed.pid), *tiny.jobs]
     for process in tree:
         process.kill()
     psutil.wait_procs(tree, LIMIT_S)
@@ -272,7 +282,6 @@ def test_orphaned_build_is_waited_for(tiny: Tiny) -> None:
     """The process that asked is killed, its build lives on: nobody starts a second one in the same folder."""
     parent = tiny.start()
     tiny.wait_for_the_compiler()
-    builder = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
     old_lock(tiny.folder)
@@ -282,20 +291,18 @@ def test_orphaned_build_is_waited_for(tiny: Tiny) -> None:
     tiny.open_the_gate()
     finish(second)
     assert tiny.compiles == 1
-    psutil.wait_procs(builder, LIMIT_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
 def test_interrupted_build_leaves_no_lock(tiny: Tiny, number: signal.Signals) -> None:
     process = tiny.start()
     tiny.wait_for_the_compiler()
-    tree = psutil.Process(process.pid).children(recursive=True)
     assert tiny.lock.exists()
     # To the process group, as a terminal and torch's launcher do.
     os.killpg(process.pid, number)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0
-    _, alive = psutil.wait_procs(tree, LIMIT_S)
+    _, alive = psutil.wait_procs(tiny.jobs, LIMIT_S)
     assert not alive
     assert not tiny.lock.exists()
 
