@@ -75,29 +75,24 @@ class Rows:
         return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes)
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
-        width = (
-            self.row_length
-            if self.fixed
-            else min(self.row_length, _round_up(int(self._widths[rows].max(initial=1))))
-        )
-        inputs = np.full((rows.size, width), self.padding_id, np.int64)
-        targets = np.full((rows.size, width), IGNORED, np.int64)
-        positions = np.empty((rows.size, width), np.int64) if self.restarts else None
-        count = np.arange(width, dtype=np.int64)
-        for line, row in enumerate(rows.tolist()):
-            at = 0
-            for start, length in self._segments(row):
-                inputs[line, at : at + length] = self.tokens[start : start + length]
-                targets[line, at : at + length] = self.tokens[start + 1 : start + length + 1]
-                if positions is not None:
-                    positions[line, at : at + length] = count[:length]
-                at += length
-            if positions is not None:
-                positions[line, at:] = count[: width - at]
-        batch = {"input_ids": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-        if positions is not None:
-            batch["position_ids"] = torch.from_numpy(positions)
-        return batch
+        widths = self._widths[rows]
+        width = self.row_length if self.fixed else min(self.row_length, _round_up(int(widths.max(initial=1))))
+        # All pairs of the batch at once: a Python step for each document would cost more than the reading.
+        first = self.packed.row_starts[rows]
+        segments = _ranges(first, self.packed.row_starts[rows + 1] - first)
+        lengths = self.packed.lengths[segments]
+        within = _ranges(np.full_like(lengths, 0), lengths)
+        source = np.repeat(self.packed.starts[segments], lengths) + within
+        place = _ranges(np.arange(rows.size, dtype=np.int64) * width, widths)
+        inputs = np.full(rows.size * width, self.padding_id, np.int64)
+        targets = np.full(rows.size * width, IGNORED, np.int64)
+        inputs[place] = self.tokens[source]
+        targets[place] = self.tokens[source + 1]
+        batch = {"input_ids": inputs, "targets": targets}
+        if self.restarts:
+            batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
+            batch["position_ids"][place] = within
+        return {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
 
     def _class_batch(self, rows: npt.NDArray[np.integer], classes: Classes) -> dict[str, torch.Tensor]:
         before, behind = classes.wrapping
@@ -106,7 +101,8 @@ class Rows:
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
         mask = np.full((rows.size, width), 0, np.int64)
         for line, row in enumerate(rows.tolist()):
-            ((start, length),) = self._segments(row)
+            # A row is one document here.
+            start, length = int(self.packed.starts[row]), int(self.packed.lengths[row])
             full = length + around
             inputs[line, : len(before)] = before
             inputs[line, len(before) : len(before) + length] = self.tokens[start : start + length]
@@ -118,15 +114,16 @@ class Rows:
             "targets": torch.from_numpy(classes.numbers[rows]),
         }
 
-    def _segments(self, row: int) -> list[tuple[int, int]]:
-        first, last = self.packed.row_starts[row], self.packed.row_starts[row + 1]
-        starts, lengths = self.packed.starts[first:last], self.packed.lengths[first:last]
-        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
-
     @cached_property
     def _widths(self) -> Int64s:
         """Pairs (tokens for classification) of each row: (rows,)."""
         return np.add.reduceat(self.packed.lengths, self.packed.row_starts[:-1])
+
+
+def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """`start`, `start + 1`, ... for `length` numbers each, one range after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - ends + lengths, lengths)
 
 
 def _round_up(width: int) -> int:

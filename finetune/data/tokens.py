@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from finetune.data.documents import Chosen, Rules, choose
 from finetune.data.encoding import Encoder, batched
-from finetune.data.packing import Int64s
+from finetune.data.packing import Int64s, map_array
 from finetune.data.sources import Corpus
 from finetune.errors import DataError
 
@@ -28,13 +28,15 @@ class TokenFile:
 
     def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool) -> None:
         """Opens what `write` has written."""
-        self.tokens: Tokens = np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r")
-        self.offsets: Int64s = np.load(folder / f"{side}.offsets.npy", mmap_mode="r", allow_pickle=False)
+        self.tokens: Tokens = np.asarray(
+            np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r")
+        )
+        self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
         """(documents + 1,)"""
         self.labels: Int64s | None = None
         """(documents,): position in the folder's list of labels."""
         if labelled:
-            self.labels = np.load(folder / f"{side}.labels.npy", mmap_mode="r", allow_pickle=False)
+            self.labels = map_array(folder / f"{side}.labels.npy")
 
 
 def write(
