@@ -119,7 +119,7 @@ class Tiny:
         self.note_jobs()
 
     def note_jobs(self) -> None:
-        """Remembers the running jobs, because a process whose parent was killed cannot be found through it."""
+        """Remembers the jobs that run: once a parent is killed, its jobs cannot be found through it."""
         for process in self.processes:
             if process.poll() is None:
                 self.jobs += psutil.Process(process.pid).children(recursive=True)
