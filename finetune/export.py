@@ -62,7 +62,8 @@ def _write(
                 f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
                 "Nothing was written."
             )
-        skeleton.generation_config = network.generation_config
+        if skeleton.can_generate():
+            skeleton.generation_config = network.generation_config
         skeleton.save_pretrained(staging)
     else:
         save_file(tensors, staging / "model.safetensors")

@@ -40,6 +40,9 @@ class Caller(nn.Module):
         if isinstance(network, PreTrainedModel):
             self.config = network.config
             self._no_split_modules = list(network._no_split_modules or [])
+        whole = [m for m in network.modules() if type(m).__name__ in (getattr(network, "_no_split_modules", None) or ())]
+        # Embeddings inside a unit that is sharded as a whole (BERT's): accelerate 1.15 would shard them twice.
+        self._inside_units = {id(part) for m in whole for part in m.modules()}
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(network, *args)`."""
@@ -54,10 +57,14 @@ class Caller(nn.Module):
         return getattr(self.network, "base_model", self.network)
 
     def get_input_embeddings(self) -> nn.Module | None:
-        return self.network.get_input_embeddings() if isinstance(self.network, PreTrainedModel) else None
+        return self._own_unit("get_input_embeddings")
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self.network.get_output_embeddings() if isinstance(self.network, PreTrainedModel) else None
+        return self._own_unit("get_output_embeddings")
+
+    def _own_unit(self, getter: str) -> nn.Module | None:
+        module = getattr(self.network, getter)() if isinstance(self.network, PreTrainedModel) else None
+        return None if id(module) in self._inside_units else module
 
     def tie_weights(self) -> None:
         if isinstance(self.network, PreTrainedModel):

@@ -72,7 +72,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     caller = models.Caller(network.train())
     caller.autocast = backend.autocast
     model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
-    proof = backend.prove(model, optimizer)
+    proof = backend.prove(model, optimizer, lambda: _rehearse(backend, model, task, ready))
     if task.text and recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
     directory.create(backend, recipe, asked, proof, ready, length)
@@ -154,7 +154,6 @@ def train_step(run: Run, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         accelerator.sync_gradients = index == len(window) - 1
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(run.model):
             part = run.model(run.task.loss_sum, batch)
-            _check_loss(part)
             accelerator.backward(part * scale)
         loss_sum += part.detach()
     run.watch.mark("optimizer")
@@ -205,6 +204,18 @@ def seed_everything(*parts: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]))
 
 
+def _rehearse(backend: Backend, model: nn.Module, task: tasks.Task, data: tasks.TaskData) -> torch.Tensor:
+    """The loss of one row, without gradients: what runs can only be seen running."""
+    rows = data.train if data.train is not None else data.validation
+    if rows is None:
+        raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
+    model.eval()
+    with torch.no_grad():
+        loss: torch.Tensor = model(task.loss_sum, evaluate.to_device(rows.batch(np.arange(1)), backend.device))
+    model.train()
+    return loss
+
+
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     """Proves on the prepared model that packed documents do not see each other.
 
@@ -247,14 +258,6 @@ def _window(run: Run, step: int) -> list[np.ndarray]:
     # (micro-batch, rank, row): with equal micro-batches, the same rows make a forward pass on any number of ranks.
     grid = rows.reshape(backend.accumulation, backend.world, batch.micro_size)
     return list(grid[:, backend.rank])
-
-
-def _check_loss(loss: torch.Tensor) -> None:
-    if loss.dtype != torch.float32 or loss.ndim:
-        raise BackendError(
-            f"The loss left the model as {loss.dtype} with shape {tuple(loss.shape)}; it must be an fp32 scalar. A "
-            "task's loss_sum has to compute it in fp32 (logits.float()) with reduction='sum'."
-        )
 
 
 def _due(every: int, done: int, last: int) -> bool:

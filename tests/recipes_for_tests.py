@@ -56,3 +56,43 @@ PARITY = {
     "wrapped": base(data={**base()["data"], "packing": "wrapped"}, length={"steps": 6}),
     "bf16": base(precision="bf16"),
 }
+
+_FEW = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_FEWER_KV = {**_FEW, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama_tied": {"model_type": "llama", **_FEWER_KV, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        # With dropout, so that its random stream is compared as well.
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+    "qwen3": {"model_type": "qwen3", **_FEWER_KV},
+    "gemma3": {"model_type": "gemma3_text", **_FEWER_KV, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"model_type": "mixtral", **_FEWER_KV, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def _architectures() -> dict[str, dict[str, Any]]:
+    few = {"length": {"steps": 5}, "data": {**base()["data"], "sequence_length": 64}}
+    jobs = {name: base(model={"config": config}, **few) for name, config in _CONFIGS.items()}
+    jobs["llama_checkpointed"] = base(
+        model={"config": _CONFIGS["llama_tied"] | {"attention_dropout": 0.1}, "gradient_checkpointing": True}, **few
+    )
+    jobs["bert"] = base(
+        task={"name": "sequence_classification", "num_labels": 7},
+        model={"config": {"model_type": "bert", **_FEW, "intermediate_size": 64}},
+        data={"train": [{"sample": 200}], "validation": [], "validation_fraction": 0.1, "sequence_length": 64, "packing": "padded"},
+        length={"steps": 5},
+    )
+    jobs["mlp"] = base(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, **{**few, "data": {}})
+    jobs["mlp_from_meta"] = base(task={"name": "own_task:mlp", "args": {"meta": True}}, **{**few, "data": {}})
+    return jobs
+
+
+# The same five steps of every architecture.
+ARCHITECTURES = _architectures()

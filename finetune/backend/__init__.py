@@ -4,7 +4,7 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 each the same way whatever runs underneath.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -130,9 +130,11 @@ class Backend:
                 )
         return wrapped, prepared
 
-    def prove(self, model: nn.Module, optimizer: Any) -> Proof:
+    def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
         """Reads back what runs; see `prove.prove`."""
-        return prove.prove(self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation)
+        return prove.prove(
+            self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that the network computes in, inside the one that the wrapper provides.

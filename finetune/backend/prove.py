@@ -4,7 +4,8 @@ Accelerate falls back without a word in many places (CPU flags, missing launch f
 nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devices are what is looked at.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import nn
 
 from finetune.backend.launch import Launch
 from finetune.errors import BackendError
+
+# Where matrix products happen, and with them nearly all the arithmetic.
+_MATRIX_MODULES = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
 
 # A rank may hold this much more than its share: padding, and parameters too small to be worth sharding.
 _SHARD_SLACK = 0.03
@@ -48,9 +52,16 @@ class Proof:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
+    output_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What each kind of module put out in a real forward pass, and `loss`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """What matrix products came out in; None if the network has none of the known modules."""
+        return next((self.output_dtypes[name] for name in _MATRIX_MODULES if name in self.output_dtypes), None)
 
     def line(self) -> str:
         """One line for people."""
@@ -60,8 +71,9 @@ class Proof:
             f"{self.num_parameters:,} parameters, {self.parameter_fraction:.0%} here",
             f"optimiser {self.optimizer_fraction:.0%} here",
             f"masters {'+'.join(self.parameter_dtypes)}",
-            f"network {'+'.join(self.model_dtypes)}",
+            f"weights computed with {'+'.join(self.model_dtypes)}",
             f"gradients summed in {self.reduce_dtype}",
+            f"products in {self.compute_dtype or 'a dtype not seen'}, loss in {self.output_dtypes.get('loss')}",
             f"accumulation {self.accumulation}",
         ]
         if (self.offload_params, self.offload_optimizer) != ("none", "none"):
@@ -70,15 +82,25 @@ class Proof:
 
 
 def prove(
-    accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any, accumulation: int
+    accelerator: Accelerator,
+    launch: Launch,
+    precision: str,
+    model: nn.Module,
+    optimizer: Any,
+    accumulation: int,
+    rehearse: Callable[[], torch.Tensor],
 ) -> Proof:
     """Reads back what runs and compares it with the request.
+
+    Args:
+        rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
         BackendError: With every difference.
     """
     proof = _read(accelerator, launch, precision, model, optimizer)
-    problems = list(_differences(proof, launch, accumulation))
+    proof = replace(proof, output_dtypes=_census(model, rehearse))
+    problems = list(_differences(proof, launch, accumulation, precision))
     if problems:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: "
@@ -88,7 +110,7 @@ def prove(
     return proof
 
 
-def _differences(proof: Proof, launch: Launch, accumulation: int) -> Any:
+def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str) -> Iterator[str]:
     """Each difference between request and reality, as a clause."""
     for name, asked, runs in (
         ("kind", launch.kind, proof.kind),
@@ -111,6 +133,32 @@ def _differences(proof: Proof, launch: Launch, accumulation: int) -> Any:
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
     if set(proof.parameter_dtypes) != {"float32"}:
         yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
+    want_compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    if proof.compute_dtype not in (None, want_compute):
+        yield f"matrix products: asked {want_compute}, come out in {proof.compute_dtype}"
+    if proof.output_dtypes["loss"] != "float32":
+        yield (
+            f"the loss must leave the model as float32, is {proof.output_dtypes['loss']} (a task's loss_sum computes it "
+            "from logits.float() with reduction='sum')"
+        )
+
+
+def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
+    """The dtype that each kind of module puts out in a forward pass, and that of the loss."""
+    seen: dict[str, str] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            name = type(module).__name__.removeprefix("FSDP")
+            seen[name] = _short(output.dtype)
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if not any(True for _ in m.children())]
+    try:
+        loss = rehearse()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {**dict(sorted(seen.items())), "loss": _short(loss.dtype)}
 
 
 def _tiny(proof: Proof, want: float, have: float) -> bool:
@@ -148,7 +196,7 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
         replicas=1,
         parameter_fraction=1.0,
         optimizer_fraction=1.0,
-        model_dtypes=_dtypes(parameters) + ((f"autocast:{precision}",) if precision != "fp32" else ()),
+        model_dtypes=_dtypes(parameters),
         reduce_dtype="float32",
         offload_params="none",
         offload_optimizer="none",
@@ -220,8 +268,7 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
         parameter_fraction=sum(local) / max(1, sum(sizes)),
         optimizer_fraction=sum(master_sizes) / max(1, trainable),
         parameter_dtypes=_dtypes(masters),
-        model_dtypes=_dtypes(parameters)
-        + ((f"autocast:{_short(engine.torch_autocast_dtype())}",) if engine.torch_autocast_enabled() else ()),
+        model_dtypes=_dtypes(parameters),
         reduce_dtype=_short(engine.communication_data_type),
         offload_params=_device(config.offload_param),
         offload_optimizer=_device(config.offload_optimizer),
