@@ -1,0 +1,281 @@
+"""The sections of a recipe: every key, its type, its default and what it means.
+
+Nothing about processes, devices or sharding belongs here: that is the launch config.
+`None` (YAML `null`) means off or "not given"; there are no magic numbers.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """One level of the recipe: immutable, and it knows all of its keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class ModelSection(Section):
+    """The network and where its first weights come from."""
+
+    name: str | None = None
+    """A model directory, or a name on the Hugging Face hub. Leave out to start from `config`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    config: dict[str, Any] | None = None
+    """Start from random weights: `model_type` plus the architecture's own sizes, in its own key names."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """The attention implementation that the architecture is asked to use."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. Off, because it is code from the internet."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.name is not None and self.config is not None:
+            raise ValueError("give `name` (pretrained weights) or `config` (random weights), not both")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("`config` needs `model_type`, for example `llama`")
+        return self
+
+
+class TokenizerSection(Section):
+    """How text becomes tokens. Empty: the tokenizer that lies beside the model."""
+
+    name: str | None = None
+    """A directory with a tokenizer, or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub tokenizer."""
+    vocab_size: Annotated[int, Field(ge=260)] | None = None
+    """Train a byte-level BPE of this many pieces on the training documents (256 bytes + specials or more)."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.name is not None and self.vocab_size is not None:
+            raise ValueError("give `name` (an existing tokenizer) or `vocab_size` (train one), not both")
+        return self
+
+
+class Source(Section):
+    """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
+
+    sample: PositiveInt | None = None
+    """Take this many stories of the built-in generator (no network, no files)."""
+    path: str | None = None
+    """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
+    directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""
+    hub: str | None = None
+    """A data set name on the Hugging Face hub."""
+    hub_config: str | None = None
+    """The configuration of a hub data set that has several."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set."""
+    split: str = "train"
+    """Which split of a hub data set or of a saved `datasets` directory."""
+    text_field: str = "text"
+    """The field that holds a document's text."""
+    label_field: str = "label"
+    """The field that holds a document's class; read by sequence classification only."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often each document counts an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by hash)."""
+    limit: PositiveInt | None = None
+    """Read at most this many documents."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        given = [key for key in ("sample", "path", "hub") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of sample, path and hub (got {', '.join(given) or 'none'})")
+        return self
+
+
+class DataSection(Section):
+    """The documents and how they become rows of tokens."""
+
+    train: tuple[Source, ...] = ()
+    """What is learned from."""
+    validation: tuple[Source, ...] = ()
+    """What evaluation reads. Empty: a part of `train` is held out, see `validation_fraction`."""
+    validation_fraction: Fraction = 0.01
+    """Share of the training documents held out if `validation` is empty; picked by a hash of the document,
+    so that a document never moves between the two."""
+    sequence_length: PositiveInt = 1024
+    """Tokens a row (`T`)."""
+    packing: Literal["wrapped", "documents", "padded"] = "documents"
+    """`documents`: whole documents packed best-fit into rows, each blind to the others; `wrapped`: one stream
+    cut every `sequence_length` tokens (pre-training); `padded`: one document a row."""
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    """What happens to documents longer than a row (`documents` and `padded`): go on in another row, lose
+    their end, or be left out. The data report counts them."""
+    remainder: Literal["keep", "drop"] = "keep"
+    """The last, incomplete row of a `wrapped` stream: padded, or left out."""
+    last_batch: Literal["carry", "drop"] = "carry"
+    """The rows of an epoch that do not fill a global batch: completed with rows of the next epoch, or left
+    out of this one."""
+    strip: bool = True
+    """Remove white space around each document."""
+    lowercase: bool = False
+    """Lower-case each document."""
+    add_bos: bool = True
+    """Put the tokenizer's begin-of-text token before each document, if it has one."""
+    add_eos: bool = True
+    """Put the tokenizer's end-of-text token behind each document, so that a model learns to stop."""
+    cache_dir: str = ".cache/finetune"
+    """Where prepared tokens are kept; safe to delete."""
+    num_workers: PositiveInt | None = None
+    """Processes that tokenise. Left out: one a core."""
+
+
+class TaskSection(Section):
+    """What the model is trained to do."""
+
+    name: str = "causal_lm"
+    """`causal_lm`, `sequence_classification`, or your own as `package.module:object`."""
+    num_labels: PositiveInt | None = None
+    """Classes of `sequence_classification`. Left out: counted in the data."""
+    args: dict[str, Any] = {}
+    """Arguments for a task of your own."""
+
+
+class BatchSection(Section):
+    """How much is learned from at once."""
+
+    global_size: PositiveInt = 32
+    """Rows an optimiser step, over all processes. Moving to more processes does not change it."""
+    micro_size: PositiveInt = 8
+    """Rows in one forward pass of one process. Changes memory and speed, not what is learned."""
+
+
+class LengthSection(Section):
+    """How long to train: exactly one of the three."""
+
+    steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimiser steps; 0 evaluates only."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training rows."""
+    tokens: PositiveInt | None = None
+    """Tokens, counted as rows x `sequence_length`."""
+
+
+class OptimSection(Section):
+    """The optimiser."""
+
+    name: str = "AdamW"
+    """A class of `torch.optim`, or your own as `package.module:Class`. AdamW runs fused."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate at `reference_batch`, or at any batch where that is not given."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of the weights; norms, biases and embeddings are never decayed."""
+    args: dict[str, Any] = {}
+    """More arguments of the optimiser, such as `betas: [0.9, 0.95]`, `eps: 1e-8` or `momentum: 0.9`."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down. `null`: no clipping."""
+    lr_scaling: Literal["linear", "sqrt"] | None = None
+    """Multiply `lr` by global batch / `reference_batch`, or by its square root (Goyal et al. 2017; Hoffer et
+    al. 2017)."""
+    reference_batch: PositiveInt | None = None
+    """The global batch, in rows, that `lr` was found at."""
+
+    @model_validator(mode="after")
+    def _scaling_has_reference(self) -> Self:
+        if (self.lr_scaling is None) != (self.reference_batch is None):
+            raise ValueError("`lr_scaling` and `reference_batch` go together: give both or neither")
+        return self
+
+
+class ScheduleSection(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """`wsd` is warm-up, stable, decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps over which the rate rises linearly from near 0 to its peak."""
+    warmup_fraction: Fraction | None = None
+    """The same, as a share of all steps."""
+    floor: Fraction = 0.1
+    """Where the decay ends, as a share of the peak; `constant` has no decay."""
+    decay_fraction: Fraction = 0.2
+    """`wsd` only: the share of all steps, at the end, over which the rate falls."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise ValueError("give `warmup_steps` or `warmup_fraction`, not both")
+        return self
+
+
+class EvalSection(Section):
+    """Exact evaluation: every validation document once, weighted by tokens."""
+
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations during the run."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    micro_size: PositiveInt | None = None
+    """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
+
+
+class SampleSection(Section):
+    """Text that the model writes during the run, to be looked at."""
+
+    prompt: str = ""
+    """What the text begins with."""
+    every_steps: PositiveInt | None = None
+    """Steps between samples during the run."""
+    at_end: bool = True
+    """Write one after the last step."""
+    max_new_tokens: PositiveInt = 100
+    """Tokens at most; shorter if the model ends the text."""
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    """0 always takes the likeliest token."""
+    top_k: PositiveInt | None = 50
+    """Choose among this many likeliest tokens."""
+
+
+class LogSection(Section):
+    """What is written while training."""
+
+    every_steps: PositiveInt = 10
+    """Steps between lines of `metrics.jsonl`; the loss is read from the device only then."""
+    trackers: tuple[str, ...] = ()
+    """Accelerate trackers such as `tensorboard` or `wandb`. Off unless named here."""
+
+
+class OutputSection(Section):
+    """Where the run's files go."""
+
+    dir: Annotated[str, Field(min_length=1)] = "runs/run"
+    """The run directory: recipe, metrics, `run.json`, the final model."""
+    overwrite: bool = False
+    """Replace a run that the directory already holds."""
+    save_model: bool = True
+    """Write the final model to `DIR/model`."""
+
+
+class Recipe(Section):
+    """Everything that decides what is learned."""
+
+    task: TaskSection = TaskSection()
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    length: LengthSection = LengthSection()
+    optim: OptimSection = OptimSection()
+    schedule: ScheduleSection = ScheduleSection()
+    eval: EvalSection = EvalSection()
+    sample: SampleSection | None = None
+    """Left out: no text is written."""
+    log: LogSection = LogSection()
+    output: OutputSection = OutputSection()
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """What the network computes in. Weights, optimiser, reductions and the loss stay fp32. `auto`: bf16 where
+    a GPU has it, else fp32."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the first weights, the order of rows, and dropout."""
