@@ -1,10 +1,12 @@
-"""The command line: `finetune <verb>`, and what `scripts/train.py` runs. A verb's modules load when it runs."""
+"""The command line: `finetune <verb>`, and what `scripts/train.py` runs. A verb imports what it needs."""
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from finetune import __version__
 from finetune.errors import FinetuneError
@@ -13,29 +15,39 @@ from finetune.recipe import dump, json_schema, load
 # What a process exits with when the user has to change something.
 USER_ERROR = 2
 
+# The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
+_LAUNCH_OPTIONS = {
+    "num_processes": "processes over all machines",
+    "machine_rank": "this machine's number, from 0",
+    "main_process_ip": "the first machine's address",
+    "main_process_port": "a port that is free on it",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`finetune <verb> …`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="finetune", description="Fine-tuning on every backend of accelerate.")
+    parser = argparse.ArgumentParser(prog="finetune", description="Fine-tuning on every backend.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verb = verbs.add_parser("launch", help="train, as `accelerate launch` does, but check the recipe first")
-    verb.add_argument("--config_file", required=True, help="a launch file, such as accelerate_configs/fsdp.yaml")
-    verb.add_argument("--num_processes", type=int, help="processes, instead of the launch file's number")
+    verb.add_argument("--config_file", required=True, help="such as accelerate_configs/ddp.yaml")
+    for option, what in _LAUNCH_OPTIONS.items():
+        verb.add_argument(f"--{option}", help=f"{what}, instead of the launch file's")
     _recipe_arguments(verb)
     _recipe_arguments(verbs.add_parser("data", help="prepare a recipe's data and print its report"))
     _recipe_arguments(verbs.add_parser("show", help="print the whole recipe, defaults included"))
     verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
-    verbs.add_parser("ops", help="build DeepSpeed's native ops ahead of the first run that needs them")
+    verbs.add_parser("ops", help="build native ops ahead of the first run that needs them")
     parsed = parser.parse_args(arguments)
-    return _guarded({"launch": _launch, "data": _data, "show": _show, "schema": _schema, "ops": _ops}[parsed.verb], parsed)
+    run = {"launch": _launch, "data": _data, "show": _show, "schema": _schema, "ops": _ops}[parsed.verb]
+    return _guarded(run, parsed)
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
     """What each process of `accelerate launch … scripts/train.py` runs; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/train.py", description="Train as a recipe says.")
     _recipe_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check everything short of data and weights, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check all but data and weights, and stop")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parsed = parser.parse_args(arguments)
     return _guarded(_dry_run if parsed.dry_run else _train, parsed)
@@ -43,7 +55,9 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe, such as recipes/sample.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="values instead of the recipe's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values"
+    )
 
 
 def _guarded(verb: Callable[[argparse.Namespace], None], parsed: argparse.Namespace) -> int:
@@ -59,21 +73,39 @@ def _guarded(verb: Callable[[argparse.Namespace], None], parsed: argparse.Namesp
 
 
 def report(error: FinetuneError) -> None:
-    """Prints an error once a machine if all ranks fail alike, which is so until the process group exists."""
-    rank = os.environ.get("RANK")
+    """Prints an error as one paragraph, once a machine where ranks say the same."""
+    text = " ".join(str(error).split())
+    if _first_to_say(text):
+        print(f"\nError: {text}", file=sys.stderr, flush=True)
+
+
+def _first_to_say(text: str) -> bool:
+    """Whether no other rank on this machine has said this.
+
+    A launcher ends every rank as soon as one has ended, so none may wait for another to speak. torchrun and
+    Accelerate give each rank a file in a folder that they share; the first to make a file there speaks.
+    """
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if given:
+        said = Path(given).parent.parent / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        try:
+            said.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # then rather twice than not at all
+        return True
+    # Started otherwise. Ranks fail alike until the process group exists.
     started = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
-    if started and rank not in (None, "0"):
-        print(f"\nError on rank {rank}: {error}", file=sys.stderr, flush=True)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"\nError: {error}", file=sys.stderr, flush=True)
+    return started or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def exit_with(code: int) -> None:
     """Ends the process at once, without the interpreter's teardown.
 
-    After a failure, other ranks may never answer an orderly good-bye. After success everything is closed already,
-    and native threads of DeepSpeed that outlive the interpreter would abort the process ("terminate called without
-    an active exception") and turn a finished run into a failed one.
+    After a failure, other ranks may never answer an orderly good-bye. After success everything is closed
+    already, and a backend's native threads that outlive the interpreter would abort the process ("terminate
+    called without an active exception") and turn a finished run into a failed one.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -125,6 +157,8 @@ def _launch(parsed: argparse.Namespace) -> None:
     load(parsed.recipe, parsed.overrides)
     from finetune.launcher import launch
 
-    code = launch(parsed.config_file, parsed.num_processes, [parsed.recipe, *parsed.overrides])
-    if code:
-        raise SystemExit(code)
+    options: list[str] = []
+    for option in _LAUNCH_OPTIONS:
+        if (value := getattr(parsed, option)) is not None:
+            options += [f"--{option}", value]
+    launch(parsed.config_file, options, [parsed.recipe, *parsed.overrides])

@@ -9,7 +9,7 @@ from finetune.recipe import Recipe
 
 
 def describe(recipe: Recipe) -> str:
-    """Resolves and checks a recipe against this launch, builds its network on the meta device, and says the plan.
+    """Resolves and checks a recipe against this launch, builds its network without storage, says the plan.
 
     Raises:
         FinetuneError: With what is wrong.
@@ -20,23 +20,27 @@ def describe(recipe: Recipe) -> str:
     accumulation = derive_accumulation(recipe, asked.num_processes)
     task = tasks.find(recipe)
     if task.build_skeleton is None:
-        raise RecipeError(f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network.")
+        raise RecipeError(
+            f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
+        )
     network = task.build_skeleton(recipe, None)
     optim.build(Caller(network), recipe)
-    parameters = sum(p.numel() for p in network.parameters())
-    trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    counted = sum(p.numel() for p in network.parameters())
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
-    batch, data = recipe.batch, recipe.data
-    sources = [s.path or s.hub or f"{s.sample} built-in stories" for s in data.train]
+    batch, data, world = recipe.batch, recipe.data, asked.num_processes
+    sources = [s.path or s.hub or f"{s.sample} built-in stories" for s in data.train or data.validation]
+    rate = f"peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
+    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {accumulation}"
     lines = {
         "task": recipe.task.name,
-        "network": f"{type(network).__name__}, {parameters:,} parameters, {trainable:,} trained, compute in {precision}",
+        "network": f"{type(network).__name__}, {counted:,} parameters, {trained:,} trained, in {precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
-        "backend": f"{asked.kind} on {asked.num_processes} process(es)" + (f", from {asked.file}" if asked.file else ""),
-        "data": f"{', '.join(sources) or 'the task its own'}; {data.packing} rows of {data.sequence_length} tokens",
-        "batch": f"{batch.global_size} rows = {asked.num_processes} x {batch.micro_size} x {accumulation}",
+        "backend": f"{asked.kind} on {world} process(es)" + (f", from {asked.file}" if asked.file else ""),
+        "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",
+        "batch": "evaluation only" if recipe.length.steps == 0 else split,
         "length": ", ".join(f"{value} {key}" for key, value in length.items()),
-        "optimiser": f"{recipe.optim.name}, peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule",
+        "optimiser": f"{recipe.optim.name}, {rate}",
         "output": recipe.output.dir,
     }
     width = max(map(len, lines))

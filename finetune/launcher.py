@@ -1,28 +1,108 @@
-"""Runs `accelerate launch`, and ends with the workers' exit code instead of the launcher's traceback."""
+"""Runs `accelerate launch`, and ends with the workers' exit code instead of the launcher's traceback.
 
+`python -m finetune.launcher …` is `accelerate launch …`: the same code starts the same processes.
+Workers keep the terminal, so what they print is live. They find the launch file by reading this command line.
+"""
+
+import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.errors import BackendError, RecipeError
 
-def launch(config_file: str, num_processes: int | None, arguments: list[str]) -> int:
-    """Starts the workers of a launch file on `scripts/train.py` and waits for them; returns the exit code.
 
-    The workers have said what was wrong by the time they end, so the launcher's own account of it, a traceback
-    of `accelerate` itself, is left out.
+def launch(config_file: str, options: Sequence[str], arguments: Sequence[str]) -> None:
+    """Turns this process into the launcher of `scripts/train.py`, so it returns only by an error.
+
+    Args:
+        config_file: The launch file.
+        options: More of `accelerate launch`'s options, such as `--num_processes 4`.
+        arguments: What `scripts/train.py` is given.
+
+    Raises:
+        BackendError: If the launch file is not one.
+        RecipeError: If this is an installation without `scripts/`.
     """
     script = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config_file]
-    if num_processes is not None:
-        command += ["--num_processes", str(num_processes)]
-    process = subprocess.Popen([*command, str(script), *arguments], stderr=subprocess.PIPE, env=os.environ)
-    assert process.stderr is not None
-    muted = False
-    for line in process.stderr:
-        # The launcher's report opens with one of these; what workers print comes before it.
-        muted = muted or line.startswith((b"Traceback (most recent call last)", b"E1", b"W1")) and process.poll() is None
-        if not muted:
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
-    return process.wait()
+    if not script.is_file():
+        raise RecipeError(
+            f"There is no {script}. `finetune launch` needs a checkout of the project: pip install -e it."
+        )
+    alone = _check(config_file) and "--main_process_port" not in options
+    # Any free port, so that two runs fit on one machine.
+    port = ["--main_process_port", "0"] if alone else []
+    words = [
+        "-m",
+        "finetune.launcher",
+        "--config_file",
+        config_file,
+        *port,
+        *options,
+        str(script),
+        *arguments,
+    ]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _check(config_file: str) -> bool:
+    """Whether a launch file is for one machine, and names no port.
+
+    Raises:
+        BackendError: If Accelerate cannot read it.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    advice = "Take one of accelerate_configs/, or compare with it."
+    if not Path(config_file).is_file():
+        raise BackendError(f"There is no launch file {config_file}. {advice}")
+    try:
+        config = load_config_from_file(config_file)
+    except Exception as error:  # accelerate answers to what is not a launch file with many error types
+        raise BackendError(f"The launch file {config_file} cannot be used: {error}. {advice}") from error
+    return (config.num_machines or 1) == 1 and config.main_process_port is None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # It reports every worker that ends, whose own last words are on the terminal already.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    parsed = launch_command_parser().parse_args(list(arguments))
+    try:
+        launch_command(parsed)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _account(f"The worker of rank {rank}", failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        return _account("The worker", error.returncode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (ValueError, OSError) as error:
+        print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _account(who: str, code: int) -> int:
+    """Says how a worker ended, unless it has said so itself; returns the exit code as a shell would."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    hint = ", which is what the kernel does when memory runs out" if name == "SIGKILL" else ""
+    print(f"\n{who} was ended by {name}{hint}.", file=sys.stderr, flush=True)
+    return 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
