@@ -200,7 +200,7 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> PreTrainedMod
         if not network.supports_gradient_checkpointing:
             raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
         # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        network.activation_checkpointing_enable({"use_reentrant": False})
     network.train()
     return network  # type: ignore[no-any-return]
 

@@ -49,12 +49,29 @@ def base(**sections: Any) -> dict[str, Any]:
 # A large rate and no clipping: a wrong factor on the gradient, to which Adam is blind, shows at once.
 SGD = {"name": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_norm": None}
 
+_DATA = base()["data"]
+_SHORT = {"length": {"steps": 12}, "eval": {"at_end": False}}
+
+# The same run under every launch file; each name is one thing that could part them.
 PARITY = {
-    "adamw": base(),
-    "sgd": base(optim={**SGD, "args": {}}, schedule={"name": "constant", "warmup_steps": 0}, length={"steps": 12}),
-    "padded": base(data={**base()["data"], "packing": "padded"}, length={"steps": 12}),
-    "wrapped": base(data={**base()["data"], "packing": "wrapped"}, length={"steps": 6}),
+    "adamw": base(
+        # Micro-batches other than the training ones: the figure must not depend on them.
+        eval={"every_steps": 15, "micro_size": 3},
+        sample={"prompt": "Once", "max_new_tokens": 12, "every_steps": 15},
+    ),
+    "sgd": base(optim={**SGD, "args": {}}, schedule={"name": "constant", "warmup_steps": 0}, **_SHORT),
+    "padded": base(data={**_DATA, "packing": "padded"}, **_SHORT),
+    "wrapped": base(data={**_DATA, "packing": "wrapped", "last_batch": "drop"}, **_SHORT),
     "bf16": base(precision="bf16"),
+}
+
+# The same global batch, cut in other ways.
+SPLITS = {
+    f"{packing}_micro_{size}": base(
+        data={**_DATA, "packing": packing}, batch={"global_size": 8, "micro_size": size}, length={"steps": 12}
+    )
+    for packing in ("documents", "padded")
+    for size in (1, 2, 4, 8)
 }
 
 _FEW = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

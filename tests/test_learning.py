@@ -1,0 +1,58 @@
+"""Real figures on real data: what a known model scores, and that training teaches."""
+
+import pytest
+
+from harness import SHARED, Launcher
+from recipes_for_tests import MODEL, stories
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+# The form in which the figure is stated: every story stripped, BOS before each, no EOS, one stream, windows of 512.
+STATED = {
+    "model": {"name": MODEL},
+    "data": {
+        "validation": stories("validation"),
+        "sequence_length": 512,
+        "packing": "wrapped",
+        "remainder": "drop",
+        "add_eos": False,
+    },
+    "batch": {"global_size": 32, "micro_size": 16},
+    "length": {"steps": 0},
+    "precision": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.xdist_group(f"stated_{name}")) for name in ("single", "ddp", "zero3")],
+)
+def test_known_model_scores_its_known_figure(launcher: Launcher, backend: str) -> None:
+    run = launcher.one(backend, STATED).check()
+    assert run.validation("validation_targets") == 387_072
+    assert run.validation() == pytest.approx(1.34142, abs=0.0005)
+
+
+@pytest.mark.xdist_group("lowercase")
+def test_fine_tuning_lowers_the_loss_on_lower_cased_stories(launcher: Launcher) -> None:
+    """The pretrained model has never seen a lower-cased story; 100 steps teach it."""
+    lower = {
+        "model": {"name": MODEL},
+        "data": {
+            "train": stories("train", limit=2000),
+            "validation": stories("validation", limit=200),
+            "sequence_length": 256,
+            "lowercase": True,
+        },
+        "batch": {"global_size": 16, "micro_size": 8},
+        "optim": {"lr": 1e-3, "weight_decay": 0.0},
+        "schedule": {"warmup_steps": 10},
+        "precision": "fp32",
+    }
+    jobs = {
+        "before": {**lower, "length": {"steps": 0}},
+        "after": {**lower, "length": {"steps": 100}},
+    }
+    runs = launcher.many("fsdp", jobs)
+    before, after = (runs[name].check().validation() for name in ("before", "after"))
+    assert before - after >= 0.3, (before, after)

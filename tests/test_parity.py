@@ -1,0 +1,149 @@
+"""The same recipe takes the same path under every launch file (invariants 1, 2, 3, 4 and 7 of the design)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from harness import ROOT, SHARED, Launcher, assert_same_path, weight_difference
+from recipes_for_tests import PARITY, SPLITS
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, pytest.mark.xdist_group("zero3_nvme")])
+EVERY = [*(pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS), NVME]
+
+# Offload replaces torch's AdamW by DeepSpeed's, and refuses every other optimiser.
+OFFLOADED = ("zero3_offload", "zero3_nvme")
+
+
+def jobs(backend: str) -> dict:
+    return {name: job for name, job in PARITY.items() if not (name == "sgd" and backend in OFFLOADED)}
+
+
+@pytest.mark.parametrize("backend", EVERY)
+@pytest.mark.parametrize("name", [name for name in PARITY if name != "bf16"])
+def test_fp32_takes_the_single_process_path(launcher: Launcher, backend: str, name: str) -> None:
+    if name not in jobs(backend):
+        pytest.skip("offloaded optimisers are AdamW only")
+    single = launcher.many("single", PARITY)[name]
+    assert_same_path(single, launcher.many(backend, jobs(backend))[name], 1e-4)
+
+
+@pytest.mark.parametrize("backend", EVERY)
+def test_bf16_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
+    single = launcher.many("single", PARITY)["bf16"]
+    other = launcher.many(backend, jobs(backend))["bf16"]
+    assert_same_path(single, other, 1e-2)
+    # It is bf16, and not everything is.
+    seen = other.facts["runs"]["output_dtypes"]
+    assert seen == single.facts["runs"]["output_dtypes"]
+    assert seen["Linear"] == "bfloat16"
+    assert seen["LlamaRMSNorm"] == seen["loss"] == "float32"
+    assert other.facts["runs"]["reduce_dtype"] == "float32"
+    # The loss of a micro-batch is a sum above 1024, where bf16 knows only every eighth number.
+    sums = other.series("loss") * np.diff(other.series("tokens"), prepend=0)
+    assert (np.abs(sums - np.round(sums)) > 1e-3).any()
+
+
+def test_bf16_differs_from_fp32(launcher: Launcher) -> None:
+    runs = launcher.many("single", PARITY)
+    assert weight_difference(runs["adamw"].check(), runs["bf16"].check()) > 1e-3
+
+
+@pytest.mark.parametrize("backend", EVERY)
+def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
+    run = launcher.many(backend, jobs(backend))["adamw"].check()
+    runs = run.facts["runs"]
+    wrapper, kind, shards = {
+        "ddp": ("DistributedDataParallel", "ddp", (1.0, 1.0)),
+        "fsdp": ("FSDPCaller", "fsdp", (0.5, 0.5)),
+        "fsdp_grad_op": ("FSDPCaller", "fsdp", (0.5, 0.5)),
+        "hsdp": ("FSDPCaller", "hsdp", (0.5, 0.5)),
+        "zero1": ("DeepSpeedEngine", "zero1", (1.0, 0.5)),
+        "zero2": ("DeepSpeedEngine", "zero2", (1.0, 0.5)),
+        "zero3": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
+        "zero3_offload": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
+        "zero3_nvme": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
+    }[backend]
+    assert (runs["wrapper"], runs["kind"]) == (wrapper, kind)
+    assert runs["world_size"] == (4 if backend == "hsdp" else 2)
+    assert (runs["parameter_fraction"], runs["optimizer_fraction"]) == pytest.approx(shards, abs=0.03)
+    offload = {"zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(backend, "none")
+    assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
+    assert runs["accumulation"] == (1 if backend == "hsdp" else 2)
+    assert f"{kind} x{runs['world_size']}, {wrapper}" in run.output
+
+
+@pytest.mark.parametrize("backend", EVERY)
+def test_evaluation_and_samples_are_the_single_process_ones(launcher: Launcher, backend: str) -> None:
+    single = launcher.many("single", PARITY)["adamw"].check()
+    other = launcher.many(backend, jobs(backend))["adamw"].check()
+    for key in ("validation_loss", "validation_perplexity", "validation_targets"):
+        left, right = ([m[key] for m in run.metrics if key in m] for run in (single, other))
+        assert len(left) == 2
+        assert left == pytest.approx(right, rel=1e-4)
+    texts = [[m["sample"] for m in run.metrics if "sample" in m] for run in (single, other)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
+    assert texts[0][0].startswith("Once")
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.xdist_group("splits")
+def test_micro_batches_change_nothing(launcher: Launcher, packing: str, size: int) -> None:
+    runs = launcher.many("single", SPLITS)
+    assert_same_path(runs[f"{packing}_micro_2"], runs[f"{packing}_micro_{size}"], 1e-4)
+
+
+# Accelerate's DDP wants two processes at least, FSDP takes one.
+@pytest.mark.parametrize(("backend", "processes"), [("fsdp", 1), ("ddp", 4)])
+@pytest.mark.xdist_group("splits")
+def test_processes_change_nothing(launcher: Launcher, backend: str, processes: int) -> None:
+    names = ("documents_micro_2", "padded_micro_2", "documents_micro_1")
+    runs = launcher.many(backend, {name: SPLITS[name] for name in names}, processes=processes)
+    for name in names:
+        assert_same_path(launcher.many("single", SPLITS)[name], runs[name], 1e-4)
+
+
+@pytest.mark.xdist_group("faults")
+@pytest.mark.parametrize("fault", ["rank_factor", "accumulation_factor", "mean_of_means"])
+def test_a_wrong_scale_is_seen(launcher: Launcher, fault: str) -> None:
+    """The suite must be able to fail: each fault on purpose parts the paths."""
+    some = {"sgd": PARITY["sgd"]}
+    broken = launcher.many("ddp", some, env={"FAULT": fault})["sgd"]
+    with pytest.raises(AssertionError, match=r"(loss|grad_norm) differs"):
+        assert_same_path(launcher.many("single", PARITY)["sgd"], broken, 1e-4)
+
+
+@pytest.mark.xdist_group("zero3")
+def test_a_lighter_bf16_can_be_asked_for(launcher: Launcher, tmp_path: Path) -> None:
+    """DeepSpeed's own bf16: weights in 16 bit, masters in fp32; another path, near by, and said so."""
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    config["bf16"] = {"enabled": True}
+    (tmp_path / "zero2.json").write_text(json.dumps(config))
+    launch = yaml.safe_load((ROOT / "accelerate_configs/zero2.yaml").read_text())
+    launch["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero2.json")
+    (tmp_path / "zero2.yaml").write_text(yaml.safe_dump(launch))
+    run = launcher.one(tmp_path / "zero2.yaml", PARITY["bf16"]).check()
+    assert run.facts["runs"]["model_dtypes"] == ["bfloat16"]
+    assert run.facts["runs"]["parameter_dtypes"] == ["float32"]
+    assert run.facts["runs"]["output_dtypes"]["loss"] == "float32"
+    single = launcher.many("single", PARITY)["bf16"]
+    assert run.series("loss") == pytest.approx(single.series("loss"), rel=1e-2)
+
+
+@pytest.mark.xdist_group("fsdp")
+def test_fsdp_gathers_in_bf16_if_the_launch_file_says_so(launcher: Launcher, tmp_path: Path) -> None:
+    launch = yaml.safe_load((ROOT / "accelerate_configs/fsdp.yaml").read_text())
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump({**launch, "mixed_precision": "bf16"}))
+    run = launcher.one(tmp_path / "fsdp.yaml", PARITY["bf16"]).check()
+    assert run.facts["runs"]["model_dtypes"] == ["bfloat16"]
+    assert run.facts["runs"]["parameter_dtypes"] == ["float32"]
+    assert run.facts["runs"]["reduce_dtype"] == "float32"
+    single = launcher.many("single", PARITY)["bf16"]
+    assert run.series("loss") == pytest.approx(single.series("loss"), rel=1e-2)
