@@ -27,7 +27,8 @@ demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two pr
 	  scripts/train.py recipes/sample.yaml output.overwrite=true
 
 # One thread a process: the tests run many processes at once, and fp32 sums keep their order.
-test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
+# The ops come first, so that no test waits minutes for a compiler.
+test: ops  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetune import __version__
 from finetune.errors import FinetuneError
+from finetune.hub import go_offline_if_unreachable
 from finetune.recipe import dump, json_schema, load
 
 # What a process exits with when the user has to change something.
@@ -114,6 +115,7 @@ def exit_with(code: int) -> None:
 
 def _train(parsed: argparse.Namespace) -> None:
     recipe = load(parsed.recipe, parsed.overrides)
+    go_offline_if_unreachable()
     from finetune import train
     from finetune.quiet import silence_libraries
 
@@ -125,6 +127,7 @@ def _train(parsed: argparse.Namespace) -> None:
 
 def _dry_run(parsed: argparse.Namespace) -> None:
     recipe = load(parsed.recipe, parsed.overrides)
+    go_offline_if_unreachable()
     from finetune.dryrun import describe
 
     text = describe(recipe)
@@ -134,6 +137,7 @@ def _dry_run(parsed: argparse.Namespace) -> None:
 
 def _data(parsed: argparse.Namespace) -> None:
     recipe = load(parsed.recipe, parsed.overrides)
+    go_offline_if_unreachable()
     from finetune.data import prepare
 
     print("\n".join(prepare(recipe).report.lines()))

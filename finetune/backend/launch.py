@@ -16,6 +16,9 @@ import torch
 
 from finetune.errors import BackendError
 
+# How a command line names Accelerate's command, installed or as a module.
+_LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
+
 # The kinds that the toolkit runs, in the words of its own launch files.
 KINDS = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 
@@ -120,7 +123,7 @@ def _launcher_arguments() -> Any | None:
         if name == "accelerate-launch" or (word.endswith("accelerate/commands/launch.py")):
             rest = line[index + 1 :]
             break
-        if name in ("accelerate", "accelerate_cli.py") and line[index + 1 : index + 2] == ["launch"]:
+        if name in _LAUNCHERS and line[index + 1 : index + 2] == ["launch"]:
             rest = line[index + 2 :]
             break
         if word == "finetune.launcher":

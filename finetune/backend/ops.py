@@ -4,8 +4,7 @@ DeepSpeed compiles an op when it is first used: inside the run, for minutes, wit
 build with a file named `lock`; a killed build leaves it behind, and every later run waits on it for ever. So
 what a launch needs is built here, before its process group starts, under a lock that ends with its process.
 
-In torch's folder for extensions (`TORCH_EXTENSIONS_DIR`, by default under `~/.cache/torch_extensions`) an op
-has the folder `<op>` that torch and ninja work in, and beside it our `<op>.build.lock` and `<op>.build.log`.
+In the folder for extensions (`TORCH_EXTENSIONS_DIR`, by default in the virtual environment) an op has the folder `<op>` that torch and ninja work in, and beside it our `<op>.build.lock` and `<op>.build.log`.
 """
 
 import os
@@ -82,6 +81,7 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     if not names:
         return
     own_tools_first()
+    own_folder()
     needed = dict.fromkeys(op for name in names for op in (*_OPS[name].first, name))
     ops = [op for op in needed if not _came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
@@ -99,6 +99,7 @@ def build_all(quiet: bool = False) -> None:
     """
     console = _console()
     own_tools_first()
+    own_folder()
     problems: list[str] = []
     wanted: list[Op] = ["cpu_adam", "async_io"]
     if _accelerator() == "cpu":
@@ -171,6 +172,16 @@ def own_tools_first() -> None:
     compiles everything again inside the run.
     """
     os.environ["PATH"] = _environment()["PATH"]
+
+
+def own_folder() -> None:
+    """Keeps compiled ops in the virtual environment, for this process and its children, unless told where.
+
+    torch's own default is one folder for all environments of a user. Build commands name the environment, so two
+    would compile each other's ops again and again, and overwrite libraries that a run has loaded.
+    """
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 
 from finetune.backend import deepspeed_config, ops
 from finetune.backend.launch import Launch
-from finetune.errors import BackendError
+from finetune.errors import BackendError, RecipeError
 from finetune.recipe import Recipe
 
 # Collectives wait this long for a slow rank before they give up.
@@ -94,6 +94,7 @@ def start(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> 
         )
     # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    _check_trackers(recipe)
     cpu = not torch.cuda.is_available()
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
@@ -125,6 +126,19 @@ def start(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> 
         # Accelerate may turn TF32 on behind the recipe's back; fp32 means fp32.
         torch.backends.cuda.matmul.allow_tf32 = False
     return accelerator
+
+
+def _check_trackers(recipe: Recipe) -> None:
+    """Accelerate drops a tracker that is not installed with a warning; whoever asked for it would miss it."""
+    from accelerate.tracking import get_available_trackers
+
+    installed = sorted(str(getattr(t, "value", t)) for t in get_available_trackers())
+    absent = [name for name in recipe.log.trackers if name not in installed]
+    if absent:
+        raise RecipeError(
+            f"log.trackers: {', '.join(absent)} cannot be used; installed here: {', '.join(installed) or 'none'}. "
+            "Install it with pip, or take it out: metrics.jsonl is written in any case."
+        )
 
 
 def _enter_fsdp_on_gloo() -> None:

@@ -1,0 +1,232 @@
+"""Units of the loop: the learning rate, parameter groups, length, randomness, and what a step costs the host."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import models, optim, train
+from finetune.backend import derive_accumulation
+from finetune.errors import DataError, RecipeError
+from finetune.recipe import Recipe, validate
+from harness import Launcher
+from own_task import Points
+
+
+def recipe(**sections) -> Recipe:
+    return validate({"task": {"name": "own_task:mlp"}, "length": {"steps": 10}, "precision": "fp32", **sections})
+
+
+def rates(steps: int = 100, **schedule) -> list[float]:
+    r = recipe(schedule=schedule, optim={"lr": 1.0})
+    return [optim.lr_at(step, steps, r) for step in range(steps)]
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    lr = rates(name="constant", warmup_steps=10)
+    assert lr[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert set(lr[10:]) == {1.0}
+    assert rates(name="constant", warmup_fraction=0.1) == lr
+
+
+def test_cosine_ends_at_its_floor_and_is_half_way_in_the_middle() -> None:
+    lr = rates(name="cosine", warmup_steps=0, floor=0.1)
+    assert lr[-1] == pytest.approx(0.1)
+    assert lr[49] == pytest.approx(0.55)
+    assert lr == sorted(lr, reverse=True)
+
+
+def test_linear_ends_at_its_floor() -> None:
+    lr = rates(name="linear", warmup_steps=20, floor=0.0)
+    assert lr[19] == pytest.approx(1.0)
+    assert lr[-1] == pytest.approx(0.0)
+    assert np.diff(lr[20:]) == pytest.approx(-1 / 80)
+
+
+def test_wsd_is_stable_and_then_decays() -> None:
+    lr = rates(name="wsd", warmup_steps=10, decay_fraction=0.2, floor=0.0)
+    assert set(lr[10:80]) == {1.0}
+    assert lr[80] < 1.0
+    assert lr[-1] == pytest.approx(0.0)
+
+
+@given(
+    name=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 400),
+    floor=st.floats(0, 1),
+    decay=st.floats(0, 1),
+)
+def test_rates_stay_between_nought_and_the_peak(name: str, steps: int, warmup: int, floor: float, decay: float) -> None:
+    lr = rates(steps, name=name, warmup_steps=warmup, floor=floor, decay_fraction=decay)
+    assert all(0.0 <= value <= 1.0 + 1e-12 for value in lr)
+
+
+def test_scaling_rules() -> None:
+    linear = recipe(optim={"lr": 1e-3, "lr_scaling": "linear", "reference_batch": 8}, batch={"global_size": 32})
+    root = recipe(optim={"lr": 1e-3, "lr_scaling": "sqrt", "reference_batch": 8}, batch={"global_size": 32})
+    assert optim.peak_lr(linear) == pytest.approx(4e-3)
+    assert optim.peak_lr(root) == pytest.approx(2e-3)
+
+
+def test_norms_biases_and_embeddings_are_not_decayed() -> None:
+    for model_type in ("gpt2", "llama", "bert"):
+        config = AutoConfig.for_model(model_type, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+        groups = optim.parameter_groups(models.Caller(network), 0.1)
+        names = {id(p): name for name, p in network.named_parameters()}
+        decayed = {names[id(p)] for p in groups[0]["params"]}
+        plain = {names[id(p)] for p in groups[1]["params"]}
+        assert groups[0]["weight_decay"] == 0.1
+        assert groups[1]["weight_decay"] == 0.0
+        assert decayed | plain == set(names.values())
+        assert not decayed & plain
+        assert all("norm" not in n.lower() and "ln_" not in n and not n.endswith("bias") for n in decayed)
+        assert all("embed" not in n and "wte" not in n and "wpe" not in n for n in decayed)
+        assert any("attn" in n or "attention" in n for n in decayed)
+
+
+def test_adamw_runs_fused_and_other_optimisers_take_their_arguments() -> None:
+    network = nn.Linear(4, 4)
+    assert optim.build(network, recipe()).defaults["fused"]
+    sgd = optim.build(network, recipe(optim={"name": "SGD", "args": {"momentum": 0.9}}))
+    assert sgd.defaults["momentum"] == 0.9
+    assert isinstance(optim.build(network, recipe(optim={"name": "torch.optim:Adagrad"})), torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "AdamWW"}, "'AdamWW' is no optimiser. torch.optim has"),
+        ({"args": {"betaz": 1}}, "AdamW refuses its arguments"),
+        ({"name": "json:dumps"}, "'json:dumps' is no optimiser"),
+        ({"name": "nowhere:Thing"}, "cannot import 'nowhere:Thing'"),
+    ],
+)
+def test_optimisers_that_cannot_be(section: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        optim.build(nn.Linear(2, 2), recipe(optim=section))
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no trainable parameters"):
+        optim.build(nn.Linear(2, 2).requires_grad_(False), recipe())
+
+
+def test_length_in_steps_epochs_and_tokens() -> None:
+    rows = Points(100, 0)
+
+    def measure(length: dict, **data) -> train.Length:
+        return train.measure(recipe(length=length, batch={"global_size": 16, "micro_size": 4}, data=data), rows)
+
+    assert measure({"steps": 7}).num_steps == 7
+    assert measure({"epochs": 2}).num_steps == 12  # 200 rows, the last 8 of which fill no batch
+    assert measure({"epochs": 2}, last_batch="drop").num_steps == 12  # 2 x 96 rows
+    assert measure({"epochs": 2}, last_batch="drop").left_out == 4
+    assert measure({"epochs": 25}).num_steps == 156  # carried rows add up to whole batches
+    assert measure({"epochs": 25}, last_batch="drop").num_steps == 150
+    assert measure({"tokens": 1000}, sequence_length=10).num_steps == 7
+    with pytest.raises(RecipeError, match="less than one step"):
+        measure({"epochs": 0.1})
+    with pytest.raises(DataError, match="fills 100 rows, fewer than one global batch of 128"):
+        train.measure(recipe(batch={"global_size": 128, "micro_size": 4}), rows)
+
+
+@given(world=st.integers(1, 9), micro=st.integers(1, 9), accumulation=st.integers(1, 9))
+def test_accumulation_is_derived_or_the_error_lists_what_fits(world: int, micro: int, accumulation: int) -> None:
+    def sized(global_size: int, micro_size: int) -> Recipe:
+        return recipe(batch={"global_size": global_size, "micro_size": micro_size})
+
+    assert derive_accumulation(sized(world * micro * accumulation, micro), world) == accumulation
+    if world > 1:
+        # One row more a micro-batch and rank than the batch has.
+        with pytest.raises(RecipeError, match=r"micro_size can be|must be a multiple of"):
+            derive_accumulation(sized(micro, micro), world)
+
+
+def test_seeds_have_no_history() -> None:
+    train.seed_everything(1, 2, 3)
+    first = torch.rand(3)
+    torch.rand(100)
+    train.seed_everything(1, 2, 3)
+    assert torch.equal(first, torch.rand(3))
+    train.seed_everything(1, 2, 4)
+    assert not torch.equal(first, torch.rand(3))
+    # Pinned, so that a new version of a library cannot change old runs without being seen.
+    assert np.random.SeedSequence((1, 2, 3)).generate_state(1, np.uint64)[0] == 12997252459554536576
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["test"])
+    run = train.build(
+        recipe(batch={"global_size": 8, "micro_size": 2}, output={"dir": str(tmp_path / "run")}), quiet=True
+    )
+    train.train_step(run, 0)
+    with HostReads() as reads:
+        train.train_step(run, 1)
+    assert reads.count == 0
+    with HostReads() as reads:
+        torch.ones(1).item()
+    assert reads.count == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.xdist_group("ddp")
+def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
+    job = {
+        "task": {"name": "own_task:mlp", "args": {"width": 16}},
+        "batch": {"global_size": 16, "micro_size": 4},
+        "length": {"epochs": 2},
+        "optim": {"lr": 0.01},
+        "log": {"every_steps": 5},
+        "eval": {"every_steps": 10},
+        "precision": "fp32",
+    }
+    run = launcher.one("ddp", job).check()
+    # 200 points: 25 steps; the first, every fifth and the last are logged.
+    assert [m["step"] for m in run.steps] == [1, 5, 10, 15, 20, 25]
+    assert [m["tokens"] for m in run.steps] == [16, 80, 160, 240, 320, 400]
+    last = run.steps[-1]
+    assert last["epoch"] == 2.0
+    for key in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s"):
+        assert math.isfinite(last[key])
+    assert last["data_s"] + last["forward_backward_s"] + last["optimizer_s"] <= last["step_s"]
+    assert last["peak_memory_gib"] > 0
+    assert last["mfu"] is None
+    assert [m["step"] for m in run.metrics if "validation_loss" in m] == [10, 20, 25]
+    facts = run.facts
+    assert facts["launch"]["kind"] == "ddp"
+    assert facts["launch"]["file"] == "accelerate_configs/ddp.yaml"
+    assert facts["versions"]["torch"]
+    assert facts["results"]["validation_loss"] == run.validation()
+    assert facts["length"] == {"num_steps": 25, "epoch_rows": 200, "left_out": 0}
+    assert json.dumps(facts)
+    assert (run.directory / "recipe.yaml").exists()
+    assert set(run.weights) == {"0.weight", "0.bias", "3.weight", "3.bias", "5.weight", "5.bias"}
+
+
+def test_trackers_that_are_not_installed_are_refused(tmp_path) -> None:
+    from finetune.backend.start import _check_trackers
+
+    with pytest.raises(RecipeError, match=r"log.trackers: nonesuch cannot be used; installed here"):
+        _check_trackers(recipe(log={"trackers": ["nonesuch"]}))
