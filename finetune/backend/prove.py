@@ -260,7 +260,6 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
         masters = inner.single_partition_of_fp32_groups
         master_sizes = [m.numel() for m in masters]
     trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
-    config = engine._config.zero_config
     return Proof(
         kind=f"zero{stage}",
         replicas=1,
@@ -270,16 +269,23 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
         parameter_dtypes=_dtypes(masters),
         model_dtypes=_dtypes(parameters),
         reduce_dtype=_short(engine.communication_data_type),
-        offload_params=_device(config.offload_param),
-        offload_optimizer=_device(config.offload_optimizer),
+        offload_params=_rests(_on_disk(parameters), inner.offload_param) if stage == 3 else "none",
+        offload_optimizer=_rests(inner.optimizer_swapper is not None, inner.offload_optimizer)
+        if stage == 3
+        else _rests(False, inner.cpu_offload),
         accumulation=engine.gradient_accumulation_steps(),
         **common,
     )
 
 
-def _device(section: Any) -> str:
-    device = getattr(section, "device", None)
-    return str(getattr(device, "value", device) or "none")
+def _on_disk(parameters: list[Any]) -> bool:
+    """Whether sharded parameters rest on NVMe between uses, by the mark that each shard carries."""
+    marks = [getattr(p.ds_tensor, "final_location", None) for p in parameters if hasattr(p, "ds_tensor")]
+    return any(getattr(mark, "value", mark) == "nvme" for mark in marks)
+
+
+def _rests(on_disk: bool, offloaded: bool) -> str:
+    return "nvme" if on_disk else "cpu" if offloaded else "none"
 
 
 def _local(tensor: Any) -> torch.Tensor:
