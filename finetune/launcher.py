@@ -70,10 +70,14 @@ def _check(config_file: str) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
+    import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if not torch.cuda.is_available():
+        # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     parsed = launch_command_parser().parse_args(list(arguments))

@@ -1,0 +1,557 @@
+"""Each kind of broken input ends in one paragraph and exit code 2 on every rank; nothing is overwritten."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from harness import LIMIT_S, ROOT, SHARED, command, environment, run
+
+from finetune import cli
+from finetune.errors import DataError
+
+MODEL = SHARED / "stories260K"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here runs on a GPU")
+
+
+def lines(number: int) -> str:
+    return "".join(json.dumps({"text": f"Story {i}. The cat {i} sat."}) + "\n" for i in range(number))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with a good recipe, and the means to spoil it."""
+
+    folder: Path
+
+    def write(self, name: str, text: str | bytes) -> Path:
+        file = self.folder / name
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return file
+
+    def recipe(self, **sections: Any) -> Path:
+        tree = {
+            "model": {"config": CONFIG},
+            "tokenizer": {"name": str(MODEL)},
+            "data": {
+                "train": [{"path": str(self.folder / "train.jsonl")}],
+                "validation_fraction": 0.0,
+                "sequence_length": 32,
+                "cache_dir": str(self.folder / "cache"),
+                "num_workers": 1,
+            },
+            "batch": {"global_size": 4, "micro_size": 2},
+            "length": {"steps": 2},
+            "output": {"dir": str(self.folder / "run")},
+            "precision": "fp32",
+        }
+        for name, values in sections.items():
+            old = tree.get(name)
+            tree[name] = {**old, **values} if isinstance(old, dict) and isinstance(values, dict) else values
+        return self.write("recipe.yaml", yaml.safe_dump(tree))
+
+    def launch_file(self, name: str, **keys: Any) -> Path:
+        """A shipped launch file with some keys changed, one level down as well."""
+        tree = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+        for key, value in keys.items():
+            tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+        return self.write("launch.yaml", yaml.safe_dump(tree))
+
+    def ds_launch_file(self, changes: dict[str, Any]) -> Path:
+        config = {**json.loads((ROOT / "ds_configs" / "zero2.json").read_text()), **changes}
+        file = self.write("ds.json", json.dumps(config))
+        return self.launch_file("zero2", deepspeed_config={"deepspeed_config_file": str(file)})
+
+    def files(self) -> dict[str, bytes]:
+        """Everything in the run directory."""
+        return {str(f): f.read_bytes() for f in sorted((self.folder / "run").rglob("*")) if f.is_file()}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path)
+    made.write("train.jsonl", lines(60))
+    return made
+
+
+# ---------------------------------------------------------------- starting ranks as a launcher does
+
+
+def exported(config: str | Path) -> dict[str, str]:
+    """What `accelerate launch` exports to each worker for a launch file, shipped or not."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    arguments = launch.launch_command_parser().parse_args(
+        ["--main_process_port", "0", "--config_file", str(file), "scripts/train.py"]
+    )
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        env = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        env = prepare_multi_gpu_env(arguments)
+    return {key: value for key, value in env.items() if os.environ.get(key) != value}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Rank:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def start(
+    place: Place, recipe: Path, *overrides: str, config: str | Path = "ddp", in_turn: bool = False
+) -> list[Rank]:
+    """Two ranks, in the environment that torchrun and Accelerate give them, each with its own exit code."""
+    ranks = []
+    port = str(free_port())
+    for rank in (1, 0) if in_turn else (0, 1):
+        folder = place.folder / "elastic" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        env = environment(
+            **exported(config),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            TORCHELASTIC_ERROR_FILE=str(folder / "error.json"),
+        )
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            words = [sys.executable, "scripts/train.py", str(recipe), *overrides]
+            ranks.append((folder, subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=err)))
+        if in_turn:
+            ranks[-1][1].wait(LIMIT_S)
+    ended = []
+    try:
+        for folder, process in ranks:
+            code = process.wait(LIMIT_S)
+            ended.append(Rank(code, (folder / "out").read_text(), (folder / "err").read_text()))
+    finally:
+        for _, process in ranks:
+            process.kill()
+    return ended
+
+
+PARAGRAPH = re.compile(r"^Error: .*$", re.MULTILINE)
+
+
+def assert_said(spoken: str, *says: str) -> None:
+    """One paragraph, of one line, and nothing else but that a rank waits for another's data."""
+    spoken = re.sub(r"^Waiting for another process .*\n", "", spoken, flags=re.MULTILINE)
+    paragraphs = PARAGRAPH.findall(spoken)
+    assert len(paragraphs) == 1, spoken[-4000:]
+    assert spoken.strip() == paragraphs[0]
+    for words in says:
+        assert words in paragraphs[0]
+
+
+def assert_refused(ranks: list[Rank], *says: str) -> None:
+    """Each rank ends in exit code 2; between them they say one paragraph."""
+    spoken = "".join(rank.stderr for rank in ranks)
+    assert [rank.code for rank in ranks] == [2] * len(ranks), spoken[-4000:]
+    assert_said(spoken, *says)
+
+
+class Here:
+    """Rank 0 of two inside this process, for what is refused before the ranks meet: no start to wait for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.chdir(ROOT)
+        for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))]:
+            monkeypatch.delenv(key)
+
+    def assert_refused(self, recipe: Path, *says: str, config: str | Path = "ddp") -> None:
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        for key, value in {**exported(config), **ranks}.items():
+            self.monkeypatch.setenv(key, value)
+        self.capsys.readouterr()
+        assert cli.train_main([str(recipe)]) == 2
+        assert_said(self.capsys.readouterr().err, *says)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optim.lrr=1e-3"], ["optim.lrr: unknown key, did you mean 'lr'?", "allowed: name, lr, "]),
+        (["batch.micro_size=two"], ["batch.micro_size: input should be a valid integer", 'got "two"']),
+        (["batch.global_size=10", "batch.micro_size=4"], ["4 does not divide", "sizes that do: 1, 2, 5, 10"]),
+        (["batch.global_size=8", "batch.micro_size=8"], ["x 2 processes = 16", "can be 1, 2, 4."]),
+    ],
+    ids=["unknown key", "wrong type", "micro-batch", "micro-batch for two ranks"],
+)
+def test_recipe(place: Place, overrides: list[str], says: list[str]) -> None:
+    assert_refused(start(place, place.recipe(), *overrides), *says)
+    assert not place.files()
+
+
+def test_no_recipe(place: Place) -> None:
+    ranks = start(place, place.folder / "nope.yaml")
+    assert_refused(ranks, "nope.yaml", "No such file", "such as recipes/sample.yaml")
+
+
+# ---------------------------------------------------------------- the data
+
+
+def spoil(place: Place, content: bytes | None) -> None:
+    if content is None:
+        (place.folder / "train.jsonl").unlink()
+    else:
+        place.write("train.jsonl", content)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, ["train.jsonl"]),
+        (lines(3).encode() + b'{"text": "x"\n' + lines(3).encode(), ["line 4"]),
+        (lines(1).encode(), ["fills 1 rows", "one global batch of 4", "batch.global_size to at most 1"]),
+    ],
+    ids=["missing", "malformed", "too little"],
+)
+def test_data(place: Place, content: bytes | None, says: list[str]) -> None:
+    spoil(place, content)
+    assert_refused(start(place, place.recipe()), *says)
+    assert not place.files()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", ["train.jsonl"]),
+        (b'{"story": "x"}\n', ["'text'", "story", "text_field"]),
+        (lines(3).encode() + b'{"text": "\xff\xfe"}\n', ["line 4", "UTF-8"]),
+    ],
+    ids=["empty", "no such field", "undecodable"],
+)
+def test_data_here(place: Place, here: Here, content: bytes | None, says: list[str]) -> None:
+    spoil(place, content)
+    here.assert_refused(place.recipe(), *says)
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- the model
+
+
+@needs_no_gpu
+def test_fp16_on_cpu(place: Place) -> None:
+    ranks = start(place, place.recipe(precision="fp16"))
+    assert_refused(ranks, "precision fp16", "needs a GPU", "`precision: bf16`")
+
+
+def test_tokenizer_larger_than_the_model(place: Place) -> None:
+    recipe = place.recipe(model={"config": {**CONFIG, "vocab_size": 100}})
+    assert_refused(start(place, recipe), "512 pieces", "vocabulary holds 100", "vocab_size")
+    assert not place.files()
+
+
+def test_rows_longer_than_the_model_reads(place: Place) -> None:
+    recipe = place.recipe(model={"name": str(MODEL), "config": None}, data={"sequence_length": 1000})
+    place.write("train.jsonl", lines(200))
+    assert_refused(start(place, recipe, config="fsdp"), "sequence_length is 1000", "at most 512")
+    assert not place.files()
+
+
+def test_model_without_weights(place: Place) -> None:
+    hollow = place.folder / "hollow"
+    shutil.copytree(MODEL, hollow, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    recipe = place.recipe(model={"name": str(hollow), "config": None})
+    assert_refused(start(place, recipe, config="fsdp"), str(hollow), "safetensors")
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- the launch plane
+
+
+@needs_no_gpu
+def test_offload_that_needs_a_gpu(place: Place) -> None:
+    ranks = start(place, place.recipe(), config="fsdp_offload")
+    assert_refused(ranks, "needs a GPU", "fsdp.yaml", "zero3_offload.yaml")
+    assert not place.files()
+
+
+TENSOR_PARALLEL = {
+    "parallelism_config_tp_size": 2,
+    "parallelism_config_dp_shard_size": 1,
+    "parallelism_config_dp_replicate_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "says"),
+    [
+        ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, ["FSDP version 1", "`fsdp_version: 2`"]),
+        ("hsdp", {"parallelism_config": TENSOR_PARALLEL}, ["'TP': 2", "Leave those at 1"]),
+        ("hsdp", {}, ["2 copies of 2 shards", "takes 4 processes", "2 run"]),
+        (
+            "fsdp",
+            {"fsdp_config": {"fsdp_activation_checkpointing": True}},
+            ["fsdp_activation_checkpointing", "model.gradient_checkpointing"],
+        ),
+    ],
+    ids=["version 1", "tensor parallel", "too few for the mesh", "activation checkpointing"],
+)
+def test_launch_file_that_cannot_run(
+    place: Place, here: Here, base: str, keys: dict[str, Any], says: list[str]
+) -> None:
+    here.assert_refused(place.recipe(), *says, config=place.launch_file(base, num_processes=2, **keys))
+    assert not place.files()
+
+
+def test_stage_0(place: Place, here: Here) -> None:
+    config = place.ds_launch_file({"zero_optimization": {"stage": 0}})
+    says = ("ZeRO stage 0", "ds.json", "accelerate_configs/ddp.yaml")
+    here.assert_refused(place.recipe(), *says, config=config)
+
+
+def test_ds_config_that_is_none(place: Place, here: Here) -> None:
+    config = place.ds_launch_file({})
+    place.write("ds.json", "{")
+    here.assert_refused(place.recipe(), "ds.json, which cannot be read as JSON", config=config)
+    (place.folder / "ds.json").unlink()
+    here.assert_refused(place.recipe(), "ds.json, which cannot be read as JSON", config=config)
+
+
+def test_ds_config_that_contradicts(place: Place) -> None:
+    config = place.ds_launch_file(
+        {
+            "gradient_clipping": 5.0,
+            "train_batch_size": 64,
+            "optimizer": {"type": "Adam"},
+            "scheduler": {"type": "WarmupLR"},
+            "bf16": {"enabled": True},
+        }
+    )
+    assert_refused(
+        start(place, place.recipe(), config=config),
+        "ds.json says gradient_clipping: 5.0, the recipe's optim.clip_norm makes it 1.0",
+        "ds.json says train_batch_size: 64, the recipe's batch.global_size makes it 4",
+        "ds.json says bf16.enabled: True, the recipe's precision makes it False",
+        "ds.json has 'optimizer'",
+        "ds.json has 'scheduler'",
+        'write "auto"',
+    )
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- the output folder
+
+
+def test_output_below_a_file(place: Place) -> None:
+    file = place.write("file", "mine")
+    ranks = start(place, place.recipe(output={"dir": f"{file}/run"}))
+    assert_refused(ranks, f"output.dir: cannot write to {file}/run", "Choose a folder")
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("target", ["file", "/proc/nothing/run"])
+def test_output_that_cannot_be_written(place: Place, here: Here, target: str) -> None:
+    file = place.write("file", "mine")
+    target = str(place.folder / target)  # an absolute one stays
+    here.assert_refused(place.recipe(output={"dir": target}), f"output.dir: cannot write to {target}")
+    assert file.read_text() == "mine"
+
+
+def test_output_that_holds_a_run(place: Place) -> None:
+    (place.folder / "run" / "model").mkdir(parents=True)
+    for name in ("run.json", "metrics.jsonl", "recipe.yaml", "model/model.safetensors"):
+        place.write(f"run/{name}", f"precious {name}")
+    before = place.files()
+    ranks = start(place, place.recipe())
+    assert_refused(ranks, str(place.folder / "run"), "already holds a run", "output.overwrite=true")
+    assert place.files() == before
+
+
+# ---------------------------------------------------------------- who says it
+
+
+def test_said_by_whoever_meets_it_first(place: Place) -> None:
+    """A launcher ends rank 0 when rank 1 has ended: then rank 1 must have said why."""
+    ranks = start(place, place.recipe(), "optim.lrr=1", in_turn=True)
+    assert_refused(ranks, "optim.lrr: unknown key")
+    assert "Error: " in ranks[0].stderr
+
+
+def test_different_errors_are_all_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, text in ((1, "one\n  thing"), (0, "another"), (2, "one thing")):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        cli.report(DataError(text))
+    assert capsys.readouterr().err == "\nError: one thing\n\nError: another\n"
+
+
+def test_without_a_launcher_local_rank_0_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        cli.report(DataError(rank))
+    assert capsys.readouterr().err == "\nError: 0\n"
+
+
+# ---------------------------------------------------------------- through the launchers themselves
+
+
+def by_finetune(config: str | Path, *arguments: str) -> list[str]:
+    code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    file = config if isinstance(config, Path) else f"accelerate_configs/{config}.yaml"
+    return [sys.executable, "-c", code, "launch", "--config_file", str(file), *arguments]
+
+
+def test_accelerate_launch_says_the_recipe_is_wrong(place: Place) -> None:
+    code, output = run(command("fsdp", str(place.recipe()), "optim.lrr=1"))
+    assert_first(code, output, "optim.lrr: unknown key")
+
+
+def test_accelerate_launch_says_the_launch_file_is_wrong(place: Place) -> None:
+    file = place.launch_file("ddp", distributed_type="MULTI_CPU")
+    code, output = run(command(file, str(place.recipe())))
+    assert_first(code, output, "MULTI_CPU is not needed")
+
+
+def test_accelerate_launch_says_the_data_is_wrong(place: Place) -> None:
+    code, output = run(command("single", str(place.recipe()), "data.train.0.text_field=story"))
+    assert_first(code, output, "story")
+    assert not place.files()
+
+
+def assert_first(code: int, output: str, says: str) -> None:
+    assert code != 0
+    assert output.strip().startswith("Error: "), output
+    assert says in output.strip().splitlines()[0]
+    assert len(PARAGRAPH.findall(output)) == 1
+
+
+def test_finetune_launch_says_it_alone(place: Place) -> None:
+    code, output = run(by_finetune("single", str(place.recipe()), "data.train.0.text_field=story"))
+    assert code == 2, output
+    assert_said(output, "story", "text_field")
+    assert not place.files()
+
+
+def test_finetune_launch_sees_the_launch_file(place: Place) -> None:
+    """Workers read it off their parent's command line; a contradiction names the file as the user did."""
+    file = place.ds_launch_file({"gradient_clipping": 5.0})
+    tree = {**yaml.safe_load(file.read_text()), "use_cpu": True}
+    file.write_text(yaml.safe_dump(tree))
+    code, output = run(by_finetune(file, str(place.recipe())))
+    assert code == 2, output
+    assert_said(output, f"{file} asks for DEEPSPEED on 2 processes and also for `use_cpu`")
+
+
+def test_finetune_launch_trains(place: Place) -> None:
+    code, output = run(by_finetune("fsdp", str(place.recipe()), "--num_processes", "2"))
+    assert code == 0, output
+    assert json.loads((place.folder / "run" / "run.json").read_text())["runs"]["kind"] == "fsdp"
+    assert "Error" not in output
+
+
+def test_finetune_launch_checks_first(place: Place) -> None:
+    """The recipe, then the launch file, then everything else."""
+    nowhere = place.folder / "nope.yaml"
+    code, output = run(by_finetune(nowhere, str(place.recipe()), "optim.lrr=1"))
+    assert code == 2
+    assert_said(output, "optim.lrr: unknown key")
+    code, output = run(by_finetune(nowhere, str(place.recipe())))
+    assert code == 2
+    assert_said(output, f"There is no launch file {nowhere}", "accelerate_configs/")
+    code, output = run(by_finetune(place.launch_file("ddp", num_gpus=2), str(place.recipe())))
+    assert code == 2
+    assert_said(output, "launch.yaml cannot be used", "num_gpus")
+
+
+WORKER = """
+import os, sys
+rank, what = os.environ.get("RANK", "0"), sys.argv[1]
+if what == "raise" and rank == "0":
+    raise ValueError("a real crash")
+if what == "kill" and rank == "0":
+    os.kill(os.getpid(), 9)
+if what == "show":
+    print(f"rank {rank} on a terminal: {sys.stderr.isatty()}", flush=True)
+"""
+
+
+def by_launcher(place: Place, config: str, what: str) -> list[str]:
+    words = command(config, what, script=str(place.write("worker.py", WORKER)))
+    return [sys.executable, "-m", "finetune.launcher", *words[words.index("launch") + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "code", "says"),
+    [
+        ("ddp", "raise", 1, "ValueError: a real crash"),
+        ("ddp", "kill", 137, "The worker of rank 0 was ended by SIGKILL"),
+        ("single", "raise", 1, "ValueError: a real crash"),
+        ("single", "kill", 137, "The worker was ended by SIGKILL"),
+    ],
+)
+def test_launcher_shows_a_crash_and_hides_its_own(
+    place: Place, config: str, what: str, code: int, says: str
+) -> None:
+    got, output = run(by_launcher(place, config, what))
+    assert got == code, output
+    assert says in output
+    assert output.count("Traceback") == (what == "raise")
+    for own in ("ChildFailedError", "CalledProcessError", "torch/distributed/elastic"):
+        assert own not in output
+
+
+def test_launcher_leaves_workers_the_terminal(place: Place) -> None:
+    """A progress bar draws itself only on a terminal."""
+    ours, theirs = pty.openpty()
+    words = by_launcher(place, "ddp", "show")
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait(LIMIT_S) == 0
+    assert b"rank 0 on a terminal: True" in seen
+    assert b"rank 1 on a terminal: True" in seen

@@ -1,0 +1,427 @@
+"""The recipe plane: layers, overrides, strictness, and that nothing in it is dead."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import ROOT, SHARED, environment, run
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from finetune import recipe as recipes
+from finetune.backend import deepspeed_config
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe, divisors, dump, json_schema, load, validate
+from finetune.sections import Section
+
+WHOLE: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "tokenizer": {"vocab_size": 300},
+    "data": {"train": [{"sample": 10}, {"sample": 20}]},
+    "length": {"steps": 1},
+}
+
+
+def written(folder: Path, text: str | dict[str, Any]) -> Path:
+    file = folder / "recipe.yaml"
+    file.write_text(text if isinstance(text, str) else yaml.safe_dump(text), encoding="utf-8")
+    return file
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        validate({**WHOLE, **tree})
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- layers and overrides
+
+
+def test_layers_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+    file = written(tmp_path, {**WHOLE, "optim": {"lr": 2e-3}})
+    assert load(file).optim.lr == 2e-3
+    assert load(file).optim.weight_decay == Recipe().optim.weight_decay
+    assert load(file, ["optim.lr=1e-4"]).optim.lr == 1e-4
+    assert load(file, ["optim.lr=1e-4", "optim.lr=1e-5"]).optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("optim.lr=1e-4", "optim.lr", 1e-4),
+        ("optim.lr=2", "optim.lr", 2.0),
+        ("optim.clip_norm=null", "optim.clip_norm", None),
+        ("optim.clip_norm=", "optim.clip_norm", None),
+        ("log.trackers=[tensorboard, wandb]", "log.trackers", ("tensorboard", "wandb")),
+        ("optim.args.betas=[0.9, 0.95]", "optim.args", {"betas": [0.9, 0.95]}),
+        ("sample.prompt=Once upon = a time", "sample.prompt", "Once upon = a time"),
+        ("data.train.1.weight=2.5", "data.train.1.weight", 2.5),
+        ("data.train.2.sample=7", "data.train.2.sample", 7),
+        ("data.validation.0.path=x.txt", "data.validation.0.path", "x.txt"),
+        ("model={config: {model_type: gpt2}}", "model.config", {"model_type": "gpt2"}),
+        ("seed=0", "seed", 0),
+    ],
+)
+def test_override(tmp_path: Path, override: str, key: str, value: Any) -> None:
+    found: Any = load(written(tmp_path, WHOLE), [override])
+    for part in key.split("."):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.lr", "not of the form key.key=value"),
+        ("=3", "not of the form key.key=value"),
+        ("optim..lr=3", "not of the form key.key=value"),
+        ("optim.lr=[1", "not valid YAML"),
+        ("data.train.7.sample=1", "is a list of 2; '7' is not one of 0 to 2"),
+        ("data.train.first.sample=1", "'first' is not one of"),
+        ("data.train.²=1", "'²' is not one of"),
+        ("seed.x.y=1", "'seed' is a number and has no keys"),
+        ("optim.lrr=1", "optim.lrr: unknown key, did you mean 'lr'?"),
+    ],
+)
+def test_override_that_cannot_be(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        load(written(tmp_path, {**WHOLE, "seed": 1}), [override])
+
+
+def test_override_changes_one_place_of_a_repeated_part(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**WHOLE, "data": None}).replace(
+        "data: null", "data:\n  train: &same [{sample: 10}]\n  validation: *same"
+    )
+    recipe = load(written(tmp_path, text), ["data.train.0.limit=5"])
+    assert recipe.data.train[0].limit == 5
+    assert recipe.data.validation[0].limit is None
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+
+def test_all_problems_at_once() -> None:
+    text = refusal({"optim": {"lrr": 1, "weight_decay": -1}, "seed": "x", "shedule": {}})
+    assert "4 problems" in text
+    for key in (
+        "optim.lrr: unknown key",
+        "optim.weight_decay: ",
+        'seed: input should be a valid integer, got "x"',
+    ):
+        assert key in text
+    assert "shedule: unknown key, did you mean 'schedule'?" in text
+
+
+def test_conflicts_between_sections_at_once() -> None:
+    text = refusal(
+        {
+            "length": {"steps": 1, "epochs": 2},
+            "batch": {"global_size": 12, "micro_size": 5},
+            "tokenizer": {},
+            "task": {"name": "causal_lmm"},
+        }
+    )
+    assert "4 problems" in text
+    assert "got steps, epochs" in text
+    assert "sizes that do: 1, 2, 3, 4, 6, 12" in text
+    assert "tokenizer: a model from `model.config` brings none" in text
+    assert "no task 'causal_lmm', did you mean 'causal_lm'?" in text
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"batch": {"micro_size": "8"}}, 'batch.micro_size: input should be a valid integer, got "8"'),
+        ({"batch": {"micro_size": True}}, "batch.micro_size: input should be a valid integer, got true"),
+        ({"batch": {"micro_size": 8.0}}, "batch.micro_size: input should be a valid integer, got 8.0"),
+        ({"batch": {"micro_size": 0}}, "greater than 0, got 0"),
+        ({"optim": {"lr": "fast"}}, 'optim.lr: input should be a valid number, got "fast"'),
+        ({"optim": {"lr": float("inf")}}, "optim.lr: input should be a finite number"),
+        ({"optim": {"clip_norm": float("nan")}}, "optim.clip_norm: input should be a finite number"),
+        ({"output": {"overwrite": 1}}, "output.overwrite: input should be a valid boolean, got 1"),
+        ({"output": {"dir": ""}}, "output.dir: "),
+        ({"seed": -1}, "seed: "),
+        ({"seed": 2**63}, "seed: "),
+        ({"precision": "bf1"}, "'auto', 'fp32', 'bf16' or 'fp16', got \"bf1\""),
+        ({"precision": "x" * 500}, "x …"),
+        ({"data": {"train": {"sample": 3}}}, "data.train: input should be a valid array"),
+        (
+            {"data": {"train": [{"sample": 3, "path": "x"}]}},
+            "data.train.0: give exactly one of sample, path and hub",
+        ),
+        ({"data": {"train": [{"sample": 3, "txt_field": "x"}]}}, "did you mean 'text_field'?"),
+        ({"model": {"name": "x", "config": {"model_type": "llama"}}}, "model: give `name`"),
+        ({"model": {"config": {}}}, "`config` needs `model_type`"),
+        ({"model": {}}, "model: give `name` (pretrained weights) or `config`"),
+        ({"tokenizer": {"vocab_size": 20}}, "greater than or equal to 260, got 20"),
+        ({"optim": {"lr_scaling": "linear"}}, "`lr_scaling` and `reference_batch` go together"),
+        ({"schedule": {"warmup_steps": 1, "warmup_fraction": 0.1}}, "not both"),
+        ({"length": {}}, "length: give exactly one of steps, epochs and tokens (got none)"),
+        ({"data": {}}, "data.train: name at least one source"),
+        ({"length": {"steps": 0}, "data": {}}, "data.validation: name at least one source"),
+        ({"task": {"name": "sequence_classification"}}, "set `padded`"),
+        ({"task": {"name": "sequence_classification"}, "sample": {}}, "a classifier writes no text"),
+    ],
+)
+def test_refused(tree: dict[str, Any], says: str) -> None:
+    assert says in refusal(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("optim: {lr: 1, lr: 2}", "key 'lr' is given twice"),
+        ("optim:\n  lr: 1\noptim:\n  lr: 2", "key 'optim' is given twice"),
+        ("? [a, b]\n: 1", "is not a text"),
+        ("- a\n- b", "must hold keys and values, got a list"),
+        ("seed: [1", "is not valid YAML"),
+        ("seed: !!python/object:os.system x", "is not valid YAML"),
+        ("optim: &o {args: *o}", "contains itself"),
+        ("", "model: give `name`"),
+    ],
+)
+def test_file_that_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(says)) as caught:
+        load(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nope\.yaml: No such file or directory\. Name a YAML file"):
+        load(tmp_path / "nope.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: \xff")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load(tmp_path / "latin.yaml")
+    with pytest.raises(RecipeError, match="Is a directory"):
+        load(tmp_path)
+
+
+def test_frozen() -> None:
+    recipe = validate(WHOLE)
+    with pytest.raises(ValidationError):
+        recipe.seed = 3
+    with pytest.raises(ValidationError):
+        recipe.optim.lr = 3.0
+    with pytest.raises(TypeError):
+        recipe.data.train[0] = recipe.data.train[1]
+
+
+def test_yaml_means_what_people_write(tmp_path: Path) -> None:
+    file = written(tmp_path, yaml.safe_dump(WHOLE) + "optim: {lr: 1e-4, weight_decay: .5, clip_norm: 1.}\n")
+    assert load(file).optim.model_dump(include={"lr", "weight_decay", "clip_norm"}) == {
+        "lr": 1e-4,
+        "weight_decay": 0.5,
+        "clip_norm": 1.0,
+    }
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+# ---------------------------------------------------------------- dump and schema
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20) | st.sampled_from(
+    [
+        "1e-4",
+        "1e5",
+        ".5",
+        "null",
+        "no",
+        "~",
+        "12:30",
+        "0x1f",
+        "2020-01-01",
+        "[a]",
+        "a: b",
+        "# x",
+        " x ",
+        "a\nb",
+        "=",
+        "<<",
+    ]
+)
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    args=st.dictionaries(TEXTS, PLAIN, max_size=4),
+    prompt=TEXTS,
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    clip=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    trackers=st.lists(TEXTS, max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_dump_and_load_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    args: dict[str, Any],
+    prompt: str,
+    lr: float,
+    clip: float | None,
+    trackers: list[str],
+    seed: int,
+) -> None:
+    recipe = validate(
+        {
+            **WHOLE,
+            "optim": {"args": args, "lr": lr, "clip_norm": clip},
+            "sample": {"prompt": prompt},
+            "log": {"trackers": trackers},
+            "seed": seed,
+        }
+    )
+    file = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    file.write_text(dump(recipe), encoding="utf-8")
+    assert load(file) == recipe
+
+
+def _sections() -> list[type[Section]]:
+    return sorted(Section.__subclasses__(), key=lambda section: section.__name__)
+
+
+def test_schema_says_what_every_key_means() -> None:
+    schema = json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    parts = {"Recipe": schema, **schema["$defs"]}
+    assert {section.__name__ for section in _sections()} == parts.keys()
+    for name, part in parts.items():
+        assert part["additionalProperties"] is False
+        assert part["description"], name
+        for key, value in part["properties"].items():
+            section = value.get("$ref", "")
+            text = parts[section.rsplit("/", 1)[-1]]["description"] if section else value.get("description")
+            assert text, f"{name}.{key} has no description"
+            assert text.rstrip().endswith((".", "step.")), f"{name}.{key}: {text!r}"
+
+
+CODE = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+CLI = [sys.executable, "-c", CODE]
+
+
+def test_schema_command_prints_the_schema() -> None:
+    code, output = run([*CLI, "schema"])
+    assert code == 0
+    assert json.loads(output) == json_schema()
+
+
+def test_show_prints_a_recipe_that_reads_back(tmp_path: Path) -> None:
+    code, output = run([*CLI, "show", "recipes/sample.yaml", "optim.lr=1e-5"])
+    assert code == 0
+    assert load(written(tmp_path, output)) == load(ROOT / "recipes" / "sample.yaml", ["optim.lr=1e-5"])
+
+
+# ---------------------------------------------------------------- nothing dead, nothing heavy
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "accelerate", "datasets", "numpy")
+    code = f"import sys, finetune.recipe, finetune.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_field_is_read() -> None:
+    read: set[str] = set()
+    for file in (ROOT / "finetune").rglob("*.py"):
+        if file.name not in ("recipe.py", "sections.py"):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            # What is called is a method of something else, such as `str.strip`.
+            called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+            read |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n not in called}
+    unread = [f"{s.__name__}.{key}" for s in _sections() for key in s.model_fields if key not in read]
+    assert not unread, f"nothing reads {unread}"
+
+
+# ---------------------------------------------------------------- what ships
+
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def test_something_ships() -> None:
+    assert len(SHIPPED) >= 5
+    assert len(LAUNCH_FILES) >= 13
+    assert len(DS_CONFIGS) >= 5
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_recipe_opens_with_its_command(file: Path) -> None:
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ")
+    words = first.removeprefix("# ").rstrip("\\").split()
+    assert words[:3] == ["accelerate", "launch", "--config_file"]
+    assert words[4:6] == ["scripts/train.py", f"recipes/{file.name}"]
+    assert (ROOT / words[3]).is_file()
+    assert (ROOT / words[4]).is_file()
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_recipe_dry_run(file: Path, tmp_path: Path) -> None:
+    recipe = load(file)
+    more = [f"output.dir={tmp_path / 'run'}"]
+    if recipe.model.name == "runs/sample/model":
+        more += [f"model.name={SHARED / 'stories260K'}"]
+    code, output = run([sys.executable, "scripts/train.py", str(file), *more, "--dry-run"], env=environment())
+    assert code == 0, output
+    assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", LAUNCH_FILES, ids=lambda file: file.stem)
+def test_launch_file_loads(file: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    config = load_config_from_file(str(file))  # refuses unknown keys at the top
+    assert not config.use_cpu
+    assert config.mixed_precision is None, "the recipe decides the precision"
+    options = vars(launch_command_parser().parse_args(["script.py"]))
+    for section in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
+        assert set(section or {}) <= set(options), "the launcher knows no such key"
+    named = (config.deepspeed_config or {}).get("deepspeed_config_file")
+    assert named is None or ROOT / named in DS_CONFIGS
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("file", DS_CONFIGS, ids=lambda file: file.stem)
+def test_ds_config_completes(file: Path, precision: str) -> None:
+    recipe = validate({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
+    config = deepspeed_config.complete(
+        json.loads(file.read_text()),
+        recipe=recipe,
+        precision=precision,
+        accumulation=2,
+        world=2,
+        place=file.name,
+    )
+    deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64], place=file.name)
+    assert '"auto"' not in json.dumps(config)
+    assert config["train_batch_size"] == 16
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["gradient_clipping"] == 0.0
+    assert config["fp16"]["enabled"] is False
+    assert config["communication_data_type"] == "fp32"
+
+
+def test_the_module_says_what_it_offers() -> None:
+    assert all(hasattr(recipes, name) for name in recipes.__all__)
