@@ -65,6 +65,15 @@ PARITY = {
     "bf16": base(precision="bf16"),
 }
 
+# Shards of more than a MiB, which DeepSpeed puts on disk; it keeps those of the other runs in memory.
+WIDE = base(
+    model={"config": {**base()["model"]["config"], "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}},
+    batch={"global_size": 4, "micro_size": 2},
+    length={"steps": 6},
+    data={**_DATA, "sequence_length": 32},
+    optim={"name": "AdamW", "lr": 2e-4, "args": {"eps": 1e-6}},
+)
+
 # The same global batch, cut in other ways.
 SPLITS = {
     f"{packing}_micro_{size}": base(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness import ROOT, SHARED, Launcher, assert_same_path, weight_difference
-from recipes_for_tests import PARITY, SPLITS
+from recipes_for_tests import PARITY, SPLITS, WIDE
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
@@ -90,6 +90,29 @@ def test_evaluation_and_samples_are_the_single_process_ones(launcher: Launcher, 
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2
     assert texts[0][0].startswith("Once")
+
+
+@pytest.mark.nvme
+@pytest.mark.xdist_group("zero3_nvme")
+def test_nvme_holds_the_state_and_takes_the_same_path(launcher: Launcher, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    config = json.loads((ROOT / "ds_configs/zero3_nvme.json").read_text())
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section]["nvme_path"] = str(disk)
+    (tmp_path / "zero3_nvme.json").write_text(json.dumps(config))
+    launch = yaml.safe_load((ROOT / "accelerate_configs/zero3_nvme.yaml").read_text())
+    launch["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "zero3_nvme.json")
+    (tmp_path / "zero3_nvme.yaml").write_text(yaml.safe_dump(launch))
+    run = launcher.one(tmp_path / "zero3_nvme.yaml", WIDE)
+    assert_same_path(launcher.one("single", WIDE), run, 1e-4)
+    parameters, optimizer = run.facts["runs"]["on_disk"]
+    assert parameters > 0.6
+    assert optimizer > 0.9
+    assert sum(path.stat().st_size for path in disk.rglob("*.swp")) > 2**20
+    # A tiny model says that nothing of it is on disk.
+    small = launcher.many("zero3_nvme", jobs("zero3_nvme"))["adamw"]
+    assert small.facts["runs"]["on_disk"] == [0.0, 0.0]
+    assert "on disk 0% and 0% (shards under 1 MiB stay in memory)" in small.output
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])

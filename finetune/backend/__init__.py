@@ -119,6 +119,8 @@ class Backend:
                 parameter_sizes=[getattr(p, "ds_numel", p.numel()) for p in model.parameters()],
                 place=self.launch.ds_place,
             )
+            if self.launch.offload_params == "nvme":
+                start.shard_in_own_dtype(model, self.accelerator.deepspeed_plugin.deepspeed_config)
         wrapped, prepared = self.accelerator.prepare(model, optimizer)
         if self.launch.uses_fsdp:
             distinct = {id(p) for group in prepared.param_groups for p in group["params"]}

@@ -49,6 +49,8 @@ class Proof:
     """What gradients are summed over ranks in."""
     offload_params: str
     offload_optimizer: str
+    on_disk: tuple[float, float]
+    """Shares of parameters and of optimiser state that really rest on NVMe: small shards stay in host memory."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
@@ -78,6 +80,8 @@ class Proof:
         ]
         if (self.offload_params, self.offload_optimizer) != ("none", "none"):
             parts.append(f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}")
+        if "nvme" in (self.offload_params, self.offload_optimizer):
+            parts.append("on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk))
         return ", ".join(parts)
 
 
@@ -170,6 +174,7 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
     distributed = torch.distributed.is_initialized()
     world = torch.distributed.get_world_size() if distributed else 1
     common: dict[str, Any] = {
+        "on_disk": (0.0, 0.0),
         "world_size": world,
         "communication": torch.distributed.get_backend() if distributed else None,
         "device": accelerator.device.type,
@@ -260,6 +265,8 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
         masters = inner.single_partition_of_fp32_groups
         master_sizes = [m.numel() for m in masters]
     trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
+    if stage == 3:
+        common["on_disk"] = _on_disk(parameters, inner)
     return Proof(
         kind=f"zero{stage}",
         replicas=1,
@@ -269,8 +276,8 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
         parameter_dtypes=_dtypes(masters),
         model_dtypes=_dtypes(parameters),
         reduce_dtype=_short(engine.communication_data_type),
-        offload_params=_rests(_on_disk(parameters), inner.offload_param) if stage == 3 else "none",
-        offload_optimizer=_rests(inner.optimizer_swapper is not None, inner.offload_optimizer)
+        offload_params=_rests(_swaps(parameters), inner.offload_param) if stage == 3 else "none",
+        offload_optimizer=_rests(inner.swap_optimizer, inner.offload_optimizer)
         if stage == 3
         else _rests(False, inner.cpu_offload),
         accumulation=engine.gradient_accumulation_steps(),
@@ -278,10 +285,19 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> Proof:
     )
 
 
-def _on_disk(parameters: list[Any]) -> bool:
-    """Whether sharded parameters rest on NVMe between uses, by the mark that each shard carries."""
-    marks = [getattr(p.ds_tensor, "final_location", None) for p in parameters if hasattr(p, "ds_tensor")]
-    return any(getattr(mark, "value", mark) == "nvme" for mark in marks)
+def _swaps(parameters: list[Any]) -> bool:
+    """Whether parameters have a swapper to NVMe."""
+    return any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
+
+
+def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
+    """Shares of parameters and optimiser state that rest on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
+    shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+    marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
+    held = sum(size for size, mark in marks if mark == "nvme")
+    groups = list(enumerate(inner.fp16_partitioned_groups_flat_numel))
+    swapped = sum(size for index, size in groups if inner._swappable_optimizer_subgroup(index))
+    return held / max(1, sum(size for size, _ in marks)), swapped / max(1, sum(size for _, size in groups))
 
 
 def _rests(on_disk: bool, offloaded: bool) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch import nn
 
 from finetune.backend import deepspeed_config, ops
 from finetune.backend.launch import Launch
@@ -192,6 +193,19 @@ def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
     if launch.kind != "zero3" or (pretrained and launch.sharded_init):
         return nullcontext()
     return _WholeModel()
+
+
+def shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
+    """Shards a whole model for ZeRO-3 before DeepSpeed does, in place, so that NVMe holds it in its own dtype.
+
+    Left to itself, DeepSpeed 0.19 takes the dtype of what it swaps from the device instead of the model where fp16
+    is not supported: fp32 parameters would go to disk, and come back, as bf16.
+    Source: deepspeed, `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
+    """
+    import deepspeed
+
+    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
 class _WholeModel(AbstractContextManager[None]):
