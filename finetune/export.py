@@ -47,7 +47,11 @@ def save_model(
 
 
 def _write(
-    network: nn.Module, tensors: dict[str, torch.Tensor], skeleton: nn.Module | None, tokenizer: Any, directory: Path
+    network: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    skeleton: nn.Module | None,
+    tokenizer: Any,
+    directory: Path,
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
     shutil.rmtree(staging, ignore_errors=True)

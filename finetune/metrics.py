@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
 from finetune.backend import Backend
 
@@ -36,6 +37,28 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
 
 
+def flops_per_target(network: nn.Module, sequence_length: int) -> float:
+    """Training FLOPs a token: 6 a weight in a matrix product, and attention's scores.
+
+    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x width x T.
+    """
+    embeddings = sum(
+        getattr(p, "ds_numel", p.numel())
+        for m in network.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters()
+    )
+    weights = sum(getattr(p, "ds_numel", p.numel()) for p in network.parameters())
+    config = getattr(network, "config", None)
+    if config is None:
+        return 6.0 * weights
+    text = config.get_text_config()
+    # A tied embedding is also the head, and multiplied as such.
+    matrix = weights - (0 if getattr(text, "tie_word_embeddings", False) else embeddings)
+    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
+    return 6.0 * matrix + 12.0 * layers * width * sequence_length
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held so far, in GiB: of the device, or of the process on a CPU."""
     if device.type == "cuda":
@@ -56,7 +79,7 @@ class Stopwatch:
     def mark(self, name: str) -> None:
         """The time from here to the next mark belongs to `name`."""
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._marks.append((name, event))
         else:

@@ -28,7 +28,7 @@ _AUTO = {
 class Caller(nn.Module):
     """Runs functions of a network inside `forward`, where every backend has the weights in place.
 
-    FSDP2 and ZeRO-3 gather weights, and autocast and DDP do their part, only around `forward`. Computing the
+    Sharded backends gather weights, and autocast and DDP do their part, only around `forward`. Computing the
     loss inside it also means that just a scalar leaves the model: no backend casts or copies logits.
     """
 
@@ -36,11 +36,13 @@ class Caller(nn.Module):
         super().__init__()
         self.network = network
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        # What accelerate and DeepSpeed look up on the model that they are given.
+        # What accelerate and its backends look up on the model that they are given.
         if isinstance(network, PreTrainedModel):
             self.config = network.config
             self._no_split_modules = list(network._no_split_modules or [])
-        whole = [m for m in network.modules() if type(m).__name__ in (getattr(network, "_no_split_modules", None) or ())]
+        whole = [
+            m for m in network.modules() if type(m).__name__ in (getattr(network, "_no_split_modules", None) or ())
+        ]
         # Embeddings inside a unit that is sharded as a whole (BERT's): accelerate 1.15 would shard them twice.
         self._inside_units = {id(part) for m in whole for part in m.modules()}
 
@@ -49,7 +51,7 @@ class Caller(nn.Module):
         with self.autocast():
             return function(self.network, *args)
 
-    # FSDP2 gives embeddings, last norm and head units of their own if it can find them.
+    # Sharding gives embeddings, last norm and head units of their own if it can find them.
     base_model_prefix = "base_model"
 
     @property
@@ -73,9 +75,10 @@ class Caller(nn.Module):
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The network inside a `Caller` inside whatever a backend put around it."""
-    while not isinstance(model, Caller):
-        model = model.module
-    return model.network
+    inner: Any = model
+    while not isinstance(inner, Caller):
+        inner = inner.module
+    return inner.network
 
 
 def resolve_config(
@@ -139,14 +142,16 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
 
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}") from error
+        raise RecipeError(
+            f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}"
+        ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(set(values) - known)
     if unknown:
         close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
         hint = f", did you mean '{close[0]}'?" if close else ""
         raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}.")
-    renamed = {alias: name for alias, name in default.attribute_map.items()}
+    renamed = dict(default.attribute_map)
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
     if vocab_size is not None and "vocab_size" not in given:
         values["vocab_size"] = vocab_size
@@ -170,7 +175,7 @@ def _config_from_name(section: ModelSection) -> PretrainedConfig:
         ) from error
 
 
-def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> PreTrainedModel:
+def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
     """A network in fp32 in training mode: pretrained weights, or random ones drawn from `recipe.seed`.
 
     Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
@@ -201,14 +206,15 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> PreTrainedMod
             raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
         # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
         network.activation_checkpointing_enable({"use_reentrant": False})
-    network.train()
-    return network  # type: ignore[no-any-return]
+    trained: nn.Module = network.train()
+    return trained
 
 
-def skeleton(config: PretrainedConfig, head: Head) -> PreTrainedModel:
+def skeleton(config: PretrainedConfig, head: Head) -> nn.Module:
     """The network without storage, on the meta device: to count, or to fill from elsewhere."""
     with torch.device("meta"):
-        return _AUTO[head].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+        network: nn.Module = _AUTO[head].from_config(config, dtype=torch.float32)
+    return network
 
 
 def materialise(network: nn.Module, seed: int) -> nn.Module:
@@ -223,7 +229,8 @@ def materialise(network: nn.Module, seed: int) -> nn.Module:
         return network
     torch.manual_seed(seed)
     if isinstance(network, PreTrainedModel):
-        return type(network)._from_config(network.config, dtype=torch.float32).train(network.training)  # type: ignore[no-any-return]
+        fresh: nn.Module = type(network)._from_config(network.config, dtype=torch.float32)
+        return fresh.train(network.training)
     network.to_empty(device="cpu")
     for name, module in network.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

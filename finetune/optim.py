@@ -102,10 +102,12 @@ def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
         found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         offered = sorted(
-            n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+            n
+            for n, c in vars(torch.optim).items()
+            if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
         )
         raise RecipeError(
-            f"optim.name: '{name}' is no optimiser. torch.optim has {', '.join(n for n in offered if n != 'Optimizer')}; "
+            f"optim.name: '{name}' is no optimiser. torch.optim has {', '.join(offered)}; "
             "your own is named package.module:Class."
         )
     return found

@@ -1,7 +1,6 @@
 """The loop. `build` makes a `Run` of a recipe, `train` takes its steps, `train_step` is one of them."""
 
 import json
-import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,24 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune import evaluate, export, generate, models, optim, rundir, tasks
+from finetune import evaluate, export, generate, models, optim, rehearsal, tasks
 from finetune.backend import Backend, Proof, read_launch
 from finetune.data.order import rows_at
-from finetune.errors import BackendError, DataError, RecipeError
-from finetune.metrics import Reporter, Stopwatch, peak_flops, peak_memory_gib
+from finetune.length import Length, describe, measure
+from finetune.metrics import Reporter, Stopwatch, flops_per_target, peak_flops, peak_memory_gib
 from finetune.recipe import Recipe
 from finetune.rundir import RunDirectory
-
-
-@dataclass(frozen=True)
-class Length:
-    """How far a run goes, and how an epoch maps to positions."""
-
-    num_steps: int
-    epoch_rows: int
-    """Rows of an epoch that are used: all, or those that fill whole global batches."""
-    left_out: int
-    """Rows of an epoch that are not used."""
 
 
 @dataclass
@@ -68,16 +56,17 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     backend = Backend.start(recipe, asked, quiet=quiet)
     with backend.loading(pretrained=recipe.model.name is not None and task is tasks.CAUSAL_LM):
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
-        skeleton_flops = _flops_per_target(network, recipe)
+        flops = flops_per_target(network, recipe.data.sequence_length)
     caller = models.Caller(network.train())
     caller.autocast = backend.autocast
     model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
-    proof = backend.prove(model, optimizer, lambda: _rehearse(backend, model, task, ready))
+    proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
     if task.text and recipe.data.packing == "documents":
-        check_isolation(backend, model, recipe)
+        rehearsal.check_isolation(backend, model, recipe)
     directory.create(backend, recipe, asked, proof, ready, length)
     reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
-    for line in (*ready.report_lines, *_plan_lines(recipe, backend, length), proof.line()):
+    plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
+    for line in (*ready.report_lines, *plan, proof.line()):
         reporter.say(line)
     if recipe.log.trackers:
         backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
@@ -92,7 +81,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         proof=proof,
         directory=directory,
         reporter=reporter,
-        flops_per_target=skeleton_flops,
+        flops_per_target=flops,
         targets=torch.zeros(1, dtype=torch.float64, device=backend.device),
         watch=Stopwatch(backend.device),
     )
@@ -165,37 +154,6 @@ def train_step(run: Run, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return loss_sum, targets, norm
 
 
-def measure(recipe: Recipe, rows: tasks.Rows | None) -> Length:
-    """Settles the number of steps.
-
-    Raises:
-        DataError: If the training rows do not fill one global batch.
-        RecipeError: If there is nothing to train on.
-    """
-    length, size = recipe.length, recipe.batch.global_size
-    if length.steps == 0:
-        return Length(num_steps=0, epoch_rows=0, left_out=0)
-    if rows is None:
-        raise RecipeError("There are no training rows, but the length of the run is not 0 steps. Name data.train.")
-    if len(rows) < size:
-        raise DataError(
-            f"The training data fills {len(rows)} rows, fewer than one global batch of {size}. Lower "
-            f"batch.global_size to at most {len(rows)}, lower data.sequence_length, or add data."
-        )
-    left_out = len(rows) % size if recipe.data.last_batch == "drop" else 0
-    epoch_rows = len(rows) - left_out
-    if length.steps is not None:
-        steps = length.steps
-    elif length.epochs is not None:
-        steps = int(length.epochs * epoch_rows / size)
-        if steps == 0:
-            raise RecipeError(f"length.epochs {length.epochs} is less than one step of {size} rows. Raise it.")
-    else:
-        assert length.tokens is not None
-        steps = math.ceil(length.tokens / (size * recipe.data.sequence_length))
-    return Length(num_steps=steps, epoch_rows=epoch_rows, left_out=left_out)
-
-
 def seed_everything(*parts: int) -> None:
     """Seeds torch from whole numbers, so that randomness has no history.
 
@@ -204,57 +162,12 @@ def seed_everything(*parts: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]))
 
 
-def _rehearse(backend: Backend, model: nn.Module, task: tasks.Task, data: tasks.TaskData) -> torch.Tensor:
-    """The loss of one row, without gradients: what runs can only be seen running."""
-    rows = data.train if data.train is not None else data.validation
-    if rows is None:
-        raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
-    model.eval()
-    with torch.no_grad():
-        loss: torch.Tensor = model(task.loss_sum, evaluate.to_device(rows.batch(np.arange(1)), backend.device))
-    model.train()
-    return loss
-
-
-def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
-    """Proves on the prepared model that packed documents do not see each other.
-
-    Two documents in one row: changing the first must not move the second's scores. Architectures that do not
-    read restarting positions would leak without a word.
-
-    Raises:
-        BackendError: If they do.
-    """
-    length = min(8, recipe.data.sequence_length // 2)
-    positions = torch.arange(length, device=backend.device).repeat(2)[None]
-    ids = (torch.arange(2 * length, device=backend.device) % 7)[None]
-    changed = ids.clone()
-    changed[:, :length] = (changed[:, :length] + 1) % 7
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        one, two = (
-            model(tasks.causal_lm_logits, {"input_ids": x, "position_ids": positions})[:, length:].float()
-            for x in (ids, changed)
-        )
-    model.train(was_training)
-    leak = (one - two).abs().max() / one.abs().max().clamp(min=1e-6)
-    if leak.item() > 1e-3:
-        raise BackendError(
-            f"Documents packed into one row see each other in this network: a change in one moves the other's scores "
-            f"by {leak.item():.1%}. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
-            f"wanted), or model.attention to `eager`, which may keep them apart."
-        )
-
-
 def _window(run: Run, step: int) -> list[np.ndarray]:
     """This rank's micro-batches of a step, as row numbers; a pure function of seed and step."""
     assert run.data.train is not None
     batch, backend = run.recipe.batch, run.backend
     positions = np.arange(step * batch.global_size, (step + 1) * batch.global_size)
-    rows = rows_at(
-        positions, num_rows=len(run.data.train), seed=run.recipe.seed, epoch_rows=run.length.epoch_rows
-    )
+    rows = rows_at(positions, num_rows=len(run.data.train), seed=run.recipe.seed, epoch_rows=run.length.epoch_rows)
     # (micro-batch, rank, row): with equal micro-batches, the same rows make a forward pass on any number of ranks.
     grid = rows.reshape(backend.accumulation, backend.world, batch.micro_size)
     return list(grid[:, backend.rank])
@@ -339,42 +252,3 @@ def _save(run: Run) -> None:
         )
     run.results["model"] = str(path)
     run.reporter.say(f"model written to {path}")
-
-
-def _flops_per_target(network: nn.Module, recipe: Recipe) -> float:
-    """Training FLOPs a token: 6 a weight in a matrix product, and attention's scores.
-
-    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x width x T.
-    """
-    embeddings = sum(
-        getattr(p, "ds_numel", p.numel())
-        for m in network.modules()
-        if isinstance(m, nn.Embedding)
-        for p in m.parameters()
-    )
-    weights = sum(getattr(p, "ds_numel", p.numel()) for p in network.parameters())
-    config = getattr(network, "config", None)
-    if config is None:
-        return 6.0 * weights
-    text = config.get_text_config()
-    # A tied embedding is also the head, and multiplied as such.
-    matrix = weights - (0 if getattr(text, "tie_word_embeddings", False) else embeddings)
-    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
-    return 6.0 * matrix + 12.0 * layers * width * recipe.data.sequence_length
-
-
-def _plan_lines(recipe: Recipe, backend: Backend, length: Length) -> list[str]:
-    if not length.num_steps:
-        return ["evaluation only: 0 steps"]
-    batch = recipe.batch
-    lines = [
-        f"{length.num_steps} steps of {batch.global_size} rows = {backend.world} process(es) x {batch.micro_size} rows "
-        f"x {backend.accumulation} micro-batch(es); {length.epoch_rows:,} rows an epoch"
-    ]
-    if length.left_out:
-        lines.append(f"{length.left_out} row(s) an epoch do not fill a global batch and are left out of it")
-    elif length.epoch_rows % batch.global_size:
-        lines.append(
-            f"the last {length.epoch_rows % batch.global_size} row(s) of an epoch share a batch with the next epoch's"
-        )
-    return lines

@@ -1,8 +1,6 @@
 import os
-from pathlib import Path
 
 import pytest
-
 from harness import Launcher
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -73,7 +73,9 @@ def environment(**extra: str) -> dict[str, str]:
     return env | extra
 
 
-def command(config: str | Path, *arguments: str, script: str = "scripts/train.py", processes: int | None = None) -> list[str]:
+def command(
+    config: str | Path, *arguments: str, script: str = "scripts/train.py", processes: int | None = None
+) -> list[str]:
     """`accelerate launch` of a shipped launch file by name, or of any by path."""
     path = config if isinstance(config, Path) else Path("accelerate_configs") / f"{config}.yaml"
     words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]

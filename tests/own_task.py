@@ -29,7 +29,12 @@ class Points:
 def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False) -> Task:
     def network() -> nn.Module:
         return nn.Sequential(
-            nn.Linear(8, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+            nn.Linear(8, width),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, 1),
         )
 
     def build_model(recipe, data):

@@ -67,7 +67,14 @@ PARITY = {
 
 # Shards of more than a MiB, which DeepSpeed puts on disk; it keeps those of the other runs in memory.
 WIDE = base(
-    model={"config": {**base()["model"]["config"], "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}},
+    model={
+        "config": {
+            **base()["model"]["config"],
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 1,
+        }
+    },
     batch={"global_size": 4, "micro_size": 2},
     length={"steps": 6},
     data={**_DATA, "sequence_length": 32},
@@ -98,7 +105,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0.1,
     },
     "qwen3": {"model_type": "qwen3", **_FEWER_KV},
-    "gemma3": {"model_type": "gemma3_text", **_FEWER_KV, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_FEWER_KV,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mixtral": {"model_type": "mixtral", **_FEWER_KV, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -107,12 +119,19 @@ def _architectures() -> dict[str, dict[str, Any]]:
     few = {"length": {"steps": 5}, "data": {**base()["data"], "sequence_length": 64}}
     jobs = {name: base(model={"config": config}, **few) for name, config in _CONFIGS.items()}
     jobs["llama_checkpointed"] = base(
-        model={"config": _CONFIGS["llama_tied"] | {"attention_dropout": 0.1}, "gradient_checkpointing": True}, **few
+        model={"config": _CONFIGS["llama_tied"] | {"attention_dropout": 0.1}, "gradient_checkpointing": True},
+        **few,
     )
     jobs["bert"] = base(
         task={"name": "sequence_classification", "num_labels": 7},
         model={"config": {"model_type": "bert", **_FEW, "intermediate_size": 64}},
-        data={"train": [{"sample": 200}], "validation": [], "validation_fraction": 0.1, "sequence_length": 64, "packing": "padded"},
+        data={
+            "train": [{"sample": 200}],
+            "validation": [],
+            "validation_fraction": 0.1,
+            "sequence_length": 64,
+            "packing": "padded",
+        },
         length={"steps": 5},
     )
     jobs["mlp"] = base(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, **{**few, "data": {}})

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from harness import SHARED, Launcher, assert_same_path
+from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import models, tasks
 from finetune.recipe import validate
-from harness import SHARED, Launcher, assert_same_path
-from recipes_for_tests import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
@@ -35,7 +35,9 @@ def test_saved_model_opens_elsewhere_with_the_same_loss(launcher: Launcher, name
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.encode("Once upon a time", add_special_tokens=False)
     recipe = validate({**ARCHITECTURES[name], "output": {"dir": str(run.directory)}})
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_dir": str(launcher.shared / "cache")})})
+    recipe = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"cache_dir": str(launcher.shared / "cache")})}
+    )
     rows = tasks.CAUSAL_LM.build_data(recipe, True).validation
     assert rows is not None
     network.eval()
@@ -57,10 +59,10 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     changed = ids.clone()
     changed[:, 13:34] = (changed[:, 13:34] + 5) % 512
     with torch.no_grad():
-        one, two = (tasks.causal_lm_logits(network, {"input_ids": x, "position_ids": positions}) for x in (ids, changed))
-        alone = tasks.causal_lm_logits(
-            network, {"input_ids": ids[:, 34:], "position_ids": torch.arange(30)[None]}
+        one, two = (
+            tasks.causal_lm_logits(network, {"input_ids": x, "position_ids": positions}) for x in (ids, changed)
         )
+        alone = tasks.causal_lm_logits(network, {"input_ids": ids[:, 34:], "position_ids": torch.arange(30)[None]})
     torch.testing.assert_close(one[:, :13], two[:, :13])
     torch.testing.assert_close(one[:, 34:], two[:, 34:])
     assert (one[:, 13:34] - two[:, 13:34]).abs().max() > 1e-3

@@ -378,9 +378,7 @@ def test_copies_do_not_lie_side_by_side(tmp_path: Path, word_tokenizer: str) -> 
         validation_fraction=0.0,
     )
     assert data.train is not None
-    assert (
-        data.tokenizer.decode(data.train.batch(np.array([0]))["input_ids"][0, :5]) == "one two three one two"
-    )
+    assert data.tokenizer.decode(data.train.batch(np.array([0]))["input_ids"][0, :5]) == "one two three one two"
 
 
 def test_normalisation_and_empty_documents(tmp_path: Path) -> None:
@@ -399,9 +397,7 @@ def test_begin_and_end_of_text(tmp_path: Path, word_tokenizer: str) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["one two"])
 
     def tokens(**flags: bool) -> str:
-        data = prepared(
-            tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, **flags
-        )
+        data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, **flags)
         assert data.train is not None
         batch, count = data.train.batch(np.array([0])), data.train.num_tokens
         ids = [*batch["input_ids"][0, :count].tolist(), batch["targets"][0, count - 1].item()]
@@ -570,9 +566,7 @@ def test_what_cannot_be_prepared(tmp_path: Path, word_tokenizer: str, case: str)
         {
             "task": {"name": "package.module:own"},
             "model": {"config": {"model_type": "llama"}},
-            "tokenizer": {"name": resolved.pop("tokenizer")}
-            if "tokenizer" in resolved
-            else {"vocab_size": 300},
+            "tokenizer": {"name": resolved.pop("tokenizer")} if "tokenizer" in resolved else {"vocab_size": 300},
             "data": {"cache_dir": str(tmp_path / "c"), **resolved},
             "length": {"steps": 1},
         }

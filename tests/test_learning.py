@@ -1,7 +1,6 @@
 """Real figures on real data: what a known model scores, and that training teaches."""
 
 import pytest
-
 from harness import SHARED, Launcher
 from recipes_for_tests import MODEL, stories
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from harness import Launcher
 from hypothesis import given
 from hypothesis import strategies as st
+from own_task import Points
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune import models, optim, train
 from finetune.backend import derive_accumulation
 from finetune.errors import DataError, RecipeError
+from finetune.length import Length
+from finetune.length import measure as length_of
 from finetune.recipe import Recipe, validate
-from harness import Launcher
-from own_task import Points
 
 
 def recipe(**sections) -> Recipe:
@@ -79,7 +81,9 @@ def test_scaling_rules() -> None:
 
 def test_norms_biases_and_embeddings_are_not_decayed() -> None:
     for model_type in ("gpt2", "llama", "bert"):
-        config = AutoConfig.for_model(model_type, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+        config = AutoConfig.for_model(
+            model_type, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+        )
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
         groups = optim.parameter_groups(models.Caller(network), 0.1)
@@ -125,8 +129,8 @@ def test_a_frozen_model_is_refused() -> None:
 def test_length_in_steps_epochs_and_tokens() -> None:
     rows = Points(100, 0)
 
-    def measure(length: dict, **data) -> train.Length:
-        return train.measure(recipe(length=length, batch={"global_size": 16, "micro_size": 4}, data=data), rows)
+    def measure(length: dict, **data) -> Length:
+        return length_of(recipe(length=length, batch={"global_size": 16, "micro_size": 4}, data=data), rows)
 
     assert measure({"steps": 7}).num_steps == 7
     assert measure({"epochs": 2}).num_steps == 12  # 200 rows, the last 8 of which fill no batch
@@ -138,7 +142,7 @@ def test_length_in_steps_epochs_and_tokens() -> None:
     with pytest.raises(RecipeError, match="less than one step"):
         measure({"epochs": 0.1})
     with pytest.raises(DataError, match="fills 100 rows, fewer than one global batch of 128"):
-        train.measure(recipe(batch={"global_size": 128, "micro_size": 4}), rows)
+        length_of(recipe(batch={"global_size": 128, "micro_size": 4}), rows)
 
 
 @given(world=st.integers(1, 9), micro=st.integers(1, 9), accumulation=st.integers(1, 9))
@@ -208,7 +212,16 @@ def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
     assert [m["tokens"] for m in run.steps] == [16, 80, 160, 240, 320, 400]
     last = run.steps[-1]
     assert last["epoch"] == 2.0
-    for key in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s"):
+    for key in (
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "step_s",
+        "data_s",
+        "forward_backward_s",
+        "optimizer_s",
+    ):
         assert math.isfinite(last[key])
     assert last["data_s"] + last["forward_backward_s"] + last["optimizer_s"] <= last["step_s"]
     assert last["peak_memory_gib"] > 0

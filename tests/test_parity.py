@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-
 from harness import ROOT, SHARED, Launcher, assert_same_path, weight_difference
 from recipes_for_tests import PARITY, SPLITS, WIDE
 

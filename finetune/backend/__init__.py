@@ -81,20 +81,21 @@ class Backend:
 
     @property
     def device(self) -> torch.device:
-        return self.accelerator.device
+        device: torch.device = self.accelerator.device
+        return device
 
     @property
     def world(self) -> int:
         """Data-parallel processes."""
-        return self.accelerator.num_processes
+        return int(self.accelerator.num_processes)
 
     @property
     def rank(self) -> int:
-        return self.accelerator.process_index
+        return int(self.accelerator.process_index)
 
     @property
     def is_main(self) -> bool:
-        return self.accelerator.is_main_process
+        return bool(self.accelerator.is_main_process)
 
     def loading(self, pretrained: bool) -> AbstractContextManager[None]:
         """The context to build the model in; see `start.loading`."""
@@ -134,9 +135,7 @@ class Backend:
 
     def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
         """Reads back what runs; see `prove.prove`."""
-        return prove.prove(
-            self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse
-        )
+        return prove.prove(self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that the network computes in, inside the one that the wrapper provides.
@@ -209,11 +208,13 @@ class Backend:
                 if master is not None:
                     return master
             with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                return parameter.data.clone()
+                gathered: torch.Tensor = parameter.data.clone()
+                return gathered
         if hasattr(parameter, "full_tensor"):
             full: torch.Tensor = parameter.full_tensor()
             return full
-        return parameter.data  # type: ignore[no-any-return]
+        whole: torch.Tensor = parameter.data
+        return whole
 
     def wait(self) -> None:
         """Returns once every rank has called it."""

@@ -45,7 +45,10 @@ def complete(
     }
     if precision == "bf16" and _get(config, "bf16.enabled") in (None, AUTO):
         _autocast_bf16(config)
-    decided["bf16.enabled"] = (precision == "bf16" and not _get(config, "torch_autocast.enabled"), "precision")
+    decided["bf16.enabled"] = (
+        precision == "bf16" and not _get(config, "torch_autocast.enabled"),
+        "precision",
+    )
     contradictions = []
     for key, (value, source) in decided.items():
         written = _get(config, key)
@@ -100,9 +103,7 @@ def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> 
         raise BackendError(f"{place} offloads the optimiser to {device}, where optim.args.amsgrad is not offered.")
 
 
-def fit_to_model(
-    config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int], place: str
-) -> None:
+def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int], place: str) -> None:
     """Fills in the sizes that depend on the model, in place.
 
     Args:
@@ -136,7 +137,7 @@ def fit_to_model(
     unknown = sorted(_autos(config))
     if unknown:
         raise BackendError(
-            f"{place} says \"auto\" for {', '.join(unknown)}, which neither recipe nor model decides. Write a value, or "
+            f'{place} says "auto" for {", ".join(unknown)}, which neither recipe nor model decides. Write a value, or '
             "remove the key to take DeepSpeed's default."
         )
 

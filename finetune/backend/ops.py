@@ -4,26 +4,23 @@ DeepSpeed compiles an op when it is first used: inside the run, for minutes, wit
 build with a file named `lock`; a killed build leaves it behind, and every later run waits on it for ever. So
 what a launch needs is built here, before its process group starts, under a lock that ends with its process.
 
-In the folder for extensions (`TORCH_EXTENSIONS_DIR`, by default in the virtual environment) an op has the folder `<op>` that torch and ninja work in, and beside it our `<op>.build.lock` and `<op>.build.log`.
+In the folder for extensions (`TORCH_EXTENSIONS_DIR`, by default in the virtual environment) an op has the folder
+`<op>` that torch and ninja work in, and beside it our `<op>.build.lock` and `<op>.build.log`.
 """
 
 import os
 import re
 import runpy
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal, NoReturn, Self
 
 import psutil
@@ -31,6 +28,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from finetune.backend import toolchain
 from finetune.errors import BackendError
 
 Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
@@ -70,7 +68,7 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and those that
     are not quiet show the progress. It also puts this environment's `ninja` first on the PATH of this process
-    and its children; see `own_tools_first`.
+    and its children; see `toolchain.own_tools_first`.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -80,8 +78,8 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     """
     if not names:
         return
-    own_tools_first()
-    own_folder()
+    toolchain.own_tools_first()
+    toolchain.own_folder()
     needed = dict.fromkeys(op for name in names for op in (*_OPS[name].first, name))
     ops = [op for op in needed if not _came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
@@ -98,8 +96,8 @@ def build_all(quiet: bool = False) -> None:
         BackendError: If an op could not be built; the others are built all the same.
     """
     console = _console()
-    own_tools_first()
-    own_folder()
+    toolchain.own_tools_first()
+    toolchain.own_folder()
     problems: list[str] = []
     wanted: list[Op] = ["cpu_adam", "async_io"]
     if _accelerator() == "cpu":
@@ -133,11 +131,11 @@ def is_built(op: Op) -> bool:
     except OSError:
         return False
     # Another environment's build has other paths in its commands, and ninja would start over.
-    mine = (include_paths()[0], _python_headers(), f"cxx = {_compiler()}\n")
+    mine = (include_paths()[0], toolchain.python_headers(), f"cxx = {toolchain.compiler()}\n")
     if not (folder / f"{_OPS[op].name}.so").is_file() or any(text not in build for text in mine):
         return False
     try:
-        dry = subprocess.run(["ninja", "-n"], cwd=folder, env=_environment(), capture_output=True, text=True)
+        dry = subprocess.run(["ninja", "-n"], cwd=folder, env=toolchain.environment(), capture_output=True, text=True)
     except OSError:
         return False
     return dry.returncode == 0 and "no work to do" in dry.stdout
@@ -162,38 +160,6 @@ def clear_stale_lock(op: Op) -> bool:
         return _clear(op)
     finally:
         lock.release()
-
-
-def own_tools_first() -> None:
-    """Puts the folder of this Python and of its `ninja` package first on this process's PATH.
-
-    torch calls `ninja` by name. `.venv/bin/accelerate launch` works without activating the environment, and
-    then there is none, or the system's. Where that is of another version it discards the log of ours, and
-    compiles everything again inside the run.
-    """
-    os.environ["PATH"] = _environment()["PATH"]
-
-
-def own_folder() -> None:
-    """Keeps compiled ops in the virtual environment, for this process and its children, unless told where.
-
-    torch's own default is one folder for all environments of a user. Build commands name the environment, so two
-    would compile each other's ops again and again, and overwrite libraries that a run has loaded.
-    """
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
-
-
-def _environment() -> dict[str, str]:
-    folders = [os.path.dirname(sys.executable)]
-    with suppress(ImportError):
-        import ninja
-
-        folders.append(ninja.BIN_DIR)
-    path = [
-        folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder not in folders
-    ]
-    return {**os.environ, "PATH": os.pathsep.join([*dict.fromkeys(filter(None, folders)), *path])}
 
 
 def _ensure(op: Op, quiet: bool) -> None:
@@ -224,15 +190,12 @@ def _build(op: Op, report: "_Report") -> None:
     report.building()
     start = time.monotonic()
     folder, log = _folder(op), _log(op)
-    environment = _environment()
-    package_root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
     with log.open("wb") as output:
         # The working directory makes it a builder by the rule of `clear_stale_lock` for as long as it lives.
         child = subprocess.Popen(
             _command(op),
             cwd=folder,
-            env=environment,
+            env=toolchain.environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -274,34 +237,9 @@ def _stop(child: "subprocess.Popen[bytes]") -> None:
 
 
 def _command(op: Op) -> list[str]:
-    # This file by its path: as a module it would load the whole package, and Accelerate, first.
-    return [sys.executable, "-P", str(Path(__file__).resolve()), op]
-
-
-def _compile(op: Op) -> None:
-    """What the child process does: build and load `op` as DeepSpeed itself would."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        # Left to subprocess, ninja would be killed and its compilers live on; asked, it ends them first.
-        jobs = psutil.Process().children()
-        for job in jobs:
-            with suppress(psutil.NoSuchProcess):
-                job.terminate()
-        psutil.wait_procs(jobs, timeout=5)
-        # As an exception it passes torch's `finally`, which removes the lock.
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    builder = accelerator.create_op_builder(_OPS[op].builder)
-    if builder is None:
-        sys.exit(f"error: DeepSpeed has no {_OPS[op].builder} for {accelerator.device_name()}")
-    # Verbose, because ninja's own count is what the progress reads.
-    builder.load(verbose=True)
+    # By its path: as a module it would load the whole package, and Accelerate, first.
+    script = Path(__file__).with_name("ops_compile.py")
+    return [sys.executable, "-P", str(script), _OPS[op].builder]
 
 
 def _clear(op: Op, *, ours: bool = False) -> bool:
@@ -330,11 +268,7 @@ def _builders(op: Op) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if (
-                process.pid not in own
-                and process.status() != psutil.STATUS_ZOMBIE
-                and process.cwd() == folder
-            ):
+            if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE and process.cwd() == folder:
                 found.append(process)
     return found
 
@@ -347,16 +281,16 @@ def _who(op: Op) -> str:
 
 
 def _check_tools(op: Op) -> None:
-    if shutil.which(_compiler()) is None:
-        _missing(op, f"there is no C++ compiler ({_compiler()})", "apt-get install g++")
-    if shutil.which("ninja", path=_environment()["PATH"]) is None:
+    if shutil.which(toolchain.compiler()) is None:
+        _missing(op, f"there is no C++ compiler ({toolchain.compiler()})", "apt-get install g++")
+    if shutil.which("ninja", path=toolchain.environment()["PATH"]) is None:
         _missing(op, "there is no ninja", f"{sys.executable} -m pip install ninja")
-    if not Path(_python_headers(), "Python.h").is_file():
+    if not Path(toolchain.python_headers(), "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         _missing(
-            op, f"Python's headers are not in {_python_headers()}", f"apt-get install python{version}-dev"
+            op, f"Python's headers are not in {toolchain.python_headers()}", f"apt-get install python{version}-dev"
         )
-    if op == "async_io" and not _has_libaio():
+    if op == "async_io" and not toolchain.has_libaio():
         _missing(op, "libaio and its header libaio.h were not found", "apt-get install libaio-dev")
 
 
@@ -365,16 +299,6 @@ def _missing(op: Op, what: str, install: str) -> NoReturn:
         f"DeepSpeed's native op {op}, for {_OPS[op].used_by}, is compiled on the machine that runs it, but "
         f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
     )
-
-
-def _has_libaio() -> bool:
-    """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
-    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
-    compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
-    with tempfile.TemporaryDirectory() as scratch:
-        probe = ["-x", "c++", "-", "-laio", "-o", os.path.join(scratch, "probe")]
-        command = [_compiler(), *compile_flags, *link_flags, *probe]
-        return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
 
 
 def _folder(op: Op) -> Path:
@@ -399,16 +323,6 @@ def _lock(op: Op) -> FileLock:
 def _log(op: Op) -> Path:
     folder = _folder(op)
     return folder.with_name(f"{folder.name}.build.log")
-
-
-def _compiler() -> str:
-    # torch's rule; it passes the value on as one word.
-    return os.environ.get("CXX", "c++")
-
-
-def _python_headers() -> str:
-    # The scheme that torch passes to the compiler.
-    return sysconfig.get_path("include", scheme="posix_prefix")
 
 
 def _accelerator() -> str:
@@ -491,7 +405,3 @@ class _Report(AbstractContextManager["_Report"]):
             self.bar = Progress(TextColumn(f"  {self.op}"), *columns, console=self.console, transient=True)
             self.task = self.bar.add_task("", total=None, steps="")
             self.bar.start()
-
-
-if __name__ == "__main__":
-    _compile(sys.argv[1])  # type: ignore[arg-type]

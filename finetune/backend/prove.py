@@ -142,8 +142,8 @@ def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str
         yield f"matrix products: asked {want_compute}, come out in {proof.compute_dtype}"
     if proof.output_dtypes["loss"] != "float32":
         yield (
-            f"the loss must leave the model as float32, is {proof.output_dtypes['loss']} (a task's loss_sum computes it "
-            "from logits.float() with reduction='sum')"
+            f"the loss must leave the model as float32, is {proof.output_dtypes['loss']} (a task's loss_sum "
+            "computes it from logits.float() with reduction='sum')"
         )
 
 
@@ -214,7 +214,8 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
     from torch.distributed.tensor import DTensor, Shard
 
     def held(tensors: list[Any]) -> float:
-        return sum(_local(t).numel() for t in tensors) / max(1, sum(t.numel() for t in tensors))
+        here: int = sum(_local(t).numel() for t in tensors)
+        return here / max(1, sum(int(t.numel()) for t in tensors))
 
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
@@ -305,7 +306,8 @@ def _rests(on_disk: bool, offloaded: bool) -> str:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _dtypes(tensors: Any) -> tuple[str, ...]:

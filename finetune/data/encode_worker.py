@@ -30,9 +30,7 @@ def open_tokenizer(definition: str) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[UInt32s, UInt32s]:
     """Tokens of some UTF-8 texts: how many each has, and all of them in a row."""
-    encodings = tokenizer.encode_batch_fast(
-        [text.decode("utf-8") for text in texts], add_special_tokens=False
-    )
+    encodings = tokenizer.encode_batch_fast([text.decode("utf-8") for text in texts], add_special_tokens=False)
     return flatten([encoding.ids for encoding in encodings])
 
 
@@ -80,9 +78,7 @@ def _serve() -> None:
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         sizes, payload = cut(frame)
         ends = np.cumsum(sizes, dtype=np.int64)
-        texts = [
-            bytes(payload[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)
-        ]
+        texts = [bytes(payload[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
         lengths, numbers = encode(tokenizer, texts)
         write_frame(sys.stdout.buffer, join(lengths, numbers.tobytes()))
 

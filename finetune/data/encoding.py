@@ -34,9 +34,7 @@ Item = TypeVar("Item")
 class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
-    def __init__(
-        self, tokenizer: Any, *, num_workers: int | None, pool_after_bytes: int = POOL_AFTER_BYTES
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, num_workers: int | None, pool_after_bytes: int = POOL_AFTER_BYTES) -> None:
         """Takes a transformers tokenizer; one without a fast backend is slow but works, in this process.
 
         Args:
@@ -171,10 +169,7 @@ class _Worker:
 
 def _encode_slowly(tokenizer: Any, texts: Sequence[bytes]) -> Encoded:
     return encode_worker.flatten(
-        [
-            tokenizer.encode(text.decode("utf-8"), add_special_tokens=False, split_special_tokens=True)
-            for text in texts
-        ]
+        [tokenizer.encode(text.decode("utf-8"), add_special_tokens=False, split_special_tokens=True) for text in texts]
     )
 
 

@@ -37,9 +37,7 @@ def rows_at(
     """
     epoch_rows = num_rows if epoch_rows is None else epoch_rows
     if not 1 <= epoch_rows <= num_rows:
-        raise ValueError(
-            f"epoch_rows must be 1 to num_rows, got epoch_rows={epoch_rows}, num_rows={num_rows}."
-        )
+        raise ValueError(f"epoch_rows must be 1 to num_rows, got epoch_rows={epoch_rows}, num_rows={num_rows}.")
     where = np.asarray(positions)
     if where.size and int(where.min()) < 0:
         raise ValueError(f"Positions count from 0, got {int(where.min())}.")

@@ -115,11 +115,7 @@ class _Preparation:
 
         first = train or validation
         assert first is not None
-        classes = (
-            ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels)
-            if self._labelled
-            else None
-        )
+        classes = ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels) if self._labelled else None
         train_rows = self._rows(train, classes) if train else None
         validation_rows = self._rows(validation, classes) if validation else None
         if train_rows is not None and len(train_rows) == 0:
@@ -210,9 +206,7 @@ class _Preparation:
                 )
 
         identity = tokenizer.identity(self._tokenizer)
-        digest = digest_of(
-            {"texts": self._key(corpora, rules), "tokenizer": identity, "bos": bos, "eos": eos}
-        )
+        digest = digest_of({"texts": self._key(corpora, rules), "tokenizer": identity, "bos": bos, "eos": eos})
         return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
 
     def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:

@@ -53,10 +53,8 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "A tear ran down {h.their} face.",
         ),
         (
-            '"What is wrong?" asked {f.name}. "I lost my {t.noun}," said {h.name}. "I will help you," said '
-            "{f.name}.",
-            'Then {f.name} came by. "Why are you so sad?" {f.they} asked. "My {t.noun} is gone," {h.name} '
-            "answered.",
+            '"What is wrong?" asked {f.name}. "I lost my {t.noun}," said {h.name}. "I will help you," said {f.name}.',
+            'Then {f.name} came by. "Why are you so sad?" {f.they} asked. "My {t.noun} is gone," {h.name} answered.',
             '{h.name} ran to {f.name}. "Have you seen my {t.noun}?" {h.they} asked. "No, but let us look '
             'together," '
             "said {f.name}.",
@@ -99,8 +97,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "shook "
             "{h.their} head.",
             "{day}, all the others went out to play. {h.name} stayed behind because of {fear}.",
-            "{day}, {h.name} and {f.name} went for a walk. Soon {h.name} stopped, because {h.they} was so "
-            "scared.",
+            "{day}, {h.name} and {f.name} went for a walk. Soon {h.name} stopped, because {h.they} was so scared.",
         ),
         (
             '"I cannot do it," {h.they} said in a small voice.',
@@ -167,8 +164,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
         ),
         ("", "Now nobody could play.", "It became very quiet.", "{h.name} did not feel happy at all."),
         (
-            '{g.A} had seen everything. "Why do you fight?" {g.they} asked. "There is enough time for both '
-            'of you."',
+            '{g.A} had seen everything. "Why do you fight?" {g.they} asked. "There is enough time for both of you."',
             '{h.name} told {g.a} what had happened. "A friend is worth more than a {t.noun}," {g.the} said.',
             'Then {g.a} came along. "Toys are more fun when you share them," said {g.the}.',
         ),
@@ -178,8 +174,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "{h.They} felt sorry for what {h.they} had said.",
         ),
         (
-            '{h.They} went to {f.name} and said, "I am sorry. Let us play together." "I am sorry too," said '
-            "{f.name}.",
+            '{h.They} went to {f.name} and said, "I am sorry. Let us play together." "I am sorry too," said {f.name}.',
             '"I am sorry that I was mean," {h.name} told {f.name}. {f.name} smiled and gave {h.them} a hug.',
         ),
         (
@@ -195,10 +190,8 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "{f.name} once let {h.them} hold {t.a}. It was the finest thing that {f.they} had.",
         ),
         (
-            "{day}, {h.name} played with {t.the} in the house. {h.They} ran too fast and fell. Crack! It "
-            "broke.",
-            "{day}, {h.name} wanted to see how {t.the} was made. {h.They} pulled too hard, and it broke in "
-            "two.",
+            "{day}, {h.name} played with {t.the} in the house. {h.They} ran too fast and fell. Crack! It broke.",
+            "{day}, {h.name} wanted to see how {t.the} was made. {h.They} pulled too hard, and it broke in two.",
             "{day}, {t.the} slipped out of {h.their} hands and fell on the floor. It was broken.",
         ),
         (
@@ -221,10 +214,8 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             '"What should I do?" {h.they} asked {g.a}. "You know it already," {g.the} answered.',
         ),
         (
-            'In the morning {h.they} went to {f.name}. "I broke your {t.noun}," {h.they} said. "I am very '
-            'sorry."',
-            'At last {h.they} told {f.name} everything. "I was afraid that you would be angry," {h.they} '
-            "said.",
+            'In the morning {h.they} went to {f.name}. "I broke your {t.noun}," {h.they} said. "I am very sorry."',
+            'At last {h.they} told {f.name} everything. "I was afraid that you would be angry," {h.they} said.',
         ),
         (
             '{f.name} was sad at first. Then {f.they} said, "Thank you for telling me. We can fix it."',
@@ -296,8 +287,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "{h.They} sat down in the sun and began to eat.",
         ),
         (
-            'Then {f.name} came by. "May I have a little bit?" {f.they} asked. "No," said {h.name}, "it is '
-            'mine."',
+            'Then {f.name} came by. "May I have a little bit?" {f.they} asked. "No," said {h.name}, "it is mine."',
             '"I am so hungry," said {f.name}. But {h.name} turned {h.their} back and went on eating.',
         ),
         (
@@ -315,8 +305,7 @@ PLOTS: dict[str, tuple[Slot, ...]] = {
             "Then {h.they} saw how {g.a} gave half of an apple to a small bird.",
         ),
         (
-            "Now {h.name} knew what {h.they} had to do. {h.They} took the rest of the {food.noun} and ran to "
-            "{f.name}.",
+            "Now {h.name} knew what {h.they} had to do. {h.They} took the rest of the {food.noun} and ran to {f.name}.",
             "{h.name} was ashamed. {h.They} went to {f.name} and brought what was left.",
         ),
         (

@@ -70,9 +70,7 @@ Opened = tuple[Any, Callable[[], Iterator[Document]]]
 def _open_path(source: Source, given: str, fields: Fields) -> Opened:
     pattern = os.path.expanduser(given)
     # A name with brackets in it is first of all a name.
-    paths = (
-        [Path(pattern)] if os.path.exists(pattern) else [Path(p) for p in glob.glob(pattern, recursive=True)]
-    )
+    paths = [Path(pattern)] if os.path.exists(pattern) else [Path(p) for p in glob.glob(pattern, recursive=True)]
     paths.sort()
     if not paths:
         raise DataError(
@@ -110,9 +108,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Opened:
         try:
             dataset = datasets.load_from_disk(str(inner))
         except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(
-                f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again."
-            ) from error
+            raise DataError(f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
     return content, read

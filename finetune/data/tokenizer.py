@@ -40,9 +40,7 @@ def load(recipe: Recipe) -> PreTrainedTokenizerBase:
         )
     try:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
-    except (
-        Exception
-    ) as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
+    except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
         raise DataError(
             f"The tokenizer '{name}' cannot be loaded: {reason}. It must be a directory with a tokenizer's "
@@ -144,6 +142,4 @@ def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTra
         if bare:
             return transformers.GPT2TokenizerFast.from_pretrained(str(folder))
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    return transformers.AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
+    return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)

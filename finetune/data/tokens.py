@@ -28,9 +28,7 @@ class TokenFile:
 
     def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool) -> None:
         """Opens what `write` has written."""
-        self.tokens: Tokens = np.asarray(
-            np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r")
-        )
+        self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
         self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
         """(documents + 1,)"""
         self.labels: Int64s | None = None
@@ -112,9 +110,7 @@ def training_texts(corpora: Sequence[Corpus], rules: Rules) -> Iterator[str]:
 class _Side:
     """Writes one side of the split."""
 
-    def __init__(
-        self, folder: Path, name: str, dtype: np.dtype[Any], bos: int | None, eos: int | None
-    ) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], bos: int | None, eos: int | None) -> None:
         self._path = folder / f"{name}.tokens"
         self._stem = folder / name
         self._file: BinaryIO = self._path.open("wb")

@@ -1,0 +1,60 @@
+"""What native ops are compiled with: this environment's tools and folder, first on the path."""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+def own_tools_first() -> None:
+    """Puts the folder of this Python and of its `ninja` package first on this process's PATH.
+
+    torch calls `ninja` by name. `.venv/bin/accelerate launch` works without activating the environment, and
+    then there is none, or the system's. Where that is of another version it discards the log of ours, and
+    compiles everything again inside the run.
+    """
+    os.environ["PATH"] = environment()["PATH"]
+
+
+def own_folder() -> None:
+    """Keeps compiled ops in the virtual environment, for this process and its children, unless told where.
+
+    torch's own default is one folder for all environments of a user. Build commands name the environment, so two
+    would compile each other's ops again and again, and overwrite libraries that a run has loaded.
+    """
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
+
+def environment() -> dict[str, str]:
+    folders = [os.path.dirname(sys.executable)]
+    with suppress(ImportError):
+        import ninja
+
+        folders.append(ninja.BIN_DIR)
+    path = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder not in folders]
+    return {**os.environ, "PATH": os.pathsep.join([*dict.fromkeys(filter(None, folders)), *path])}
+
+
+def compiler() -> str:
+    # torch's rule; it passes the value on as one word.
+    return os.environ.get("CXX", "c++")
+
+
+def python_headers() -> str:
+    # The scheme that torch passes to the compiler.
+    return sysconfig.get_path("include", scheme="posix_prefix")
+
+
+def has_libaio() -> bool:
+    """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
+    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+    compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = ["-x", "c++", "-", "-laio", "-o", os.path.join(scratch, "probe")]
+        command = [compiler(), *compile_flags, *link_flags, *probe]
+        return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
