@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from finetune import __version__
@@ -15,6 +16,9 @@ from finetune.recipe import dump, json_schema, load
 
 # What a process exits with when the user has to change something.
 USER_ERROR = 2
+
+# How long a rank that fails waits for the others to fail as well.
+_PATIENCE_S = 10
 
 # The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
 _LAUNCH_OPTIONS = {
@@ -56,9 +60,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe, such as recipes/sample.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
 
 
 def _guarded(verb: Callable[[argparse.Namespace], None], parsed: argparse.Namespace) -> int:
@@ -97,8 +99,7 @@ def _first_to_say(text: str) -> bool:
             pass  # then rather twice than not at all
         return True
     # Started otherwise. Ranks fail alike until the process group exists.
-    started = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
-    return started or os.environ.get("LOCAL_RANK", "0") == "0"
+    return _group_exists() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def exit_with(code: int) -> None:
@@ -110,7 +111,29 @@ def exit_with(code: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if code == USER_ERROR and _group_exists():
+        _wait_for_others()
     os._exit(code)
+
+
+def _group_exists() -> bool:
+    """Whether this process has met the other ranks."""
+    return "torch.distributed" in sys.modules and bool(sys.modules["torch.distributed"].is_initialized())
+
+
+def _wait_for_others() -> None:
+    """Lets ranks that fail alike get that far: one still connecting would say at length that its peer is gone."""
+    distributed = sys.modules["torch.distributed"]
+    own, ranks = distributed.get_rank(), range(distributed.get_world_size())
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"finetune/failed/{own}", "1")
+        store.wait([f"finetune/failed/{rank}" for rank in ranks], timedelta(seconds=_PATIENCE_S))
+        store.set(f"finetune/left/{own}", "1")
+        if own == 0:  # which may hold the store, and so must leave last
+            store.wait([f"finetune/left/{rank}" for rank in ranks], timedelta(seconds=_PATIENCE_S))
+    except Exception:  # not all fail, or one has left already: nothing more to wait for
+        return
 
 
 def _train(parsed: argparse.Namespace) -> None:

@@ -1,0 +1,202 @@
+"""A good recipe to spoil, and the ways to start two ranks on it and to look at how each of them ends."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import LIMIT_S, ROOT, SHARED, command, environment
+
+from finetune import cli
+
+MODEL = SHARED / "stories260K"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def lines(number: int) -> str:
+    return "".join(json.dumps({"text": f"Story {i}. The cat {i} sat."}) + "\n" for i in range(number))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with a good recipe, and the means to spoil it."""
+
+    folder: Path
+
+    def write(self, name: str, text: str | bytes) -> Path:
+        file = self.folder / name
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return file
+
+    def recipe(self, **sections: Any) -> Path:
+        tree = {
+            "model": {"config": CONFIG},
+            "tokenizer": {"name": str(MODEL)},
+            "data": {
+                "train": [{"path": str(self.folder / "train.jsonl")}],
+                "validation_fraction": 0.0,
+                "sequence_length": 32,
+                "cache_dir": str(self.folder / "cache"),
+                "num_workers": 1,
+            },
+            "batch": {"global_size": 4, "micro_size": 2},
+            "length": {"steps": 2},
+            "output": {"dir": str(self.folder / "run")},
+            "precision": "fp32",
+        }
+        for name, values in sections.items():
+            old = tree.get(name)
+            tree[name] = {**old, **values} if isinstance(old, dict) and isinstance(values, dict) else values
+        return self.write("recipe.yaml", yaml.safe_dump(tree))
+
+    def launch_file(self, name: str, **keys: Any) -> Path:
+        """A shipped launch file with some keys changed, one level down as well."""
+        tree = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
+        for key, value in keys.items():
+            tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+        return self.write("launch.yaml", yaml.safe_dump(tree))
+
+    def ds_launch_file(self, changes: dict[str, Any]) -> Path:
+        config = {**json.loads((ROOT / "ds_configs" / "zero2.json").read_text()), **changes}
+        file = self.write("ds.json", json.dumps(config))
+        return self.launch_file("zero2", deepspeed_config={"deepspeed_config_file": str(file)})
+
+    def files(self) -> dict[str, bytes]:
+        """Everything in the run directory."""
+        return {str(f): f.read_bytes() for f in sorted((self.folder / "run").rglob("*")) if f.is_file()}
+
+
+def exported(config: str | Path) -> dict[str, str]:
+    """What `accelerate launch` exports to each worker for a launch file, shipped or not."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    arguments = launch.launch_command_parser().parse_args(
+        ["--main_process_port", "0", "--config_file", str(file), "scripts/train.py"]
+    )
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        env = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        env = prepare_multi_gpu_env(arguments)
+    return {key: value for key, value in env.items() if os.environ.get(key) != value}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Rank:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def start(
+    place: Place,
+    recipe: Path,
+    *overrides: str,
+    config: str | Path = "ddp",
+    in_turn: bool = False,
+    script: str = "scripts/train.py",
+) -> list[Rank]:
+    """Two ranks, in the environment that torchrun and Accelerate give them, each with its own exit code."""
+    ranks = []
+    port = str(free_port())
+    for rank in (1, 0) if in_turn else (0, 1):
+        folder = place.folder / "elastic" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        env = environment(
+            **exported(config),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            TORCHELASTIC_ERROR_FILE=str(folder / "error.json"),
+        )
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            words = [sys.executable, script, str(recipe), *overrides]
+            ranks.append((folder, subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=err)))
+        if in_turn:
+            ranks[-1][1].wait(LIMIT_S)
+    ended = []
+    try:
+        for folder, process in ranks:
+            code = process.wait(LIMIT_S)
+            ended.append(Rank(code, (folder / "out").read_text(), (folder / "err").read_text()))
+    finally:
+        for _, process in ranks:
+            process.kill()
+    return ended
+
+
+PARAGRAPH = re.compile(r"^Error: .*$", re.MULTILINE)
+
+
+def assert_said(spoken: str, *says: str) -> None:
+    """One paragraph, of one line, and nothing else but that a rank waits for another's data."""
+    spoken = re.sub(r"^Waiting for another process .*\n", "", spoken, flags=re.MULTILINE)
+    paragraphs = PARAGRAPH.findall(spoken)
+    assert len(paragraphs) == 1, spoken[-4000:]
+    assert spoken.strip() == paragraphs[0]
+    for words in says:
+        assert words in paragraphs[0]
+
+
+def assert_refused(ranks: list[Rank], *says: str) -> None:
+    """Each rank ends in exit code 2; between them they say one paragraph."""
+    spoken = "".join(rank.stderr for rank in ranks)
+    assert [rank.code for rank in ranks] == [2] * len(ranks), spoken[-4000:]
+    assert_said(spoken, *says)
+
+
+class Here:
+    """Rank 0 of two inside this process, for what is refused before the ranks meet: no start to wait for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.chdir(ROOT)
+        for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))]:
+            monkeypatch.delenv(key)
+
+    def assert_refused(self, recipe: Path, *says: str, config: str | Path = "ddp") -> None:
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        for key, value in {**exported(config), **ranks}.items():
+            self.monkeypatch.setenv(key, value)
+        self.capsys.readouterr()
+        assert cli.train_main([str(recipe)]) == 2
+        assert_said(self.capsys.readouterr().err, *says)
+
+
+def by_finetune(config: str | Path, *arguments: str) -> list[str]:
+    """`finetune launch` of a shipped launch file by name, or of any by path."""
+    code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    file = config if isinstance(config, Path) else f"accelerate_configs/{config}.yaml"
+    return [sys.executable, "-c", code, "launch", "--config_file", str(file), *arguments]
+
+
+def by_launcher(config: str | Path, *arguments: str, script: str = "scripts/train.py") -> list[str]:
+    """What `finetune launch` becomes once recipe and launch file are checked."""
+    words = command(config, *arguments, script=script)
+    return [sys.executable, "-m", "finetune.launcher", *words[words.index("launch") + 1 :]]
