@@ -1,0 +1,397 @@
+"""It is impossible to believe that one backend ran when another did."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import command, environment, run
+from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port, lines
+
+from finetune.backend import Launch, Proof, read_launch, start
+from finetune.backend.prove import _differences
+from finetune.errors import BackendError
+from finetune.recipe import load
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path)
+    made.write("train.jsonl", lines(60))
+    return made
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------- launch files that lie
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "says"),
+    [
+        (
+            "fsdp",
+            {"use_cpu": True},
+            ["asks for FSDP on 2 processes and also for `use_cpu`", "Take `use_cpu` out"],
+        ),
+        ("ddp", {"use_cpu": True}, ["asks for MULTI_GPU on 2 processes and also for `use_cpu`"]),
+        ("single", {"num_processes": 2}, ["asks for 2 processes with distributed_type 'NO'", "MULTI_GPU"]),
+        ("ddp", {"mixed_precision": "bf16"}, ["says mixed_precision: bf16", "says precision: fp32", "take"]),
+    ],
+    ids=["FSDP and use_cpu", "DDP and use_cpu", "NO and two processes", "another precision"],
+)
+def test_launch_file_that_lies(place: Place, base: str, keys: dict[str, Any], says: list[str]) -> None:
+    file = place.launch_file(base, **keys)
+    code, output = run(by_launcher(file, str(place.recipe())))
+    assert code == 2, output
+    assert_said(output, str(file), *says)
+    assert not place.files()
+
+
+def test_accelerate_launch_with_cpu(place: Place) -> None:
+    words = command("fsdp", str(place.recipe()))
+    code, output = run([*words[: words.index("--config_file")], "--cpu", *words[words.index("--config_file") :]])
+    assert code != 0
+    assert "returned non-zero exit status 2" in output
+    assert output.strip().startswith("Error: accelerate_configs/fsdp.yaml asks for FSDP on 2 processes and also")
+    assert len(PARAGRAPH.findall(output)) == 1
+    assert not place.files()
+
+
+@needs_no_gpu
+@pytest.mark.xfail(strict=True, reason="backend/launch.py compares --num_processes only where there is a launch file")
+@pytest.mark.parametrize("flags", [["--cpu"], []], ids=["cpu", "nothing"])
+def test_accelerate_launch_of_two_that_starts_one(place: Place, flags: list[str]) -> None:
+    """Without a launch file, and without a GPU, Accelerate ignores --num_processes."""
+    words = command("ddp", str(place.recipe()), processes=2)
+    at = words.index("--config_file")
+    words = [*words[:at], *flags, *words[at + 2 :]]
+    code, output = run(words, env=environment(HF_HOME=str(place.folder / "home")))
+    assert code != 0
+    assert len(PARAGRAPH.findall(output)) == 1, output
+    assert "asks for 2 processes" in output
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- environments that lie
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero2"])
+def test_use_cpu_exported(place: Place, here: Here, config: str) -> None:
+    here.monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    here.assert_refused(place.recipe(), "ACCELERATE_USE_CPU is set", "Unset it", config=config)
+    assert not place.files()
+
+
+@pytest.mark.parametrize("value", ["1", "TRUE", "yes"])
+def test_use_cpu_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    for key, word in {**exported("fsdp"), "WORLD_SIZE": "1", "ACCELERATE_USE_CPU": value}.items():
+        monkeypatch.setenv(key, word)
+    with pytest.raises(BackendError, match="ACCELERATE_USE_CPU"):
+        read_launch()
+
+
+def test_world_size_without_a_launcher(place: Place) -> None:
+    words = [sys.executable, "scripts/train.py", str(place.recipe())]
+    code, output = run(words, env=environment(WORLD_SIZE="2"))
+    assert code == 2
+    assert_said(output, "WORLD_SIZE is 2", "no LOCAL_RANK", "unset WORLD_SIZE")
+    assert not place.files()
+
+
+class Started:
+    """Pretends that the parent process is `accelerate launch` with these arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+        line = ["python", "/bin/accelerate", "launch", *arguments, "scripts/train.py", "recipe.yaml"]
+
+        class Parent:
+            def parent(self) -> "Parent":
+                return self
+
+            def cmdline(self) -> list[str]:
+                return line
+
+            def environ(self) -> dict[str, str]:
+                return {}
+
+        monkeypatch.setattr("finetune.backend.launch.psutil.Process", Parent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "runs"),
+    [
+        (["--config_file", "accelerate_configs/ddp.yaml"], 2, 4),
+        (["--config_file", "accelerate_configs/fsdp.yaml"], 2, 1),
+        (["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "4"], 4, 2),
+        (["--config_file=accelerate_configs/single.yaml"], 1, 2),
+    ],
+)
+def test_world_size_that_was_not_asked_for(here: Here, arguments: list[str], asked: int, runs: int) -> None:
+    Started(here.monkeypatch, *arguments)
+    for key in ("RANK", "LOCAL_RANK"):
+        here.monkeypatch.setenv(key, "0")
+    here.monkeypatch.setenv("WORLD_SIZE", str(runs))
+    with pytest.raises(BackendError, match=f"asks for {asked} processes, but {runs} run"):
+        read_launch()
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "world"),
+    [
+        ("single", "single", 1),
+        ("ddp", "ddp", 2),
+        ("fsdp", "fsdp", 2),
+        ("hsdp", "hsdp", 4),
+        ("zero3", "zero3", 2),
+    ],
+)
+def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, world: int) -> None:
+    file = f"accelerate_configs/{config}.yaml"
+    env = {} if config == "single" else exported(config)
+    for key, value in {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}.items():
+        here.monkeypatch.setenv(key, value)
+    Started(here.monkeypatch, "--config_file", file)
+    launch = read_launch()
+    assert (launch.kind, launch.num_processes, launch.file) == (kind, world, file)
+    assert launch.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [
+            "python",
+            "-m",
+            "finetune.launcher",
+            "--config_file",
+            "accelerate_configs/ddp.yaml",
+            "scripts/train.py",
+        ],
+        [
+            "python",
+            "/venv/bin/accelerate-launch",
+            "--config_file",
+            "accelerate_configs/ddp.yaml",
+            "scripts/train.py",
+        ],
+        [
+            "python",
+            "/x/accelerate/commands/launch.py",
+            "--config_file",
+            "accelerate_configs/ddp.yaml",
+            "scripts/train.py",
+        ],
+        # A script's own argument of that name is none of the launcher's.
+        [
+            "python",
+            "/venv/bin/accelerate",
+            "launch",
+            "--config_file",
+            "accelerate_configs/ddp.yaml",
+            "a.py",
+            "finetune.launcher",
+        ],
+    ],
+)
+def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) -> None:
+    Started(here.monkeypatch)
+    from finetune.backend import launch
+
+    parent: Any = launch.psutil.Process()
+    here.monkeypatch.setattr(type(parent), "cmdline", lambda self: line)
+    for key, value in {**exported("ddp"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        here.monkeypatch.setenv(key, value)
+    assert read_launch().file == "accelerate_configs/ddp.yaml"
+
+
+# ---------------------------------------------------------------- the recipe decides
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", "zero2"])
+def test_exported_accumulation(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    asked = Launch(kind=kind, num_processes=1 if kind == "single" else 2)
+    with pytest.raises(BackendError, match="says gradient accumulation 3, the recipe's batch makes it 2"):
+        start.start(asked, load(place.recipe()), "fp32", 2)
+
+
+@pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
+def test_precision_of_the_launch_plane(place: Place, launch: str, recipe: str) -> None:
+    asked = Launch(kind="ddp", num_processes=2, file="some.yaml", mixed_precision=launch)
+    with pytest.raises(BackendError, match=f"some.yaml says mixed_precision: {launch}, the recipe says .* {recipe}"):
+        start.start(asked, load(place.recipe()), recipe, 2)
+
+
+# ---------------------------------------------------------------- what is honest
+
+
+@needs_no_gpu
+def test_torchrun_without_a_launch_file_is_ddp(place: Place) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    words += ["--master_port", str(free_port()), "scripts/train.py", str(place.recipe())]
+    code, output = run(words)
+    assert code == 0, output
+    facts = json.loads((place.folder / "run" / "run.json").read_text())
+    assert (facts["runs"]["kind"], facts["runs"]["world_size"], facts["launch"]["file"]) == ("ddp", 2, None)
+    assert "ddp x2" in output
+
+
+# ---------------------------------------------------------------- what runs is looked at
+
+# Scripts that train as scripts/train.py does, on an Accelerate that falls back without a word.
+FALLBACKS = {
+    # It prepares nothing: N trainings that know nothing of each other.
+    "ddp": "from accelerate import Accelerator; Accelerator.prepare = lambda self, *parts: parts",
+    # It takes no notice of the sharding that is asked for, as it does for CPU processes.
+    "fsdp": "from accelerate import PartialState; start._enter_fsdp_on_gloo = lambda: PartialState(cpu=True)",
+}
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("kind", "runs"), [("ddp", "single"), ("fsdp", "ddp")])
+def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
+    script = place.write(
+        "falls_back.py",
+        "from finetune import cli\nfrom finetune.backend import start\n"
+        f"{FALLBACKS[kind]}\ncli.exit_with(cli.train_main())\n",
+    )
+    code, output = run(by_launcher(kind, str(place.recipe()), script=str(script)))
+    assert code == 2, output
+    assert len(PARAGRAPH.findall(output)) == 1, output
+    assert f"Error: What runs is not what accelerate_configs/{kind}.yaml asks for: " in output
+    assert f"kind: asked {kind}, runs {runs}" in output
+    assert "Nothing was trained" in output
+    assert "Traceback" not in output
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- every difference counts
+
+
+def proof(kind: str, **fields: Any) -> Proof:
+    """What is read back when all is as it should be, but for some fields."""
+    sharded, zero = kind in ("fsdp", "hsdp", "zero3"), kind.startswith("zero")
+    good = {
+        "kind": kind,
+        "world_size": {"single": 1, "hsdp": 4}.get(kind, 2),
+        "replicas": 2 if kind == "hsdp" else 1,
+        "communication": None if kind == "single" else "gloo",
+        "device": "cpu",
+        "wrapper": "Wrapper",
+        "num_parameters": 1_000_000,
+        "parameter_fraction": 0.5 if sharded else 1.0,
+        "optimizer_fraction": 0.5 if sharded or zero else 1.0,
+        "parameter_dtypes": ("float32",),
+        "model_dtypes": ("float32",),
+        "reduce_dtype": "float32",
+        "offload_params": "none",
+        "offload_optimizer": "none",
+        "on_disk": (0.0, 0.0),
+        "accumulation": 2,
+        "num_threads": 1,
+        "output_dtypes": {"Linear": "float32", "loss": "float32"},
+    }
+    names = {field.name for field in dataclasses.fields(Proof)}
+    return Proof(**{name: value for name, value in {**good, **fields}.items() if name in names})
+
+
+def asked(kind: str, **fields: Any) -> Launch:
+    good = {
+        "kind": kind,
+        "num_processes": {"single": 1, "hsdp": 4}.get(kind, 2),
+        "replicate": 2 if kind == "hsdp" else 1,
+    }
+    return Launch(**{**good, **fields})
+
+
+KINDS = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_difference(kind: str) -> None:
+    assert list(_differences(proof(kind), asked(kind), 2, "fp32")) == []
+    bf16 = proof(kind, output_dtypes={"LayerNorm": "float32", "Linear": "bfloat16", "loss": "float32"})
+    assert list(_differences(bf16, asked(kind), 2, "bf16")) == []
+
+
+@pytest.mark.parametrize("one", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_no_kind_passes_for_another(one: str, other: str) -> None:
+    problems = "; ".join(_differences(proof(other), asked(one), 2, "fp32"))
+    assert (f"kind: asked {one}, runs {other}" in problems) == (one != other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "says"),
+    [
+        ("ddp", "world_size", 1, "number of processes: asked 2, runs 1"),
+        ("hsdp", "replicas", 1, "replicas: asked 2, runs 1"),
+        ("fsdp", "replicas", 2, "replicas: asked 1, runs 2"),
+        ("zero2", "accumulation", 1, "gradient accumulation: asked 2, runs 1"),
+        ("zero3", "offload_params", "cpu", "offload of parameters: asked none, runs cpu"),
+        ("zero2", "offload_optimizer", "nvme", "offload of the optimiser: asked none, runs nvme"),
+        ("fsdp", "parameter_fraction", 1.0, "parameters held by a rank: asked 50.0%, holds 100.0%"),
+        ("zero3", "parameter_fraction", 0.6, "parameters held by a rank: asked 50.0%, holds 60.0%"),
+        ("ddp", "parameter_fraction", 0.5, "parameters held by a rank: asked 100.0%, holds 50.0%"),
+        ("zero1", "optimizer_fraction", 1.0, "optimiser state held by a rank: asked 50.0%, holds 100.0%"),
+        ("fsdp", "optimizer_fraction", 1.0, "optimiser state held by a rank: asked 50.0%, holds 100.0%"),
+        ("single", "optimizer_fraction", 0.9, "optimiser state held by a rank: asked 100.0%, holds 90.0%"),
+        ("fsdp", "parameter_dtypes", ("bfloat16", "float32"), "must be float32, are bfloat16+float32"),
+        (
+            "ddp",
+            "output_dtypes",
+            {"Linear": "float16", "loss": "float32"},
+            "asked float32, come out in float16",
+        ),
+        (
+            "ddp",
+            "output_dtypes",
+            {"Conv1D": "float16", "loss": "float32"},
+            "asked float32, come out in float16",
+        ),
+        (
+            "fsdp",
+            "output_dtypes",
+            {"Linear": "float32", "loss": "bfloat16"},
+            "leave the model as float32, is bfloat16",
+        ),
+    ],
+)
+def test_a_difference_is_told(kind: str, field: str, value: Any, says: str) -> None:
+    problems = list(_differences(proof(kind, **{field: value}), asked(kind), 2, "fp32"))
+    assert len(problems) == 1
+    assert says in problems[0]
+
+
+def test_bf16_that_does_not_happen_is_told() -> None:
+    problems = list(_differences(proof("ddp"), asked("ddp"), 2, "bf16"))
+    assert problems == ["matrix products: asked bfloat16, come out in float32"]
+
+
+def test_offload_that_does_not_happen_is_told() -> None:
+    launch = asked("zero3", offload_params="nvme", offload_optimizer="cpu")
+    problems = list(_differences(proof("zero3"), launch, 2, "fp32"))
+    assert problems == [
+        "offload of parameters: asked nvme, runs none",
+        "offload of the optimiser: asked cpu, runs none",
+    ]
+
+
+def test_all_differences_are_told_at_once() -> None:
+    wrong = proof("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
+    assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32"))) >= 6
+
+
+def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
+    assert list(_differences(proof("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32")) == []
+    whole = proof("fsdp", num_parameters=500, parameter_fraction=1.0)
+    assert len(list(_differences(whole, asked("fsdp"), 2, "fp32"))) == 1
