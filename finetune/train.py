@@ -183,6 +183,7 @@ def _log(
     """Reads the step's figures from the device, on every rank alike, and writes them on rank 0."""
     run.watch.mark("other")
     split = run.watch.totals()
+    split.pop("aside", None)  # evaluation and samples are no part of a step
     total = run.backend.sum(loss_sum.double().reshape(1))
     seen = run.targets.item()
     before = run.results.get("_logged", {"step": 0, "targets": 0.0})
@@ -215,6 +216,7 @@ def _log(
 def _evaluate(run: Run, done: int) -> None:
     if run.data.validation is None:
         return
+    run.watch.mark("aside")
     micro = run.recipe.eval.micro_size or run.recipe.batch.micro_size
     figures = evaluate.evaluate(run.backend, run.model, run.task, run.data.validation, micro)
     values = {f"validation_{key}": value for key, value in figures.items()}
@@ -226,6 +228,7 @@ def _evaluate(run: Run, done: int) -> None:
 
 def _sample(run: Run, done: int) -> None:
     assert run.recipe.sample is not None
+    run.watch.mark("aside")
     text = generate.sample(
         run.backend,
         run.model,

@@ -20,6 +20,7 @@ from finetune.backend import derive_accumulation
 from finetune.errors import DataError, RecipeError
 from finetune.length import Length
 from finetune.length import measure as length_of
+from finetune.metrics import Stopwatch
 from finetune.recipe import Recipe, validate
 
 
@@ -167,6 +168,18 @@ def test_seeds_have_no_history() -> None:
     assert not torch.equal(first, torch.rand(3))
     # Pinned, so that a new version of a library cannot change old runs without being seen.
     assert np.random.SeedSequence((1, 2, 3)).generate_state(1, np.uint64)[0] == 12997252459554536576
+
+
+def test_stopwatch_gives_each_part_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0, 10.0, 20.0, 21.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = Stopwatch(torch.device("cpu"))
+    for name in ("data", "compute", "data", "aside", "other"):
+        watch.mark(name)
+    assert watch.totals() == {"data": 1.0 + 4.0, "compute": 2.0, "aside": 3.0}
+    watch.mark("data")
+    # What was last goes on until the next mark, over the reading.
+    assert watch.totals() == {"other": 10.0}
 
 
 class HostReads(TorchDispatchMode):
