@@ -49,7 +49,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: a text that looks like a number gets quotes."""
+    """Writes what `_Loader` reads back: a text that looks like a number gets quotes, a rare line break an escape."""
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # PyYAML writes Unicode's own line breaks as they are, and reads them as an ordinary one.
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style='"' if _RARE_BREAK.search(value) else None)
+
+
+_RARE_BREAK = re.compile("[\x85\u2028\u2029]")
+_Dumper.add_representer(str, _Dumper.text)
 
 
 # PyYAML follows YAML 1.1, in which `1e-4` is a string; 1.2's rule is what everybody writes.

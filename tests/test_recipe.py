@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from harness import ROOT, SHARED, environment, run
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -223,6 +223,7 @@ def test_yaml_means_what_people_write(tmp_path: Path) -> None:
     }
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
@@ -248,6 +249,9 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20) | st.sam
         "a\nb",
         "=",
         "<<",
+        "a\x85b",
+        "\u2028",
+        "\r",
     ]
 )
 PLAIN = st.recursive(
@@ -257,6 +261,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     args=st.dictionaries(TEXTS, PLAIN, max_size=4),
     prompt=TEXTS,
