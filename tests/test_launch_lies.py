@@ -67,7 +67,6 @@ def test_accelerate_launch_with_cpu(place: Place) -> None:
 
 
 @needs_no_gpu
-@pytest.mark.xfail(strict=True, reason="backend/launch.py compares --num_processes only where there is a launch file")
 @pytest.mark.parametrize("flags", [["--cpu"], []], ids=["cpu", "nothing"])
 def test_accelerate_launch_of_two_that_starts_one(place: Place, flags: list[str]) -> None:
     """Without a launch file, and without a GPU, Accelerate ignores --num_processes."""
