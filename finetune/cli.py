@@ -54,7 +54,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
     _recipe_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check all but data and weights, and stop")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     return _guarded(_dry_run if parsed.dry_run else _train, parsed)
 
 
@@ -72,6 +72,9 @@ def _guarded(verb: Callable[[argparse.Namespace], None], parsed: argparse.Namesp
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

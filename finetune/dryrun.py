@@ -1,8 +1,7 @@
 """What a run would do, without data or weights."""
 
 from finetune import optim, tasks
-from finetune.backend import derive_accumulation, read_launch
-from finetune.backend.start import check_devices, pick_precision
+from finetune.backend import read_launch, settle
 from finetune.errors import RecipeError
 from finetune.models import Caller
 from finetune.recipe import Recipe
@@ -15,9 +14,7 @@ def describe(recipe: Recipe) -> str:
         FinetuneError: With what is wrong.
     """
     asked = read_launch()
-    check_devices(asked)
-    precision = pick_precision(recipe)
-    accumulation = derive_accumulation(recipe, asked.num_processes)
+    settled = settle(recipe, asked)
     task = tasks.find(recipe)
     if task.build_skeleton is None:
         raise RecipeError(
@@ -31,10 +28,10 @@ def describe(recipe: Recipe) -> str:
     batch, data, world = recipe.batch, recipe.data, asked.num_processes
     sources = [s.path or s.hub or f"{s.sample} built-in stories" for s in data.train or data.validation]
     rate = f"peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
-    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {accumulation}"
+    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
     lines = {
         "task": recipe.task.name,
-        "network": f"{type(network).__name__}, {counted:,} parameters, {trained:,} trained, in {precision}",
+        "network": f"{type(network).__name__}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "backend": f"{asked.kind} on {world} process(es)" + (f", from {asked.file}" if asked.file else ""),
         "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",

@@ -27,7 +27,8 @@ def peak_lr(recipe: Recipe) -> float:
 def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
     """The learning rate of optimiser step `step` (from 0): a pure function, so there is no state to resume.
 
-    Warm-up ends exactly at the peak, and the decay exactly at `floor` on the last step.
+    Warm-up ends exactly at the peak. The decay would reach `floor` one step after the last, so that no step is taken
+    at a rate of 0.
     """
     schedule, peak = recipe.schedule, peak_lr(recipe)
     warmup = schedule.warmup_steps
@@ -42,8 +43,7 @@ def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
         start = max(warmup, num_steps - round(schedule.decay_fraction * num_steps))
         if step < start:
             return peak
-    progress = (step - start + 1) / max(1, num_steps - start)
-    progress = min(1.0, progress)
+    progress = (step - start + 1) / (num_steps - start + 1)
     if schedule.name == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finetune import evaluate, export, generate, models, optim, rehearsal, tasks
-from finetune.backend import Backend, Proof, read_launch
+from finetune.backend import Backend, Proof, read_launch, settle
 from finetune.data.order import rows_at
 from finetune.length import Length, describe, measure
 from finetune.metrics import Reporter, Stopwatch, flops_per_target, peak_flops, peak_memory_gib
@@ -48,12 +48,13 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         FinetuneError: With what is wrong; nothing has been overwritten then.
     """
     asked = read_launch()
+    settled = settle(recipe, asked)
     task = tasks.find(recipe)
     directory = RunDirectory.check(recipe)
     # Before any process group exists, so that no rank times out in a collective while another tokenises.
     ready = task.build_data(recipe, quiet)
     length = measure(recipe, ready.train)
-    backend = Backend.start(recipe, asked, quiet=quiet)
+    backend = Backend.start(recipe, asked, settled, quiet=quiet)
     with backend.loading(pretrained=recipe.model.name is not None and task is tasks.CAUSAL_LM):
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
         flops = flops_per_target(network, recipe.data.sequence_length)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from harness import SHARED, Launcher
 from recipes_for_tests import PARITY, base
 

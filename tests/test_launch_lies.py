@@ -385,6 +385,16 @@ def test_offload_that_does_not_happen_is_told() -> None:
     ]
 
 
+def test_resharding_and_the_dtype_of_sums_are_compared() -> None:
+    assert list(_differences(proof("fsdp", reshards=True), asked("fsdp"), 2, "fp32")) == []
+    (said,) = _differences(proof("fsdp", reshards=False), asked("fsdp"), 2, "fp32")
+    assert "resharding after the forward pass: asked True, runs False" in said
+    (said,) = _differences(proof("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32")
+    assert "are summed in bfloat16" in said
+    chosen = asked("zero2", ds_config={"communication_data_type": "bf16"})
+    assert list(_differences(proof("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32")) == []
+
+
 def test_all_differences_are_told_at_once() -> None:
     wrong = proof("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
     assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32"))) >= 6
@@ -394,3 +404,25 @@ def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
     assert list(_differences(proof("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32")) == []
     whole = proof("fsdp", num_parameters=500, parameter_fraction=1.0)
     assert len(list(_differences(whole, asked("fsdp"), 2, "fp32"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "without a deepspeed_config_file; values such as zero_stage"),
+        (
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json", "ACCELERATE_MIXED_PRECISION": "bf16"},
+            "says mixed_precision: bf16, which DeepSpeed takes from its own config",
+        ),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"}, "nowhere.json, which cannot be read as JSON"),
+    ],
+    ids=["values in the launch file", "precision in the launch file", "no such config"],
+)
+def test_deepspeed_launch_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(BackendError, match=says):
+        read_launch()

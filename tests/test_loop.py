@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import models, optim, train
-from finetune.backend import derive_accumulation
+from finetune.backend.settle import derive_accumulation
 from finetune.errors import DataError, RecipeError
 from finetune.length import Length
 from finetune.length import measure as length_of
@@ -40,25 +40,26 @@ def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
     assert rates(name="constant", warmup_fraction=0.1) == lr
 
 
-def test_cosine_ends_at_its_floor_and_is_half_way_in_the_middle() -> None:
-    lr = rates(name="cosine", warmup_steps=0, floor=0.1)
-    assert lr[-1] == pytest.approx(0.1)
+def test_cosine_ends_near_its_floor_and_is_half_way_in_the_middle() -> None:
+    lr = rates(99, name="cosine", warmup_steps=0, floor=0.1)
     assert lr[49] == pytest.approx(0.55)
+    # 99 hundredths of the way.
+    assert lr[-1] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.99)))
     assert lr == sorted(lr, reverse=True)
 
 
-def test_linear_ends_at_its_floor() -> None:
+def test_linear_falls_evenly_and_wastes_no_step_on_nought() -> None:
     lr = rates(name="linear", warmup_steps=20, floor=0.0)
     assert lr[19] == pytest.approx(1.0)
-    assert lr[-1] == pytest.approx(0.0)
-    assert np.diff(lr[20:]) == pytest.approx(-1 / 80)
+    assert lr[-1] == pytest.approx(1 / 81)
+    assert np.diff(lr[19:]) == pytest.approx(-1 / 81)
 
 
 def test_wsd_is_stable_and_then_decays() -> None:
     lr = rates(name="wsd", warmup_steps=10, decay_fraction=0.2, floor=0.0)
     assert set(lr[10:80]) == {1.0}
     assert lr[80] < 1.0
-    assert lr[-1] == pytest.approx(0.0)
+    assert lr[-1] == pytest.approx(1 / 21)
 
 
 @given(
@@ -252,7 +253,7 @@ def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
 
 
 def test_trackers_that_are_not_installed_are_refused(tmp_path) -> None:
-    from finetune.backend.start import _check_trackers
+    from finetune.backend.settle import _check_trackers
 
     with pytest.raises(RecipeError, match=r"log.trackers: nonesuch cannot be used; installed here"):
         _check_trackers(recipe(log={"trackers": ["nonesuch"]}))

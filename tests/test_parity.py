@@ -9,10 +9,13 @@ import yaml
 from harness import ROOT, SHARED, Launcher, assert_same_path, weight_difference
 from recipes_for_tests import PARITY, SPLITS, WIDE
 
+from finetune.backend.toolchain import has_libaio
+
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
-NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, pytest.mark.xdist_group("zero3_nvme")])
+needs_libaio = pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
+NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, needs_libaio, pytest.mark.xdist_group("zero3_nvme")])
 EVERY = [*(pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS), NVME]
 
 # Offload replaces torch's AdamW by DeepSpeed's, and refuses every other optimiser.
@@ -73,6 +76,7 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
     assert (runs["parameter_fraction"], runs["optimizer_fraction"]) == pytest.approx(shards, abs=0.03)
     offload = {"zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(backend, "none")
     assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
+    assert runs["reshards"] == {"fsdp": True, "fsdp_grad_op": False, "hsdp": True}.get(backend)
     assert runs["accumulation"] == (1 if backend == "hsdp" else 2)
     assert f"{kind} x{runs['world_size']}, {wrapper}" in run.output
 
@@ -92,6 +96,7 @@ def test_evaluation_and_samples_are_the_single_process_ones(launcher: Launcher, 
 
 
 @pytest.mark.nvme
+@needs_libaio
 @pytest.mark.xdist_group("zero3_nvme")
 def test_nvme_holds_the_state_and_takes_the_same_path(launcher: Launcher, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

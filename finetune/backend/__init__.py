@@ -16,36 +16,13 @@ from torch import nn
 from finetune.backend import deepspeed_config, launch, ops, prove, start
 from finetune.backend.launch import Launch
 from finetune.backend.prove import Proof
-from finetune.errors import BackendError, RecipeError
+from finetune.backend.settle import Settled, settle
+from finetune.errors import BackendError
 from finetune.recipe import Recipe
 
-__all__ = ["Backend", "Launch", "Proof", "derive_accumulation", "read_launch"]
+__all__ = ["Backend", "Launch", "Proof", "Settled", "read_launch", "settle"]
 
 read_launch = launch.read
-
-
-def derive_accumulation(recipe: Recipe, world: int) -> int:
-    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
-
-    Raises:
-        RecipeError: If it does not come out even, with the sizes that do.
-    """
-    batch = recipe.batch
-    if recipe.length.steps == 0:
-        return 1  # nothing is trained, so there is no global batch to fill
-    if batch.global_size % (batch.micro_size * world) == 0:
-        return batch.global_size // (batch.micro_size * world)
-    share = batch.global_size // world if batch.global_size % world == 0 else 0
-    fits = [n for n in range(1, share + 1) if share % n == 0]
-    advice = (
-        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
-        if fits
-        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
-    )
-    raise RecipeError(
-        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} x {world} "
-        f"processes = {batch.micro_size * world}. {advice}"
-    )
 
 
 @dataclass
@@ -60,24 +37,21 @@ class Backend:
     """Micro-batches an optimiser step and process."""
 
     @classmethod
-    def start(cls, recipe: Recipe, asked: Launch, *, quiet: bool = False) -> "Backend":
+    def start(cls, recipe: Recipe, asked: Launch, settled: Settled, *, quiet: bool = False) -> "Backend":
         """Starts the process group and the accelerator that the launch asks for.
 
         Raises:
-            BackendError: If this machine cannot run it, or it contradicts the recipe.
+            BackendError: If this machine cannot run it.
         """
-        precision = start.pick_precision(recipe)
-        start.check_devices(asked)
-        accumulation = derive_accumulation(recipe, asked.num_processes)
         ops.ensure(start.needed_ops(asked), quiet=quiet)
-        accelerator = start.start(asked, recipe, precision, accumulation)
+        accelerator = start.start(asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
                 f"sees {accelerator.num_processes}: each would train alone and overwrite the others. Start it with "
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
-        return cls(accelerator, asked, precision, accumulation)
+        return cls(accelerator, asked, settled.precision, settled.accumulation)
 
     @property
     def device(self) -> torch.device:

@@ -80,6 +80,12 @@ def read() -> Launch:
     file, config = _launch_file(arguments)
     if file is not None:
         _check_file(file, config, arguments, world)
+    elif arguments is not None and (arguments.num_processes or world) != world:
+        raise BackendError(
+            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
+            "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
+            "accelerate_configs/ddp.yaml."
+        )
     elif world > 1 and "LOCAL_RANK" not in env:
         raise BackendError(
             f"WORLD_SIZE is {world}, but this process has no LOCAL_RANK: it was not started by a launcher. Start "
@@ -230,22 +236,27 @@ def _fsdp(common: dict[str, Any]) -> Launch:
 
 
 def _deepspeed(common: dict[str, Any]) -> Launch:
+    launch_file = common["file"] or "The environment"
     place = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if place != "none":
-        try:
-            config = json.loads(Path(place).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BackendError(
-                f"{common['file'] or 'The environment'} names the DeepSpeed config {place}, which cannot be read as "
-                f"JSON: {error}. Paths count from the working directory."
-            ) from error
-    else:
-        # A launch file may hold the few DeepSpeed values itself; Accelerate turns them into a config.
-        from accelerate.utils import DeepSpeedPlugin
-
-        place = f"deepspeed_config in {common['file'] or 'the environment'}"
-        config = dict(DeepSpeedPlugin().deepspeed_config)
-        config.pop("steps_per_print", None)
+    if place == "none":
+        raise BackendError(
+            f"{launch_file} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
+            "launch file itself are not read. Name a JSON file under deepspeed_config, such as ds_configs/zero2.json."
+        )
+    if common["mixed_precision"] != "no":
+        raise BackendError(
+            f"{launch_file} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
+            f"config. Take it out: the recipe's precision decides, and {place} can say how."
+        )
+    try:
+        config = json.loads(Path(place).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BackendError(
+            f"{launch_file} names the DeepSpeed config {place}, which cannot be read as JSON: {error}. Paths count "
+            "from the working directory."
+        ) from error
+    if not isinstance(config, dict):
+        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):

@@ -54,6 +54,8 @@ class Proof:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
+    reshards: bool | None = None
+    """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
     """What each kind of module put out in a real forward pass, and `loss`."""
 
@@ -126,6 +128,11 @@ def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str
     ):
         if asked != runs:
             yield f"{name}: asked {asked}, runs {runs}"
+    if proof.reshards not in (None, launch.reshard):
+        yield f"resharding after the forward pass: asked {launch.reshard}, runs {proof.reshards}"
+    # A ds config can ask for gradients in 16 bit; nothing else may.
+    if proof.reduce_dtype != "float32" and launch.ds_config.get("communication_data_type") in (None, "auto", "fp32"):
+        yield f"gradients: asked to be summed in float32, are summed in {proof.reduce_dtype}"
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0
     want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
@@ -210,7 +217,7 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
 
 
 def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> Proof:
-    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 
     def held(tensors: list[Any]) -> float:
@@ -220,6 +227,11 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    # The root and the units at the model's ends stay gathered in any case; it is the layers that are asked about.
+    layers = getattr(model, "_no_split_modules", ())
+    units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in units if isinstance(m, FSDPModule)]
+    reshards = any(g._reshard_after_forward for g in groups if g is not None) if groups else None
     policies = {type(s._fsdp_param_group.offload_policy) for s in _states(model)}
     policy = next(s._fsdp_param_group.mp_policy for s in _states(model))
     compute = policy.param_dtype
@@ -234,6 +246,7 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         reduce_dtype=_short(policy.reduce_dtype or torch.float32),
         offload_params=offload,
         offload_optimizer=offload,
+        reshards=reshards,
         **common,
     )
 

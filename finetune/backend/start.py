@@ -11,53 +11,14 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune.backend import deepspeed_config, ops
+from finetune.backend import ops
 from finetune.backend.launch import Launch
-from finetune.errors import BackendError, RecipeError
+from finetune.backend.settle import Settled
+from finetune.errors import BackendError
 from finetune.recipe import Recipe
 
 # Collectives wait this long for a slow rank before they give up.
 TIMEOUT = timedelta(minutes=30)
-
-
-def pick_precision(recipe: Recipe) -> str:
-    """`fp32`, `bf16` or `fp16`: what the recipe asks for, `auto` settled by the device.
-
-    Raises:
-        BackendError: If this machine cannot compute in it.
-    """
-    gpu = torch.cuda.is_available()
-    if recipe.precision == "auto":
-        return "bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32"
-    if recipe.precision == "fp16" and not gpu:
-        raise BackendError(
-            "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling, and it would "
-            "silently run as fp32 on some backends and without scaling on others. Set `precision: bf16` or `fp32`."
-        )
-    if recipe.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported():
-        raise BackendError("The recipe asks for precision bf16, which this GPU does not have. Set it to fp16 or fp32.")
-    return recipe.precision
-
-
-def check_devices(launch: Launch) -> None:
-    """Refuses what this machine's devices cannot run.
-
-    Raises:
-        BackendError: With what is missing.
-    """
-    place = launch.file or "The launch environment"
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local > torch.cuda.device_count():
-            raise BackendError(
-                f"{place} starts {local} processes on a machine with {torch.cuda.device_count()} GPU(s); each needs "
-                f"one of its own. Set num_processes (or --num_processes) to {torch.cuda.device_count()}."
-            )
-    elif launch.uses_fsdp and launch.offload_params != "none":
-        raise BackendError(
-            f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
-            "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
-        )
 
 
 def needed_ops(launch: Launch) -> list[ops.Op]:
@@ -72,38 +33,22 @@ def needed_ops(launch: Launch) -> list[ops.Op]:
     return names
 
 
-def start(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> Accelerator:
-    """Starts the process group and the `Accelerator`.
-
-    Args:
-        accumulation: Micro-batches an optimiser step and process.
-
-    Raises:
-        BackendError: If the launch plane contradicts the recipe.
-    """
-    mixed = {"fp32": "no"}.get(precision, precision)
-    if launch.mixed_precision not in ("no", mixed):
-        raise BackendError(
-            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {launch.mixed_precision}, the "
-            f"recipe says precision: {precision}. The recipe decides: take mixed_precision out of the launch config."
-        )
-    exported = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if exported not in ("auto", "1", str(accumulation)):
-        raise BackendError(
-            f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
-            f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
-        )
+def start(launch: Launch, recipe: Recipe, settled: Settled) -> Accelerator:
+    """Starts the process group and the `Accelerator`."""
     # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
-    _check_trackers(recipe)
     cpu = not torch.cuda.is_available()
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     settings: dict[str, Any] = {}
     if launch.uses_deepspeed:
+        from accelerate.utils import DeepSpeedPlugin
+
         handlers.append(InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=TIMEOUT))
-        settings["deepspeed_plugin"] = _deepspeed_plugin(launch, recipe, precision, accumulation)
+        settings["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config=settled.ds_config, zero3_init_flag=launch.sharded_init
+        )
         # It warns of every optimiser but its own, and of settings that are `auto`.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     else:
@@ -114,8 +59,8 @@ def start(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> 
             settings["fsdp_plugin"] = _fsdp_plugin(launch)
     accelerator = Accelerator(
         # DeepSpeed's config has its own say, completed above.
-        mixed_precision="no" if launch.uses_deepspeed else mixed,
-        gradient_accumulation_steps=accumulation,
+        mixed_precision="no" if launch.uses_deepspeed or settled.precision == "fp32" else settled.precision,
+        gradient_accumulation_steps=settled.accumulation,
         cpu=cpu and launch.kind in ("single", "ddp"),
         dataloader_config=DataLoaderConfiguration(),
         kwargs_handlers=handlers,
@@ -127,19 +72,6 @@ def start(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> 
         # Accelerate may turn TF32 on behind the recipe's back; fp32 means fp32.
         torch.backends.cuda.matmul.allow_tf32 = False
     return accelerator
-
-
-def _check_trackers(recipe: Recipe) -> None:
-    """Accelerate drops a tracker that is not installed with a warning; whoever asked for it would miss it."""
-    from accelerate.tracking import get_available_trackers
-
-    installed = sorted(str(getattr(t, "value", t)) for t in get_available_trackers())
-    absent = [name for name in recipe.log.trackers if name not in installed]
-    if absent:
-        raise RecipeError(
-            f"log.trackers: {', '.join(absent)} cannot be used; installed here: {', '.join(installed) or 'none'}. "
-            "Install it with pip, or take it out: metrics.jsonl is written in any case."
-        )
 
 
 def _enter_fsdp_on_gloo() -> None:
@@ -169,20 +101,6 @@ def _fsdp_plugin(launch: Launch) -> Any:
     weights = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(launch.mixed_precision)
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=torch.float32)
     return plugin
-
-
-def _deepspeed_plugin(launch: Launch, recipe: Recipe, precision: str, accumulation: int) -> Any:
-    from accelerate.utils import DeepSpeedPlugin
-
-    config = deepspeed_config.complete(
-        launch.ds_config,
-        recipe=recipe,
-        precision=precision,
-        accumulation=accumulation,
-        world=launch.num_processes,
-        place=launch.ds_place,
-    )
-    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=launch.sharded_init)
 
 
 def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
