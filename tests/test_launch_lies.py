@@ -11,10 +11,10 @@ import torch
 from harness import command, environment, run
 from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port, lines
 
-from finetune.backend import Launch, Proof, read_launch, start
+from finetune.backend import Launch, Proof, read_launch
 from finetune.backend.prove import _differences
+from finetune.backend.settle import _check_planes
 from finetune.errors import BackendError
-from finetune.recipe import load
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -216,18 +216,18 @@ def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) 
 
 
 @pytest.mark.parametrize("kind", ["single", "ddp", "fsdp", "zero2"])
-def test_exported_accumulation(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_exported_accumulation(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     asked = Launch(kind=kind, num_processes=1 if kind == "single" else 2)
     with pytest.raises(BackendError, match="says gradient accumulation 3, the recipe's batch makes it 2"):
-        start.start(asked, load(place.recipe()), "fp32", 2)
+        _check_planes(asked, "fp32", 2)
 
 
 @pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
-def test_precision_of_the_launch_plane(place: Place, launch: str, recipe: str) -> None:
+def test_precision_of_the_launch_plane(launch: str, recipe: str) -> None:
     asked = Launch(kind="ddp", num_processes=2, file="some.yaml", mixed_precision=launch)
     with pytest.raises(BackendError, match=f"some.yaml says mixed_precision: {launch}, the recipe says .* {recipe}"):
-        start.start(asked, load(place.recipe()), recipe, 2)
+        _check_planes(asked, recipe, 2)
 
 
 # ---------------------------------------------------------------- what is honest
