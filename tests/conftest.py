@@ -2,8 +2,13 @@ import os
 
 import pytest
 from harness import Launcher
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# On a busy machine an example can take any time; speed is the benchmark's business.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")
