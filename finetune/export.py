@@ -39,6 +39,8 @@ def save_model(
         tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
         try:
             _write(network, tensors, skeleton, tokenizer, directory)
+        except CheckpointError:
+            raise  # an OSError too, but it has said what is wrong
         except OSError as error:
             raise CheckpointError(
                 f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
