@@ -1,8 +1,10 @@
 import os
+from pathlib import Path
 
 import pytest
 from harness import Launcher
 from hypothesis import settings
+from ranks import Here, Place, lines
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,3 +19,15 @@ def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Launch
     base = tmp_path_factory.getbasetemp()
     # Each xdist worker has a folder of its own below one that they share.
     return Launcher((base if worker_id == "master" else base.parent) / "launched")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    made = Place(tmp_path)
+    made.write("train.jsonl", lines(60))
+    return made
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)

@@ -32,18 +32,6 @@ from finetune.errors import DataError
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here runs on a GPU")
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    made = Place(tmp_path)
-    made.write("train.jsonl", lines(60))
-    return made
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    return Here(monkeypatch, capsys)
-
-
 # ---------------------------------------------------------------- the recipe
 
 

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import command, environment, run
-from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port, lines
+from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port
 
 from finetune.backend import Launch, Proof, read_launch
 from finetune.backend.prove import _differences
@@ -17,18 +16,6 @@ from finetune.backend.settle import _check_planes
 from finetune.errors import BackendError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    made = Place(tmp_path)
-    made.write("train.jsonl", lines(60))
-    return made
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    return Here(monkeypatch, capsys)
 
 
 # ---------------------------------------------------------------- launch files that lie

@@ -16,19 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NoReturn, Self
+from typing import Literal, NoReturn
 
 import psutil
 from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from finetune.backend import toolchain
+from finetune.backend.ops_report import Report, console, duration
 from finetune.errors import BackendError
 
 Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
@@ -95,7 +93,7 @@ def build_all(quiet: bool = False) -> None:
     Raises:
         BackendError: If an op could not be built; the others are built all the same.
     """
-    console = _console()
+    terminal = console()
     toolchain.own_tools_first()
     toolchain.own_folder()
     problems: list[str] = []
@@ -110,7 +108,7 @@ def build_all(quiet: bool = False) -> None:
             problems.append(str(error))
         else:
             if before and not quiet:
-                console.print(f"{op} ({_OPS[op].used_by}): built already")
+                terminal.print(f"{op} ({_OPS[op].used_by}): built already")
     if problems:
         raise BackendError(" ".join(dict.fromkeys(problems)))
 
@@ -166,7 +164,8 @@ def _ensure(op: Op, quiet: bool) -> None:
     torch_lock = _folder(op) / "lock"
     if not torch_lock.exists() and is_built(op):
         return
-    with _Report(op, quiet) as report:
+    spec = _OPS[op]
+    with Report(op, spec.used_by, spec.build_s, _log(op), quiet=quiet) as report:
         lock = _lock(op)
         while True:
             try:
@@ -185,7 +184,7 @@ def _ensure(op: Op, quiet: bool) -> None:
             lock.release()
 
 
-def _build(op: Op, report: "_Report") -> None:
+def _build(op: Op, report: Report) -> None:
     """Compiles in a child process, so that this one can show progress, and clean up after Ctrl-C."""
     report.building()
     start = time.monotonic()
@@ -254,9 +253,9 @@ def _clear(op: Op, *, ours: bool = False) -> bool:
         return False
     lock.unlink(missing_ok=True)
     if not ours:
-        _console().print(
+        console().print(
             f"Removed the stale build lock of {op}, {lock}: no process builds there, and the lock is "
-            f"{_duration(age)} old. Every run that needs this op would have waited for it for ever."
+            f"{duration(age)} old. Every run that needs this op would have waited for it for ever."
         )
     return True
 
@@ -342,66 +341,3 @@ def _came_with_deepspeed(op: Op) -> bool:
     values = runpy.run_path(str(facts)) if facts.is_file() else {}
     ops: dict[str, bool] = values.get("installed_ops", {})
     return ops.get(_OPS[op].name, False) and values.get("accelerator_name") == _accelerator()
-
-
-def _console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
-
-
-class _Report(AbstractContextManager["_Report"]):
-    """What the user sees of one op: a line at the start and at the end, on a terminal a bar between them."""
-
-    def __init__(self, op: Op, quiet: bool) -> None:
-        self.op = op
-        self.quiet = quiet
-        self.console = _console()
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-        self.said: set[str] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def building(self) -> None:
-        self._show(f"Building DeepSpeed's native op {self.op} ({_OPS[self.op].used_by})")
-
-    def waiting(self, why: str) -> None:
-        self._show(f"Waiting for DeepSpeed's native op {self.op} ({_OPS[self.op].used_by}): {why}")
-        self.progress()
-
-    def progress(self) -> None:
-        """Reads how far the build is from its log, so that a process that waits can show it too."""
-        if self.bar is None or self.task is None:
-            return
-        with suppress(OSError):
-            steps = re.findall(r"^\[(\d+)/(\d+)\] ", _log(self.op).read_text(errors="replace"), re.MULTILINE)
-            if steps:
-                done, total = map(int, steps[-1])
-                self.bar.update(self.task, completed=done, total=total, steps=f"{done} of {total} steps")
-
-    def done(self, seconds: float) -> None:
-        if not self.quiet:
-            self.console.print(f"Built {self.op} in {_duration(seconds)}")
-
-    def _show(self, text: str) -> None:
-        if self.quiet or text in self.said:
-            return
-        self.said.add(text)
-        self.console.print(f"{text}; usually about {_duration(_OPS[self.op].build_s)} on 2 cores")
-        if self.console.is_terminal and self.bar is None:
-            columns = BarColumn(bar_width=30), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
-            self.bar = Progress(TextColumn(f"  {self.op}"), *columns, console=self.console, transient=True)
-            self.task = self.bar.add_task("", total=None, steps="")
-            self.bar.start()
