@@ -18,11 +18,15 @@ def compile_op(builder_class: str) -> None:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         # Left to subprocess, ninja would be killed and its compilers live on; asked, it ends them first.
-        jobs = psutil.Process().children()
+        # A terminal's Ctrl-C reaches ninja too, and of two signals it may die before it has ended its compilers.
+        jobs = psutil.Process().children(recursive=True)
         for job in jobs:
             with suppress(psutil.NoSuchProcess):
                 job.terminate()
-        psutil.wait_procs(jobs, timeout=5)
+        _, alive = psutil.wait_procs(jobs, timeout=5)
+        for job in alive:
+            with suppress(psutil.NoSuchProcess):
+                job.kill()
         # As an exception it passes torch's `finally`, which removes the lock.
         sys.exit(128 + number)
 
