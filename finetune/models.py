@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from finetune import adapters
+from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
 
-Head = Literal["causal_lm", "sequence_classification"]
 _AUTO = {
     "causal_lm": AutoModelForCausalLM,
     "sequence_classification": AutoModelForSequenceClassification,
@@ -37,12 +38,11 @@ class Caller(nn.Module):
         self.network = network
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         # What accelerate and its backends look up on the model that they are given.
-        if isinstance(network, PreTrainedModel):
-            self.config = network.config
-            self._no_split_modules = list(network._no_split_modules or [])
-        whole = [
-            m for m in network.modules() if type(m).__name__ in (getattr(network, "_no_split_modules", None) or ())
-        ]
+        known = transformer(network)
+        if known is not None:
+            self.config = known.config
+            self._no_split_modules = list(known._no_split_modules or [])
+        whole = [m for m in network.modules() if type(m).__name__ in getattr(self, "_no_split_modules", ())]
         # Embeddings inside a unit that is sharded as a whole (BERT's): accelerate 1.15 would shard them twice.
         self._inside_units = {id(part) for m in whole for part in m.modules()}
 
@@ -56,7 +56,7 @@ class Caller(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        return getattr(self.network, "base_model", self.network)
+        return getattr(transformer(self.network), "base_model", self.network)
 
     def get_input_embeddings(self) -> nn.Module | None:
         return self._own_unit("get_input_embeddings")
@@ -65,12 +65,14 @@ class Caller(nn.Module):
         return self._own_unit("get_output_embeddings")
 
     def _own_unit(self, getter: str) -> nn.Module | None:
-        module = getattr(self.network, getter)() if isinstance(self.network, PreTrainedModel) else None
+        known = transformer(self.network)
+        module = getattr(known, getter)() if known is not None else None
         return None if id(module) in self._inside_units else module
 
     def tie_weights(self) -> None:
-        if isinstance(self.network, PreTrainedModel):
-            self.network.tie_weights()
+        known = transformer(self.network)
+        if known is not None:
+            known.tie_weights()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -201,20 +203,24 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
         raise RecipeError(
             f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
         ) from error
+    whole: nn.Module = adapters.attach(network, recipe, head)
     if section.gradient_checkpointing:
         if not network.supports_gradient_checkpointing:
             raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
         # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
         network.activation_checkpointing_enable({"use_reentrant": False})
-    trained: nn.Module = network.train()
-    return trained
+    return whole.train()
 
 
-def skeleton(config: PretrainedConfig, head: Head) -> nn.Module:
-    """The network without storage, on the meta device: to count, or to fill from elsewhere."""
+def skeleton(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
+    """The network without storage, on the meta device: to count, or to fill from elsewhere.
+
+    Args:
+        recipe: Where the adapters come from; None for the network without any.
+    """
     with torch.device("meta"):
         network: nn.Module = _AUTO[head].from_config(config, dtype=torch.float32)
-    return network
+        return network if recipe is None else adapters.attach(network, recipe, head)
 
 
 def materialise(network: nn.Module, seed: int) -> nn.Module:

@@ -16,10 +16,11 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.sections import DataSection, ModelSection, Recipe, SampleSection, Section, Source
+from finetune.sections import DataSection, LoraSection, ModelSection, Recipe, SampleSection, Section, Source
 
 __all__ = [
     "DataSection",
+    "LoraSection",
     "ModelSection",
     "Recipe",
     "SampleSection",

@@ -4,9 +4,10 @@ Nothing about processes, devices or sharding belongs here: that is the launch co
 `None` (YAML `null`) means off or "not given"; there are no magic numbers.
 """
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -43,6 +44,40 @@ class ModelSection(Section):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("`config` needs `model_type`, for example `llama`")
         return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters: the model stays frozen, and small matrices beside its linear modules are trained."""
+
+    rank: PositiveInt = 16
+    """Columns of the matrices `A` and rows of `B` (`r`): their size, and how much they can learn."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter's output is scaled by `alpha` / `rank`."""
+    dropout: Fraction = 0.0
+    """Share of an adapter's inputs that is left out, at random, while training."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """The modules that get an adapter: `all-linear` (all but the output head), a list of names such as
+    `[q_proj, v_proj]`, or one regular expression that matches their whole names."""
+    rslora: bool = False
+    """Scale by `alpha` / sqrt(`rank`) instead, so that large ranks learn as fast (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the length of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
+    init: Literal["default", "gaussian", "orthogonal", "pissa"] = "default"
+    """The first weights of the adapters."""
+    save_modules: tuple[str, ...] = ()
+    """Modules that are trained whole, such as `[embed_tokens, lm_head]`, and kept in the adapter's file."""
+
+    @field_validator("targets")
+    @classmethod
+    def _compiles(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value:
+            raise ValueError("name at least one module, or `all-linear`")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"the regular expression '{value}' does not compile: {error}") from error
+        return value
 
 
 class TokenizerSection(Section):
@@ -279,3 +314,5 @@ class Recipe(Section):
     a GPU has it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the first weights, the order of rows, and dropout."""
+    lora: LoraSection | None = None
+    """Left out: every weight is trained."""

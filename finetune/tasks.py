@@ -116,7 +116,7 @@ def _causal_lm_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
         tokenizer=ready.tokenizer if ready else None,
         vocab_size=recipe.tokenizer.vocab_size,
     )
-    return models.skeleton(config, "causal_lm")
+    return models.skeleton(config, "causal_lm", recipe)
 
 
 def _build_causal_lm(recipe: Recipe, ready: TaskData) -> nn.Module:
@@ -168,7 +168,7 @@ def _build_classifier(recipe: Recipe, ready: TaskData) -> nn.Module:
 
 
 def _classifier_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
-    return models.skeleton(_classifier_config(recipe, ready), "sequence_classification")
+    return models.skeleton(_classifier_config(recipe, ready), "sequence_classification", recipe)
 
 
 def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
