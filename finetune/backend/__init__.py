@@ -4,7 +4,7 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 each the same way whatever runs underneath.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.backend import deepspeed_config, launch, ops, prove, start
+from finetune.backend import deepspeed_config, launch, ops, prove, start, state
 from finetune.backend.launch import Launch
 from finetune.backend.prove import Proof
 from finetune.backend.settle import Settled, settle
@@ -35,6 +35,8 @@ class Backend:
     """What the network computes in: fp32, bf16 or fp16."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
+    model: nn.Module | None = None
+    """What `prepare` made of the model."""
 
     @classmethod
     def start(cls, recipe: Recipe, asked: Launch, settled: Settled, *, quiet: bool = False) -> "Backend":
@@ -105,6 +107,7 @@ class Backend:
                     "some would never be trained. This is a fault of the installed accelerate; use the version of "
                     "constraints.txt."
                 )
+        self.model = wrapped
         return wrapped, prepared
 
     def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
@@ -158,6 +161,24 @@ class Backend:
         if self.world > 1:
             torch.distributed.broadcast(values, src=0)
         return values
+
+    def read_state(
+        self, network: nn.Module, optimizer: Any, keep: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every trainable parameter and its optimiser state, whole, one at a time; see `state.read`."""
+        self._reshard()
+        return state.read(self.launch, network, optimizer, keep)
+
+    def write_state(
+        self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
+    ) -> None:
+        """The inverse, into a freshly prepared model and optimiser; see `state.write`."""
+        self._reshard()
+        state.write(self.launch, network, optimizer, keys, load)
+
+    def _reshard(self) -> None:
+        if self.launch.uses_fsdp and self.model is not None:
+            state.reshard(self.model)
 
     def full_parameters(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.

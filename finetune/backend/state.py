@@ -1,0 +1,218 @@
+"""Trained parameters and optimiser state, whole, one tensor at a time: read from any backend, written to any other."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.backend.launch import Launch
+from finetune.errors import BackendError, CheckpointError
+
+PARAMETER = "parameter"
+
+
+def sizes(network: nn.Module) -> dict[str, int]:
+    """Elements of each trainable parameter, whole, by name, in the order of `named_parameters()`."""
+    return {name: int(getattr(p, "ds_numel", p.numel())) for name, p in _trainable(network)}
+
+
+def read(
+    launch: Launch, network: nn.Module, optimizer: Any, keep: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every trainable parameter (its fp32 master) and its optimiser state, whole, one tensor at a time.
+
+    All ranks must run through it, in step; no rank holds more than its share and one gathered tensor. State that
+    does not exist yet is left out.
+
+    Args:
+        network: The network inside the prepared model, its weights sharded (`reshard`).
+        optimizer: What `Backend.prepare` returned.
+        keep: Whether this rank keeps the tensors of the parameter of that name.
+
+    Yields:
+        `parameter/NAME` or `STATE/NAME`, and where it is kept a copy in host memory, else None. From a GPU the copy is
+        pinned and under way: synchronise before looking at it.
+
+    Raises:
+        CheckpointError: If the optimiser holds what cannot be written back whole.
+    """
+    inner = _inner(optimizer)
+    for name, parameter in _trainable(network):
+        _check_sharded(launch, name, parameter)
+        kept = keep(name)
+        yield f"{PARAMETER}/{name}", _whole(parameter, kept)
+        for key, value in inner.state.get(parameter, {}).items():
+            if value is None:
+                continue
+            tensor = _as_tensor(value, f"{key}/{name}")
+            if launch.sharded and tensor.ndim and tensor.shape != parameter.shape:
+                raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
+            yield f"{key}/{name}", _whole(tensor, kept)
+
+
+def write(
+    launch: Launch, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
+) -> None:
+    """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
+
+    All ranks must call it. Nothing is gathered: of each tensor a rank copies its own part.
+
+    Args:
+        network: The network inside the prepared model, its weights sharded (`reshard`).
+        optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
+        keys: Every key that there is.
+        load: The whole tensor of a key, on the CPU, possibly memory-mapped.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.
+    """
+    states = _sort_keys(network, keys)
+    inner = _inner(optimizer)
+    groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+    if any(states.values()):
+        inner.state.clear()
+    for name, parameter in _trainable(network):
+        _check_sharded(launch, name, parameter)
+        whole = _loaded(load, f"{PARAMETER}/{name}", parameter.shape)
+        _local(parameter).copy_(_part(whole, parameter))
+        for key in states[name]:
+            whole = load(f"{key}/{name}")
+            inner.state[parameter][key] = _placed(whole, key, name, parameter, groups[id(parameter)], launch.sharded)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees gathered weights that FSDP2 left in place, as after an evaluation; others would not see a write.
+
+    Args:
+        model: The prepared model: its outermost wrapper may own weights of the network within.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in network.named_parameters() if p.requires_grad)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimiser inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
+    """The names of the state of each parameter."""
+    states: dict[str, list[str]] = {name: [] for name, _ in _trainable(network)}
+    missing = [name for name in states if f"{PARAMETER}/{name}" not in keys]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint has no '{PARAMETER}/{missing[0]}', which this model trains ({len(missing)} of "
+            f"{len(states)} parameters are missing). Resume with the recipe that the checkpoint was made with."
+        )
+    for key in keys:
+        state, _, name = key.partition("/")
+        if name not in states:
+            raise CheckpointError(
+                f"The checkpoint has '{key}', but this model trains no parameter of that name. Resume with the recipe "
+                "that the checkpoint was made with."
+            )
+        if state != PARAMETER:
+            states[name].append(state)
+    return states
+
+
+def _loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
+    whole = load(key)
+    if whole.shape != shape or whole.dtype != torch.float32:
+        raise CheckpointError(
+            f"The checkpoint's '{key}' is {tuple(whole.shape)} in {whole.dtype}, this model's is {tuple(shape)} in "
+            "torch.float32. Resume with the recipe that the checkpoint was made with."
+        )
+    return whole
+
+
+def _placed(whole: torch.Tensor, key: str, name: str, parameter: Any, group: dict[str, Any], sharded: bool) -> Any:
+    """State as an optimiser of torch's holds it for a parameter."""
+    if whole.shape == parameter.shape and key != "step":
+        # Laid out as the parameter is: sharded, and with its strides.
+        like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
+        _local(like).copy_(_part(whole, parameter))
+        return like
+    if whole.ndim == 0:
+        return _scalar(whole, key, group, parameter.device)
+    if sharded:
+        raise _not_held(f"{key}/{name}", whole.shape, parameter.shape)
+    return whole.to(parameter.device, copy=True)
+
+
+def _scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
+    """A number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
+
+    Source: torch, `Optimizer._process_value_according_to_param_policy`.
+    """
+    if whole.dtype in (torch.int64, torch.float64):
+        return whole.item()
+    if key == "step" and not group.get("fused") and not group.get("capturable"):
+        device = torch.device("cpu")
+    return whole.to(device, copy=True)
+
+
+def _as_tensor(value: Any, key: str) -> torch.Tensor:
+    """State as a tensor: Python's numbers in a dtype of 64 bit, by which they are known again."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+    raise CheckpointError(
+        f"The optimiser's state '{key}' is {type(value).__name__}, which cannot be kept in a checkpoint: tensors and "
+        "numbers can. Choose another optim.name."
+    )
+
+
+def _not_held(key: str, shape: Any, parameter: Any) -> CheckpointError:
+    return CheckpointError(
+        f"The optimiser's state '{key}' is {tuple(shape)} for a parameter of {tuple(parameter)}; where parameters are "
+        "sharded, state can be kept only if it is a number or has the parameter's shape. Choose another optim.name, or "
+        "a launch config without sharding."
+    )
+
+
+def _check_sharded(launch: Launch, name: str, parameter: Any) -> None:
+    if launch.uses_fsdp and not hasattr(parameter, "full_tensor"):
+        raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
+
+
+def _whole(tensor: Any, kept: bool) -> torch.Tensor | None:
+    """A tensor of torch's own backends, gathered if it is sharded; a copy in host memory if it is kept."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        # Shards that rest in host memory are gathered where the process group is.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return _copy(tensor) if kept else None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cuda:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor, in place."""
+    tensor = tensor.detach()
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """What of a whole tensor belongs to this rank if it is sharded as another is; a view."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
