@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.backend.flat import Flat, changing, flats, is_cpu_adam, reading, replay_cpu_adam, writing
 from finetune.backend.launch import Launch
 from finetune.errors import BackendError, CheckpointError
 
@@ -38,6 +39,9 @@ def read(
         CheckpointError: If the optimiser holds what cannot be written back whole.
     """
     inner = _inner(optimizer)
+    if launch.uses_deepspeed:
+        yield from _read_flat(inner, network, keep)
+        return
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         kept = keep(name)
@@ -69,6 +73,9 @@ def write(
     """
     states = _sort_keys(network, keys)
     inner = _inner(optimizer)
+    if launch.uses_deepspeed:
+        _write_flat(inner, network, states, load)
+        return
     groups = {id(p): group for group in inner.param_groups for p in group["params"]}
     if any(states.values()):
         inner.state.clear()
@@ -92,6 +99,120 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def scaler_state(accelerator: Any, launch: Launch) -> dict[str, float | int] | None:
+    """The loss scale and for how many steps it has held; None if losses are not scaled.
+
+    Returns:
+        `scale` and `good_steps`; from DeepSpeed's scaler `hysteresis` too, which other scalers do not know.
+    """
+    if launch.uses_deepspeed:
+        scaler = accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scaler
+        if not scaler.dynamic:
+            return None
+        return {
+            "scale": float(scaler.cur_scale),
+            "good_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+            "hysteresis": int(scaler.cur_hysteresis),
+        }
+    if accelerator.scaler is None or not accelerator.scaler.is_enabled():
+        return None
+    values = accelerator.scaler.state_dict()
+    return {"scale": float(values["scale"]), "good_steps": int(values["_growth_tracker"])}
+
+
+def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | int] | None) -> None:
+    """Takes up what `scaler_state` gave, on any backend; nothing if either side does not scale losses."""
+    if state is None or scaler_state(accelerator, launch) is None:
+        return
+    if launch.uses_deepspeed:
+        scaler = accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scaler
+        scaler.cur_scale = float(state["scale"])
+        scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
+        scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
+    else:
+        values = {"scale": float(state["scale"]), "_growth_tracker": int(state["good_steps"])}
+        accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
+
+
+def _read_flat(zero: Any, network: nn.Module, keep: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for flat in flats(zero, network):
+        with reading(zero, flat):
+            for part in flat.parts:
+                kept = keep(part.name)
+                yield f"{PARAMETER}/{part.name}", _copy(flat.gather(part, flat.master)) if kept else None
+                for state, value in flat.state.items():
+                    if value is None:
+                        continue
+                    key = f"{state}/{part.name}"
+                    tensor = _as_tensor(value, key)
+                    if tensor.shape == flat.master.shape:
+                        tensor = flat.gather(part, tensor)
+                    elif tensor.ndim:
+                        raise _not_held(key, tensor.shape, flat.master.shape)
+                    elif state == "step" and is_cpu_adam(flat.optimizer):
+                        tensor = tensor.float()
+                    yield key, _copy(tensor) if kept else None
+
+
+def _write_flat(
+    zero: Any, network: nn.Module, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]
+) -> None:
+    steps: dict[Any, int] = {}
+    with changing(zero):
+        for flat in flats(zero, network):
+            with writing(zero, flat):
+                for part in flat.parts:
+                    part.within(flat.master).copy_(part.of(_loaded(load, f"{PARAMETER}/{part.name}", part.shape)))
+                if any(states[part.name] for part in flat.parts):
+                    flat.optimizer.state[flat.master] = _flat_state(flat, states, load)
+                    if is_cpu_adam(flat.optimizer):
+                        steps[flat.optimizer] = flat.state["step"]
+    for optimizer, step in steps.items():
+        replay_cpu_adam(optimizer, step)
+
+
+def _flat_state(flat: Flat, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """The state of a flat buffer, of that of its parameters; those that had no gradient yet have none, and get 0."""
+    holders = [part for part in flat.parts if states[part.name]]
+    buffers: dict[str, torch.Tensor] = {}
+    numbers: dict[str, tuple[torch.Tensor, str]] = {}
+    for state in dict.fromkeys(state for part in holders for state in states[part.name]):
+        for part in holders:
+            key = f"{state}/{part.name}"
+            if state not in states[part.name]:
+                raise CheckpointError(
+                    f"The checkpoint has no '{key}', though it has that state of other parameters. It is not whole: "
+                    "resume from another one."
+                )
+            whole = load(key)
+            if whole.shape == part.shape and state != "step":
+                if state not in buffers:
+                    buffers[state] = _buffer(flat, state, whole.dtype)
+                part.within(buffers[state]).copy_(part.of(whole))
+            elif whole.ndim:
+                raise _not_held(key, whole.shape, part.shape)
+            elif not torch.equal(numbers.setdefault(state, (whole, key))[0], whole):
+                other, of = numbers[state]
+                raise CheckpointError(
+                    f"The checkpoint's '{key}' is {whole.item():g} and '{of}' is {other.item():g}, but DeepSpeed keeps "
+                    "one number for both. Resume on one process, DDP or FSDP."
+                )
+    device = flat.master.device
+    counted = is_cpu_adam(flat.optimizer)
+    return buffers | {
+        state: int(whole) if counted and state == "step" else _scalar(whole, state, flat.group, device)
+        for state, (whole, _) in numbers.items()
+    }
+
+
+def _buffer(flat: Flat, state: str, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer of a kind of state, all 0: the one that there is, or a new one."""
+    old = flat.state.get(state)
+    if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
+        return old.zero_()
+    return torch.zeros_like(flat.master.detach(), dtype=dtype)
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -195,6 +316,7 @@ def _whole(tensor: Any, kept: bool) -> torch.Tensor | None:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory: from a GPU pinned, and not waited for."""
     if tensor.is_cuda:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
