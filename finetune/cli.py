@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,13 @@ from finetune.recipe import dump, json_schema, load
 # What a process exits with when the user has to change something.
 USER_ERROR = 2
 
+# What it exits with when it was asked to stop, and all is saved: start the same command again, and it goes on.
+# Source: BSD's sysexits.h, EX_TEMPFAIL.
+REQUEUE = 75
+
+# How collectives fail on the ranks that are left when one is gone.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
+
 # How long a rank that fails waits for the others to fail as well.
 _PATIENCE_S = 10
 
@@ -26,6 +34,7 @@ _LAUNCH_OPTIONS = {
     "machine_rank": "this machine's number, from 0",
     "main_process_ip": "the first machine's address",
     "main_process_port": "a port that is free on it",
+    "max_restarts": "how often to start again after a failure",
 }
 
 
@@ -63,10 +72,10 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
 
 
-def _guarded(verb: Callable[[argparse.Namespace], None], parsed: argparse.Namespace) -> int:
+def _guarded(verb: Callable[[argparse.Namespace], int | None], parsed: argparse.Namespace) -> int:
     """Runs a verb; an error of the user's becomes one paragraph and an exit code."""
     try:
-        verb(parsed)
+        return verb(parsed) or 0
     except FinetuneError as error:
         report(error)
         return USER_ERROR
@@ -139,16 +148,49 @@ def _wait_for_others() -> None:
         return
 
 
-def _train(parsed: argparse.Namespace) -> None:
+def _train(parsed: argparse.Namespace) -> int:
     recipe = load(parsed.recipe, parsed.overrides)
     go_offline_if_unreachable()
-    from finetune import train
+    from finetune.guard import explain_memory
     from finetune.quiet import silence_libraries
+    from finetune.run import build
+    from finetune.train import train
 
     silence_libraries()
-    run = train.build(recipe, quiet=parsed.quiet)
-    train.train(run)
-    run.backend.close()
+    try:
+        run = build(recipe, quiet=parsed.quiet)
+        results = train(run)
+        run.backend.close()
+    except FinetuneError:
+        raise
+    except Exception as error:
+        if (explained := explain_memory(error)) is not None:
+            raise explained from error
+        return _say_failure(error)
+    if "stopped" in results:
+        _tell_launcher()
+        return REQUEUE
+    return 0
+
+
+def _say_failure(error: Exception) -> int:
+    """Prints what nobody foresaw, on the rank that it happened on; the others only say that they lost one."""
+    rank = os.environ.get("RANK", "0")
+    if _group_exists() and any(sign in str(error) for sign in _LOST_PEER):
+        reason = " ".join(str(error).split())[:200]
+        print(f"\nRank {rank} ends, because another rank is gone: {reason}", file=sys.stderr, flush=True)
+        return 1
+    print(f"\nRank {rank} failed:", file=sys.stderr)
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    return 1
+
+
+def _tell_launcher() -> None:
+    """Lets `finetune launch` know, which cannot see the exit code if it was itself told to stop."""
+    marker = os.environ.get("FINETUNE_STOPPED_FILE")
+    if marker:
+        Path(marker).touch()
 
 
 def _dry_run(parsed: argparse.Namespace) -> None:
@@ -184,11 +226,11 @@ def _ops(parsed: argparse.Namespace) -> None:
 
 
 def _launch(parsed: argparse.Namespace) -> None:
-    load(parsed.recipe, parsed.overrides)
+    recipe = load(parsed.recipe, parsed.overrides)
     from finetune.launcher import launch
 
     options: list[str] = []
     for option in _LAUNCH_OPTIONS:
         if (value := getattr(parsed, option)) is not None:
             options += [f"--{option}", value]
-    launch(parsed.config_file, options, [parsed.recipe, *parsed.overrides])
+    launch(parsed.config_file, options, [parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)

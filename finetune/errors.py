@@ -22,3 +22,11 @@ class BackendError(FinetuneError, RuntimeError):
 
 class CheckpointError(FinetuneError, OSError):
     """A checkpoint or model cannot be written or read."""
+
+
+class DivergedError(FinetuneError, ArithmeticError):
+    """Training cannot go on: step after step, a loss or gradient is not finite."""
+
+
+class MemoryFullError(FinetuneError, MemoryError):
+    """The device, or the machine, has no memory left."""

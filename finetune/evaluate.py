@@ -1,6 +1,7 @@
 """Exact evaluation: every row once, weighted by targets, whatever the batch size and the number of ranks."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,8 +10,19 @@ from torch import nn
 from finetune.backend import Backend
 from finetune.tasks import Rows, Task
 
+# Forward passes between two questions whether to give up; each makes the host wait for the device.
+_ASK_EVERY = 16
 
-def evaluate(backend: Backend, model: nn.Module, task: Task, rows: Rows, micro_size: int) -> dict[str, float]:
+
+def evaluate(
+    backend: Backend,
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    micro_size: int,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Mean loss per target over all rows, with what follows from it.
 
     Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
@@ -19,9 +31,11 @@ def evaluate(backend: Backend, model: nn.Module, task: Task, rows: Rows, micro_s
     Args:
         model: The prepared model, a `Caller` inside.
         micro_size: Rows in one forward pass of one process; it does not change the result.
+        stopped: Asked now and then, on all ranks together, whether to give up.
 
     Returns:
-        `loss` and `targets`; `perplexity` if the network writes text; `accuracy` if the task counts hits.
+        None if it was stopped; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy` if the
+        task counts hits.
     """
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
@@ -30,7 +44,10 @@ def evaluate(backend: Backend, model: nn.Module, task: Task, rows: Rows, micro_s
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for start in range(0, len(rows), stride):
+        for number, start in enumerate(range(0, len(rows), stride)):
+            if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
+                model.train(was_training)
+                return None
             first = start + backend.rank * micro_size
             share = np.arange(first, min(first + micro_size, len(rows)))
             empty = len(share) == 0

@@ -1,5 +1,6 @@
 """Writes the trained network so that plain transformers opens it."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,29 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters import adapter_config
 from finetune.backend import Backend
 from finetune.errors import CheckpointError
 from finetune.models import unwrap
+
+
+def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+    """Writes what belongs beside a network's weights, so that `from_pretrained` opens the folder.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    adapter = adapter_config(network)
+    if adapter is not None:
+        adapter.save_pretrained(str(folder))
+    elif isinstance(network, PreTrainedModel):
+        config = copy.deepcopy(network.config)
+        config.architectures = [type(network).__name__]
+        config.save_pretrained(folder)
+        if network.can_generate():
+            network.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def save_model(

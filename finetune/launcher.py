@@ -5,23 +5,31 @@ Workers keep the terminal, so what they print is live. They find the launch file
 """
 
 import logging
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import BackendError, RecipeError
 
+# What workers exit with when they were asked to stop and all is saved; the same as in `cli.py`.
+REQUEUE = 75
 
-def launch(config_file: str, options: Sequence[str], arguments: Sequence[str]) -> None:
+
+def launch(config_file: str, options: Sequence[str], arguments: Sequence[str], *, grace_s: float) -> None:
     """Turns this process into the launcher of `scripts/train.py`, so it returns only by an error.
 
     Args:
         config_file: The launch file.
         options: More of `accelerate launch`'s options, such as `--num_processes 4`.
         arguments: What `scripts/train.py` is given.
+        grace_s: How long workers may take to save once the launcher is told to stop.
 
     Raises:
         BackendError: If the launch file is not one.
@@ -45,6 +53,8 @@ def launch(config_file: str, options: Sequence[str], arguments: Sequence[str]) -
         str(script),
         *arguments,
     ]
+    # torchrun kills workers 30 seconds after it has passed a signal on; ours end by themselves.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + 10))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *words])
@@ -72,8 +82,6 @@ def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if not torch.cuda.is_available():
         # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
@@ -81,6 +89,22 @@ def main(arguments: Sequence[str]) -> int:
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     parsed = launch_command_parser().parse_args(list(arguments))
+    # Ended by a signal, it does not learn its workers' exit codes: they leave a mark here when all is saved.
+    marker = Path(tempfile.mkdtemp(prefix="finetune-")) / "stopped"
+    os.environ["FINETUNE_STOPPED_FILE"] = str(marker)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # torchrun puts its own in place of the first two; Accelerate alone would end and leave its worker behind.
+        signal.signal(number, _pass_on)
+    try:
+        return _run(launch_command, parsed, marker)
+    finally:
+        shutil.rmtree(marker.parent, ignore_errors=True)
+
+
+def _run(launch_command: Callable[[Any], None], parsed: Any, marker: Path) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         launch_command(parsed)
     except ChildFailedError as error:
@@ -89,13 +113,20 @@ def main(arguments: Sequence[str]) -> int:
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode)
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return REQUEUE if marker.exists() else 128 + int(error.sigval)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return REQUEUE if marker.exists() else 128 + signal.SIGINT
     except (ValueError, OSError) as error:
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _pass_on(number: int, _: Any) -> None:
+    import psutil
+
+    for child in psutil.Process().children():
+        child.send_signal(number)
 
 
 def _account(who: str, code: int) -> int:

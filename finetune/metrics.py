@@ -1,6 +1,6 @@
 """What a run says of itself: `metrics.jsonl` first, then a progress bar and trackers."""
 
-import json
+import math
 import resource
 import sys
 import time
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from finetune.backend import Backend
+from finetune.files import Journal
 
 # Dense bf16 peaks in FLOP/s by a part of the device's name, from the makers' data sheets (without sparsity).
 _PEAK_BF16 = {
@@ -106,7 +107,7 @@ class Reporter:
         self._quiet = quiet or not self._main
         self._num_steps = num_steps
         self._last_line = 0.0
-        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8") if self._main else None
+        self._journal = Journal(directory / "metrics.jsonl")
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
         if self.console.is_terminal and not self._quiet and num_steps:
@@ -128,15 +129,14 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._file is not None:
-            self._file.close()
 
     def log(self, values: dict[str, Any]) -> None:
-        """One line of `metrics.jsonl`, flushed, and the same to the trackers; rank 0 only."""
-        if self._file is None:
+        """One line of `metrics.jsonl`, and the same to the trackers; rank 0 only. What is not finite becomes null."""
+        if not self._main:
             return
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        if (reason := self._journal.write(finite)) is not None:
+            self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         if self._backend.accelerator.trackers:
             self._backend.accelerator.log(numbers, step=int(values["step"]))
@@ -155,6 +155,12 @@ class Reporter:
                 f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
                 f"{values['tokens_per_s']:,.0f} tok/s"
             )
+
+    def warn(self, text: str) -> None:
+        """A line that people must see, on rank 0, also where they asked for errors only."""
+        if self._main:
+            Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+            sys.stderr.flush()
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""

@@ -202,10 +202,16 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         else:
             raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
         if depth == len(keys) - 1:
-            node[slot] = parsed
+            if keys == ["resume"] and isinstance(parsed, str) and isinstance(node.get(slot), dict):
+                node[slot]["mode"] = parsed  # the section's short form changes nothing else in it
+            else:
+                node[slot] = parsed
             return
-        if (node[slot] if isinstance(node, list) else node.get(slot)) is None:
+        below = node[slot] if isinstance(node, list) else node.get(slot)
+        if below is None:
             node[slot] = [] if keys[depth + 1] == "0" else {}
+        elif keys[: depth + 1] == ["resume"] and isinstance(below, str):
+            node[slot] = {"mode": below}  # the section's short form
         node = node[slot]
 
 

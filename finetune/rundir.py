@@ -1,22 +1,26 @@
-"""The run directory: refused if it holds another run, and told what ran."""
+"""The run directory: held by one run at a time, refused if it holds another, and told what ran."""
 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import filelock
+import torch
+
 from finetune import recipe as recipes
-from finetune.backend import Backend, Launch, Proof
+from finetune.backend import Backend
 from finetune.errors import CheckpointError, RecipeError
+from finetune.files import read_lines, rewrite_lines, write_json
 from finetune.recipe import Recipe
-from finetune.tasks import TaskData
 
 _LIBRARIES = (
     "torch",
@@ -31,24 +35,36 @@ _LIBRARIES = (
     "numpy",
 )
 
+# How long to wait for a run that is just ending: its launcher may be gone before its workers are.
+_LOCK_PATIENCE_S = 30.0
+
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl` and `model/`."""
+    """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
 
     path: Path
+    previous: dict[str, Any] | None
+    """`run.json` as an earlier start of the run left it; None in a fresh directory, or one to be overwritten."""
+    _overwrite: bool
+    _lock: filelock.BaseFileLock | None = field(repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @classmethod
     def check(cls, recipe: Recipe) -> "RunDirectory":
         """Makes sure that the directory can be used, without writing a run into it yet.
 
-        Every rank calls it before any of them writes, so that all come to the same answer.
+        Every rank calls it before any of them writes, so that all come to the same answer. Rank 0 then holds the
+        directory until the process ends, by whatever means.
 
         Raises:
-            RecipeError: If it holds a run.
-            CheckpointError: If it cannot be written.
+            RecipeError: If it holds a run that must not be continued, or is in use.
+            CheckpointError: If it cannot be written or read.
         """
-        path = Path(recipe.output.dir)
+        path, mode = Path(recipe.output.dir), recipe.resume.mode
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -58,52 +74,125 @@ class RunDirectory:
                 f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
                 "write to."
             ) from error
-        if (path / "run.json").exists() and not recipe.output.overwrite:
+        # A launcher that starts workers again after a failure means the run that they have begun.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        overwrite = recipe.output.overwrite and not again
+        if overwrite and mode not in ("auto", "never"):
             raise RecipeError(
-                f"output.dir: {path} already holds a run, and nothing is overwritten unasked. Choose another "
-                "output.dir, remove it, or set output.overwrite=true."
+                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
-        return cls(path)
+        previous = None if overwrite else _read(path)
+        if previous is None and not overwrite and (path / "model").exists():
+            raise RecipeError(
+                f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so "
+                "that nothing is replaced."
+            )
+        if previous is not None and mode == "never" and not again:
+            raise RecipeError(
+                f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
+                "output.overwrite=true to delete it, or resume=auto to go on with it."
+            )
+        lock = _hold(path) if os.environ.get("RANK", "0") == "0" else None
+        return cls(path, previous, overwrite, lock)
 
-    def create(
-        self, backend: Backend, recipe: Recipe, launch: Launch, proof: Proof, data: TaskData, length: Any
-    ) -> None:
-        """Writes what is about to run. Every rank calls it; rank 0 writes."""
+    def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
+        """Writes what is about to run. Every rank calls it; rank 0 writes.
+
+        Args:
+            facts: What `run.json` says beside this start.
+            begin: `from_step`, how many steps are taken already, and what else is to be said of this start.
+        """
         backend.wait()
         if backend.is_main:
-            for name in ("metrics.jsonl", "run.json"):
-                (self.path / name).unlink(missing_ok=True)
-            shutil.rmtree(self.path / "model", ignore_errors=True)
+            if self._overwrite:
+                self._wipe()
+            elif self.previous is not None:
+                self._rewind(begin["from_step"])
+            self.checkpoints.mkdir(exist_ok=True)
             (self.path / "recipe.yaml").write_text(recipes.dump(recipe), encoding="utf-8")
-            self._write(
-                {
-                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                    "command": sys.argv,
-                    "launch": {k: v for k, v in asdict(launch).items() if k != "ds_config"},
-                    "ds_config": getattr(backend.accelerator, "deepspeed_config", None),
-                    "precision": backend.precision,
-                    "runs": proof.to_dict(),
-                    "length": asdict(length),
-                    "data": {"digest": data.digest, **data.report},
-                    "versions": _versions(),
-                    "git_commit": _git_commit(),
-                }
-            )
+            starts = (self.previous or {}).get("starts", [])
+            now = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "processes": backend.world,
+                **begin,
+            }
+            known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+            write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
         backend.wait()
+        self._check_shared(backend)
 
     def finish(self, backend: Backend, results: dict[str, Any]) -> None:
-        """Adds the results to `run.json`, on rank 0."""
+        """Adds the results to `run.json`, on rank 0, and lets go of the directory."""
         if backend.is_main:
             facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            facts["finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
-            self._write(facts)
+            facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            try:
+                write_json(self.path / "run.json", facts)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path / 'run.json'} cannot be written: {error.strerror or error}. The results are in "
+                    "metrics.jsonl as far as there was room."
+                ) from error
         backend.wait()
+        if self._lock is not None:
+            self._lock.release()
 
-    def _write(self, facts: dict[str, Any]) -> None:
-        staging = self.path / "run.json.staging"
-        staging.write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(staging, self.path / "run.json")
+    def _wipe(self) -> None:
+        for name in ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "run.json"):
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("model", "checkpoints"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _rewind(self, step: int) -> None:
+        """Takes back the metrics of steps that will be taken again."""
+        file = self.path / "metrics.jsonl"
+        if file.exists():
+            rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
+
+    def _check_shared(self, backend: Backend) -> None:
+        """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
+        blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
+        if backend.sum(blind).item():
+            raise CheckpointError(
+                f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
+                "share."
+            )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    file = path / "run.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        # Checkpoints are a run, whatever became of the file beside them.
+        return {} if (path / "checkpoints").is_dir() else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. Restore it, or choose another output.dir and begin from the checkpoint "
+            f"by resume={path}."
+        ) from error
+    return facts
+
+
+def _hold(path: Path) -> filelock.BaseFileLock:
+    """Takes the directory for this process; the system gives it back when the process ends."""
+    lock = filelock.FileLock(path / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        starts = (_read(path) or {}).get("starts", [{}])[-1]
+        who = f"process {starts['pid']} on {starts['host']}" if "pid" in starts else "another process"
+        print(f"Waiting for {who}, which holds {path}.", file=sys.stderr, flush=True)
+        try:
+            lock.acquire(timeout=_LOCK_PATIENCE_S)
+        except filelock.Timeout as error:
+            raise RecipeError(
+                f"output.dir: {path} is in use by {who}. Wait until that run has ended, or choose another output.dir."
+            ) from error
+    return lock
 
 
 def _versions() -> dict[str, str | None]:

@@ -288,9 +288,50 @@ class OutputSection(Section):
     dir: Annotated[str, Field(min_length=1)] = "runs/run"
     """The run directory: recipe, metrics, `run.json`, the final model."""
     overwrite: bool = False
-    """Replace a run that the directory already holds."""
+    """Delete a run that the directory already holds, checkpoints too, and start anew."""
     save_model: bool = True
     """Write the final model to `DIR/model`."""
+
+
+class CheckpointSection(Section):
+    """Saving what a run needs to go on after it was stopped, by whatever means, on this or any other backend."""
+
+    every_steps: PositiveInt | None = None
+    """Steps between checkpoints."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    """Minutes between checkpoints, by rank 0's clock; whichever of the two comes first."""
+    at_end: bool = True
+    """Save after the last step, so that a longer run can go on from it."""
+    keep: PositiveInt = 2
+    """How many of the newest stay."""
+    keep_best: bool = True
+    """Keep the one with the lowest validation loss as well. Only those saved at a step that was evaluated count."""
+    asynchronous: bool = True
+    """Write behind the training. It costs host memory: each process keeps a copy of its share."""
+
+
+class ResumeSection(Section):
+    """Going on where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
+
+    mode: Annotated[str, Field(min_length=1)] = "auto"
+    """`auto`: go on if `output.dir` holds this run, else start; `must`: go on or fail; `never`: start, and fail if
+    there is a run; or the path of a checkpoint or of another run, to begin from."""
+    allow: tuple[str, ...] = ()
+    """Keys or sections whose values may differ from the checkpoint's, such as `optim.lr` or `data`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+
+class GuardSection(Section):
+    """When a run gives up."""
+
+    max_skipped_steps: PositiveInt = 5
+    """Steps in a row that are skipped, because a loss or gradient is not finite, before the run stops."""
+    grace_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds from a request to stop (SIGTERM, SIGINT, SIGUSR1) until the process ends, saved or not."""
 
 
 class Recipe(Section):
@@ -298,6 +339,8 @@ class Recipe(Section):
 
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
+    lora: LoraSection | None = None
+    """Left out: every weight is trained."""
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
@@ -309,10 +352,11 @@ class Recipe(Section):
     """Left out: no text is written."""
     log: LogSection = LogSection()
     output: OutputSection = OutputSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resume: ResumeSection = ResumeSection()
+    guard: GuardSection = GuardSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """What the network computes in. Weights, optimiser, reductions and the loss stay fp32. `auto`: bf16 where
     a GPU has it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the first weights, the order of rows, and dropout."""
-    lora: LoraSection | None = None
-    """Left out: every weight is trained."""

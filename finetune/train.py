@@ -1,142 +1,79 @@
-"""The loop. `build` makes a `Run` of a recipe, `train` takes its steps, `train_step` is one of them."""
+"""The loop. `train` takes a run's steps, `train_step` is one of them."""
 
-import json
+import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from finetune import evaluate, export, generate, models, optim, rehearsal, tasks
-from finetune.backend import Backend, Proof, read_launch, settle
+from finetune import evaluate, export, generate, ledger, models, optim
 from finetune.data.order import rows_at
-from finetune.length import Length, describe, measure
-from finetune.metrics import Reporter, Stopwatch, flops_per_target, peak_flops, peak_memory_gib
-from finetune.recipe import Recipe
-from finetune.rundir import RunDirectory
-
-
-@dataclass
-class Run:
-    """Everything that the loop touches."""
-
-    recipe: Recipe
-    backend: Backend
-    task: tasks.Task
-    data: tasks.TaskData
-    length: Length
-    model: nn.Module
-    """The prepared model: a `models.Caller` inside what the backend wraps around it."""
-    optimizer: Any
-    proof: Proof
-    directory: RunDirectory
-    reporter: Reporter
-    flops_per_target: float
-    targets: torch.Tensor
-    """Targets trained on so far, over all ranks; on the device, float64."""
-    watch: Stopwatch
-    results: dict[str, Any] = field(default_factory=dict)
-
-
-def build(recipe: Recipe, *, quiet: bool = False) -> Run:
-    """Makes a run of a recipe: data, model, optimiser, prepared for what the launch asks, and proved.
-
-    Raises:
-        FinetuneError: With what is wrong; nothing has been overwritten then.
-    """
-    asked = read_launch()
-    settled = settle(recipe, asked)
-    task = tasks.find(recipe)
-    directory = RunDirectory.check(recipe)
-    # Before any process group exists, so that no rank times out in a collective while another tokenises.
-    ready = task.build_data(recipe, quiet)
-    length = measure(recipe, ready.train)
-    backend = Backend.start(recipe, asked, settled, quiet=quiet)
-    with backend.loading(pretrained=recipe.model.name is not None and task is tasks.CAUSAL_LM):
-        network = models.materialise(task.build_model(recipe, ready), recipe.seed)
-        flops = flops_per_target(network, recipe.data.sequence_length)
-    caller = models.Caller(network.train())
-    caller.autocast = backend.autocast
-    model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
-    proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
-    if task.text and recipe.data.packing == "documents":
-        rehearsal.check_isolation(backend, model, recipe)
-    directory.create(backend, recipe, asked, proof, ready, length)
-    reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
-    plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
-    for line in (*ready.report_lines, *plan, proof.line()):
-        reporter.say(line)
-    if recipe.log.trackers:
-        backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
-    return Run(
-        recipe=recipe,
-        backend=backend,
-        task=task,
-        data=ready,
-        length=length,
-        model=model,
-        optimizer=optimizer,
-        proof=proof,
-        directory=directory,
-        reporter=reporter,
-        flops_per_target=flops,
-        targets=torch.zeros(1, dtype=torch.float64, device=backend.device),
-        watch=Stopwatch(backend.device),
-    )
+from finetune.guard import Later, Signs, Taken
+from finetune.metrics import peak_flops, peak_memory_gib
+from finetune.run import Run
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Takes every step of the run, evaluates and writes the model as the recipe says, and returns the results."""
-    recipe, last = run.recipe, run.length.num_steps
-    with run.reporter:
+    """Takes the steps that are left, and evaluates, saves and writes the model as the recipe says.
+
+    Returns:
+        The results. After a request to stop it returns early: a checkpoint is written, and `stopped` says why.
+    """
+    recipe, last, begin = run.recipe, run.length.num_steps, run.begin
+    if begin.finished:
+        run.reporter.say(f"Nothing is left to do: this run ended at step {last}. Raise its length to go on from there.")
+        return run.results
+    with run.reporter, run.stopper.listening():
         began = time.perf_counter()
-        for step in range(last):
+        run.keeper.open(step=begin.step, position=begin.position, order=_order(run))
+        stop = begin.must_look(last) and not _look_at(run, begin.step)
+        for step in range(last if stop else begin.step, last):
             lr = optim.lr_at(step, last, recipe)
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
-            loss_sum, targets, norm = train_step(run, step)
-            done = step + 1
-            logged = _log(run, done, lr, loss_sum, targets, norm) if _due(recipe.log.every_steps, done, last) else None
-            run.reporter.step(done, logged)
-            if recipe.eval.every_steps and done % recipe.eval.every_steps == 0 and done < last:
-                _evaluate(run, done)
-            if recipe.sample and recipe.sample.every_steps and done % recipe.sample.every_steps == 0 and done < last:
-                _sample(run, done)
+            taken = train_step(run, step)
+            done, signs = step + 1, Signs(*taken.signs.read())
+            run.keeper.took(step, signs)
+            _check(run, taken)
+            run.reporter.step(done, _log(run, done, lr, taken) if _due(recipe.log.every_steps, done, last) else None)
+            looked = not signs.stop and _look_at(run, done)
+            stop = not looked
+            if stop or run.keeper.due(done, last, signs):
+                _save(run, done, looked_at=looked, must=stop or done == last)
+            if stop:
+                break
+        run.keeper.finish()
+        if stop:
+            run.results["stopped"] = run.stopper.reason or "another rank was asked to stop"
+        elif recipe.output.save_model and last:
+            _write_model(run)
         run.results["train_s"] = time.perf_counter() - began
-        if recipe.eval.at_end:
-            _evaluate(run, last)
-        if recipe.sample and recipe.sample.at_end:
-            _sample(run, last)
-        if recipe.output.save_model and last:
-            _save(run)
     run.directory.finish(run.backend, run.results)
     return run.results
 
 
-def train_step(run: Run, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def train_step(run: Run, step: int) -> Taken:
     """One optimiser step over one global batch.
 
     The loss is the sum over all targets of the global batch divided by their number, over all ranks and
-    micro-batches: however the batch is split, the gradient is the same.
-
-    Returns:
-        This rank's loss sum, the global number of targets, and the global gradient norm before clipping; all
-        still on the device, since reading them would make the host wait.
+    micro-batches: however the batch is split, the gradient is the same. Nothing is read from the device, since that
+    would make the host wait.
     """
     backend, accelerator = run.backend, run.backend.accelerator
     window = _window(run, step)
     run.watch.mark("data")
-    assert run.data.train is not None
-    count = sum(run.data.train.num_targets(rows) for rows in window)
-    targets = backend.sum(torch.tensor([count], dtype=torch.float64, device=backend.device))
+    signs = _exchange(run, window)
+    targets = signs[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    scale = (backend.world * backend.accumulation / targets.clamp(min=1)).float().squeeze()
-    loss_sum = torch.zeros((), device=backend.device)
+    scale = (backend.world * backend.accumulation / targets.clamp(min=1)).float()
+    losses: list[torch.Tensor] = []
+    heard = Later(signs)
     for index, rows in enumerate(window):
         run.watch.mark("data")
+        assert run.data.train is not None
         batch = evaluate.to_device(run.data.train.batch(rows), backend.device)
         run.watch.mark("compute")
         # Dropout depends on where in the global batch rows stand, not on who computes them or what came before.
@@ -144,15 +81,16 @@ def train_step(run: Run, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         accelerator.sync_gradients = index == len(window) - 1
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(run.model):
             part = run.model(run.task.loss_sum, batch)
-            accelerator.backward(part * scale)
-        loss_sum += part.detach()
+            # A loss that is not finite spoils its gradient, whatever the derivative: so every rank sees it in the norm.
+            accelerator.backward(part * (scale + 0 * part.detach()))
+        losses.append(part.detach())
     run.watch.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
-    run.optimizer.step()
+    backend.step(run.optimizer, norm)
     run.optimizer.zero_grad()
     run.watch.mark("other")
     run.targets += targets
-    return loss_sum, targets, norm
+    return Taken(step=step, signs=heard, norm=Later(norm.reshape(1)), losses=torch.stack(losses), rows=window)
 
 
 def seed_everything(*parts: int) -> None:
@@ -166,39 +104,76 @@ def seed_everything(*parts: int) -> None:
 def _window(run: Run, step: int) -> list[np.ndarray]:
     """This rank's micro-batches of a step, as row numbers; a pure function of seed and step."""
     assert run.data.train is not None
-    batch, backend = run.recipe.batch, run.backend
-    positions = np.arange(step * batch.global_size, (step + 1) * batch.global_size)
+    batch, backend, first = run.recipe.batch, run.backend, run.position_of(step)
+    positions = np.arange(first, first + batch.global_size)
     rows = rows_at(positions, num_rows=len(run.data.train), seed=run.recipe.seed, epoch_rows=run.length.epoch_rows)
     # (micro-batch, rank, row): with equal micro-batches, the same rows make a forward pass on any number of ranks.
     grid = rows.reshape(backend.accumulation, backend.world, batch.micro_size)
     return list(grid[:, backend.rank])
 
 
+def _exchange(run: Run, window: list[np.ndarray]) -> torch.Tensor:
+    """The one all-reduce of a step: what all ranks tell each other, as `Signs`."""
+    assert run.data.train is not None
+    signs = Signs(
+        targets=sum(run.data.train.num_targets(rows) for rows in window),
+        rows=sum(ledger.checksum(rows) for rows in window),
+        stop=float(run.stopper.requested),
+        **run.keeper.signs(),
+    )
+    return run.backend.sum(torch.tensor(astuple(signs), dtype=torch.float64, device=run.backend.device))
+
+
+def _order(run: Run) -> dict[str, Any]:
+    """How positions map to rows, for the ledger."""
+    return {
+        "seed": run.recipe.seed,
+        "num_rows": len(run.data.train) if run.data.train is not None else 0,
+        "epoch_rows": run.length.epoch_rows,
+        "global_size": run.recipe.batch.global_size,
+        "data": run.data.digest,
+    }
+
+
 def _due(every: int, done: int, last: int) -> bool:
     return done % every == 0 or done in (1, last)
 
 
-def _log(
-    run: Run, done: int, lr: float, loss_sum: torch.Tensor, targets: torch.Tensor, norm: torch.Tensor
-) -> dict[str, Any]:
+def _check(run: Run, taken: Taken | None) -> None:
+    """Looks at the step before, whose numbers are there by now; None looks at the newest."""
+    incident = run.guard.look(taken)
+    if incident is None:
+        return
+    run.keeper.incident(incident)
+    counts = ", ".join(f"{count} {kind}" for kind, count in run.guard.counts.items() if count)
+    run.reporter.warn(
+        f"step {incident['step']} was skipped on all ranks: {incident['kind']} (skipped so far: {counts})"
+    )
+    if incident["fatal"]:
+        run.keeper.finish()
+        raise run.guard.diverged(incident, run.keeper.newest())
+
+
+def _log(run: Run, done: int, lr: float, taken: Taken) -> dict[str, Any]:
     """Reads the step's figures from the device, on every rank alike, and writes them on rank 0."""
     run.watch.mark("other")
     split = run.watch.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
-    total = run.backend.sum(loss_sum.double().reshape(1))
+    total = run.backend.sum(taken.losses.double().sum().reshape(1))
     seen = run.targets.item()
-    before = run.results.get("_logged", {"step": 0, "targets": 0.0})
+    before = run.results.get("_logged", {"step": run.begin.step, "targets": float(run.begin.tokens)})
     steps = done - before["step"]
     seconds = sum(split.values())
     rate = (seen - before["targets"]) / max(seconds, 1e-9)
     run.results["_logged"] = {"step": done, "targets": seen}
     peak = peak_flops(run.backend.device, run.backend.precision)
+    loss = total.item() / max(1.0, taken.signs.read()[0])
     values = {
         "step": done,
-        "epoch": done * run.recipe.batch.global_size / max(1, run.length.epoch_rows),
-        "loss": total.item() / max(1.0, targets.item()),
+        "epoch": run.position_of(done) / max(1, run.length.epoch_rows),
+        "loss": loss,
         "lr": lr,
-        "grad_norm": norm.item(),
+        "grad_norm": taken.norm.read()[0],
         "tokens": int(seen),
         "tokens_per_s": rate,
         "step_s": seconds / steps,
@@ -208,23 +183,48 @@ def _log(
         "optimizer_s": None if run.backend.steps_in_backward() else split.get("optimizer", 0.0) / steps,
         "peak_memory_gib": peak_memory_gib(run.backend.device),
         "mfu": None if peak is None else rate * run.flops_per_target / (peak * run.backend.world),
+        "skipped_steps": run.guard.counts["nonfinite"],
+        "overflows": run.guard.counts["overflow"],
     }
     run.reporter.log(values)
-    run.results["train_loss"] = values["loss"]
+    run.results["train_loss"] = loss if math.isfinite(loss) else None
     return values
 
 
-def _evaluate(run: Run, done: int) -> None:
-    if run.data.validation is None:
-        return
+def _look_at(run: Run, done: int) -> bool:
+    """Evaluates and samples after `done` steps, where that is due; False if a request to stop came in between."""
+    recipe, last = run.recipe, run.length.num_steps
+    evaluates = recipe.eval.at_end if done == last else _falls_on(recipe.eval.every_steps, done)
+    if evaluates and run.data.validation is not None and not _evaluate(run, done):
+        return False
+    section = recipe.sample
+    if section is not None and (section.at_end if done == last else _falls_on(section.every_steps, done)):
+        _sample(run, done)
+    return True
+
+
+def _falls_on(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0
+
+
+def _evaluate(run: Run, done: int) -> bool:
     run.watch.mark("aside")
+    assert run.data.validation is not None
+
+    def stopped() -> bool:
+        asked = torch.tensor([float(run.stopper.requested)], device=run.backend.device)
+        return run.backend.sum(asked).item() > 0
+
     micro = run.recipe.eval.micro_size or run.recipe.batch.micro_size
-    figures = evaluate.evaluate(run.backend, run.model, run.task, run.data.validation, micro)
+    figures = evaluate.evaluate(run.backend, run.model, run.task, run.data.validation, micro, stopped=stopped)
+    if figures is None:
+        return False
     values = {f"validation_{key}": value for key, value in figures.items()}
     run.reporter.log({"step": done, **values})
-    run.results |= values
+    run.results |= {**values, "_evaluated_at": done}
     shown = ", ".join(f"{key} {value:,.4f}" for key, value in figures.items() if key != "targets")
     run.reporter.say(f"step {done}: validation {shown} over {figures['targets']:,.0f} targets")
+    return True
 
 
 def _sample(run: Run, done: int) -> None:
@@ -243,7 +243,29 @@ def _sample(run: Run, done: int) -> None:
     run.results["sample"] = text
 
 
-def _save(run: Run) -> None:
+def _save(run: Run, done: int, *, looked_at: bool, must: bool) -> None:
+    """Saves a checkpoint of the state after `done` steps, of which none that is not finite has touched the weights."""
+    run.watch.mark("aside")
+    _check(run, None)
+    evaluated = run.results.get("_evaluated_at") == done
+    state = {
+        "step": done,
+        "position": run.position_of(done),
+        "tokens": int(run.targets.item()),
+        "scaler": run.backend.scaler_state(),
+        "looked_at": looked_at,
+        "validation_loss": run.results["validation_loss"] if evaluated else None,
+        "results": {key: value for key, value in run.results.items() if not key.startswith("_")},
+        "identity": run.identity,
+        "recipe": run.recipe.model_dump(mode="json"),
+        "backend": run.backend.launch.kind,
+        "processes": run.backend.world,
+        "precision": run.backend.precision,
+    }
+    run.keeper.save(models.unwrap(run.model), run.optimizer, state, must=must)
+
+
+def _write_model(run: Run) -> None:
     path = run.directory.path / "model"
     skeleton = run.task.build_skeleton
     with run.backend.loading(pretrained=False):

@@ -16,6 +16,7 @@ from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.quiet import silence_libraries
 from finetune.recipe import load
+from finetune.run import build
 
 
 def plant(fault: str) -> None:
@@ -38,7 +39,7 @@ def main(paths: list[str]) -> None:
     run = None
     for path in paths:
         try:
-            run = train.build(load(path))
+            run = build(load(path))
             train.train(run)
         except FinetuneError as error:
             cli.report(error)

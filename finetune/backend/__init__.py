@@ -146,6 +146,26 @@ class Backend:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return torch.as_tensor(norm, dtype=torch.float32)
 
+    def step(self, optimizer: Any, norm: torch.Tensor) -> None:
+        """The optimiser's step, unless the gradient norm is not finite: then nothing of it reaches the weights.
+
+        DeepSpeed and loss scaling decide alike by themselves, the former in the backward pass.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
+            optimizer.step()
+        elif getattr(inner, "_step_supports_amp_scaling", False):
+            # The kernel itself skips, as it does under loss scaling, so that the host need not wait.
+            inner.grad_scale, inner.found_inf = None, (~norm.isfinite()).float()
+            optimizer.step()
+        elif bool(norm.isfinite()):
+            optimizer.step()
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that gradients may overflow now and then (fp16)."""
+        return self.precision == "fp16"
+
     def steps_in_backward(self) -> bool:
         """Whether the backward pass that ends a window also runs the optimiser (DeepSpeed)."""
         return self.launch.uses_deepspeed
@@ -154,6 +174,12 @@ class Backend:
         """The sum over all ranks, in place; every rank must call it."""
         if self.world > 1:
             torch.distributed.all_reduce(values)
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest over all ranks, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return values
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
@@ -169,12 +195,38 @@ class Backend:
         self._reshard()
         return state.read(self.launch, network, optimizer, keep)
 
+    def sizes(self, network: nn.Module) -> dict[str, int]:
+        """Elements of each trainable parameter, whole, by name."""
+        return state.sizes(network)
+
+    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What a network has beside its trainable parameters, whole, one at a time: copies on rank 0, else None.
+
+        Keys are `frozen/NAME` and, for buffers that belong to the weights, `buffer/NAME`.
+        """
+        for name, parameter in network.named_parameters():
+            if not parameter.requires_grad:
+                full = self._full(parameter)
+                yield f"frozen/{name}", full.detach().cpu().clone() if self.is_main else None
+        kept = network.state_dict().keys()
+        for name, buffer in network.named_buffers():
+            if name in kept:
+                yield f"buffer/{name}", buffer.detach().cpu().clone() if self.is_main else None
+
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
     ) -> None:
         """The inverse, into a freshly prepared model and optimiser; see `state.write`."""
         self._reshard()
         state.write(self.launch, network, optimizer, keys, load)
+
+    def scaler_state(self) -> dict[str, float | int] | None:
+        """The loss scale and how long it has held; None where the loss is not scaled."""
+        return state.scaler_state(self.accelerator, self.launch)
+
+    def set_scaler_state(self, saved: dict[str, float | int] | None) -> None:
+        """The inverse of `scaler_state`."""
+        state.set_scaler_state(self.accelerator, self.launch, saved)
 
     def _reshard(self) -> None:
         if self.launch.uses_fsdp and self.model is not None:

@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import xxhash
 
 from finetune.errors import DataError
+from finetune.files import sync
 
 _INDEX = "index.json"
-
-
-def digest_of(facts: Any) -> str:
-    """32 hexadecimal digits that name a JSON-able value."""
-    text = json.dumps(facts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
 
 
 @dataclass(frozen=True)
@@ -84,14 +78,14 @@ class Cache:
             facts = build(staging)
             files = sorted(path for path in staging.iterdir() if path.is_file())
             for path in files:
-                _sync(path)
+                sync(path)
             # The index comes last: a folder with an index is a folder with everything.
             index = staging / _INDEX
             index.write_text(json.dumps({"files": {p.name: p.stat().st_size for p in files}, "facts": facts}))
-            _sync(index)
-            _sync(staging)
+            sync(index)
+            sync(staging)
             os.rename(staging, folder)
-            _sync(self._root)
+            sync(self._root)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -135,11 +129,3 @@ def _open(folder: Path) -> Entry | None:
         return Entry(folder, index["facts"], reused=True) if whole else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -43,7 +43,7 @@ def rows_at(
         raise ValueError(f"Positions count from 0, got {int(where.min())}.")
     where = where.astype(np.uint64)
     epochs, index = np.divmod(where, np.uint64(epoch_rows))
-    keys = _mix(epochs + np.uint64(_mix_int(seed & _MASK)))
+    keys = mix(epochs + np.uint64(_mix_int(seed & _MASK)))
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     rows = _permute(index, keys, half_bits)
     outside = rows >= num_rows
@@ -59,11 +59,11 @@ def _permute(values: UInt64s, keys: UInt64s, half_bits: int) -> UInt64s:
     left, right = values >> bits, values & mask
     for number in range(_ROUNDS):
         round_key = np.uint64((number + 1) * int(_GOLDEN) & _MASK)
-        left, right = right, left ^ (_mix(right ^ _mix(keys ^ round_key)) & mask)
+        left, right = right, left ^ (mix(right ^ mix(keys ^ round_key)) & mask)
     return (left << bits) | right
 
 
-def _mix(values: UInt64s) -> UInt64s:
+def mix(values: UInt64s) -> UInt64s:
     """Splitmix64: every output bit depends on every input bit (Steele, Lea and Flood 2014)."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -72,4 +72,4 @@ def _mix(values: UInt64s) -> UInt64s:
 
 
 def _mix_int(value: int) -> int:
-    return int(_mix(np.array([value], dtype=np.uint64))[0])
+    return int(mix(np.array([value], dtype=np.uint64))[0])

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import packing, tokenizer, tokens
-from finetune.data.cache import Cache, Entry, digest_of
+from finetune.data.cache import Cache, Entry
 from finetune.data.classes import ClassList
 from finetune.data.documents import Rules
 from finetune.data.encoding import Encoder
@@ -18,6 +18,7 @@ from finetune.data.report import DataReport, SourceReport, SplitReport
 from finetune.data.rows import Classes, Rows
 from finetune.data.sources import Corpus, open_source
 from finetune.errors import DataError
+from finetune.files import digest_of
 from finetune.recipe import DataSection, Recipe, Source
 
 

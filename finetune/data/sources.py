@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
 from finetune.data.sample import GENERATOR_VERSION, stories
 from finetune.errors import DataError
+from finetune.files import digest
 from finetune.recipe import Source
 
 _BATCH_ROWS = 1024
-_HASH_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -149,16 +147,12 @@ def _read_sample(count: int, fields: Fields) -> Iterator[Document]:
 
 
 def _hash_file(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK):
-                digest.update(chunk)
+        return digest(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
         ) from error
-    return digest.hexdigest()
 
 
 def _brief(error: Exception) -> str:

@@ -1,0 +1,23 @@
+"""Checkpoints with one layout, written and read by every backend on any number of processes."""
+
+from finetune.checkpoint.folder import clean, listed, name_of, read_manifest, read_state, step_of, verify
+from finetune.checkpoint.load import Checkpoint, find, newest, restore, verified
+from finetune.checkpoint.save import Outcome, Saver, require
+
+__all__ = [
+    "Checkpoint",
+    "Outcome",
+    "Saver",
+    "clean",
+    "find",
+    "listed",
+    "name_of",
+    "newest",
+    "read_manifest",
+    "read_state",
+    "require",
+    "restore",
+    "step_of",
+    "verified",
+    "verify",
+]

@@ -1,0 +1,143 @@
+"""Finds the checkpoint to go on from, verified by all ranks together, and restores it on any backend."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from finetune.backend import Backend
+from finetune.checkpoint import folder as folders
+from finetune.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+def newest(root: Path) -> Path | None:
+    """The newest folder that has a readable manifest, before its files are verified."""
+    for folder in folders.listed(root):
+        try:
+            folders.read_manifest(folder)
+        except CheckpointError:
+            continue
+        return folder
+    return None
+
+
+def find(root: Path, backend: Backend) -> Checkpoint | None:
+    """The newest whole checkpoint below `root`, the same on every rank; None if there is no folder of one.
+
+    Says what is wrong with newer ones. Every rank must call it.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is whole.
+    """
+    # Rank 0's list counts: another machine's view of a shared folder may lag behind.
+    steps = [folders.step_of(folder) or 0 for folder in folders.listed(root)] if backend.is_main else []
+    count = int(backend.broadcast(torch.tensor([len(steps)], device=backend.device)).item())
+    if not count:
+        return None
+    shared = torch.tensor(steps or [0] * count, dtype=torch.int64, device=backend.device)
+    for step in backend.broadcast(shared).tolist():
+        folder = root / folders.name_of(step)
+        try:
+            return verified(folder, backend)
+        except CheckpointError as error:
+            if not getattr(error, "elsewhere", False):
+                print(f"Checkpoint refused: {error}. Trying an older one.", file=sys.stderr, flush=True)
+    raise CheckpointError(
+        f"No checkpoint below {root} is whole, as said above. Restore one from a copy, remove the folder "
+        "to start from the beginning, or choose another output.dir."
+    )
+
+
+def verified(folder: Path, backend: Backend) -> Checkpoint:
+    """A checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
+
+    Raises:
+        CheckpointError: On every rank if it is not whole; on those that saw nothing wrong it has `elsewhere` set.
+    """
+    problem: CheckpointError | None = None
+    state: dict[str, Any] = {}
+    try:
+        folders.verify(folder, share=backend.rank, shares=backend.world)
+        state = folders.read_state(folder)
+    except CheckpointError as error:
+        problem = error
+    failed = backend.sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
+    if problem is not None:
+        raise problem
+    if failed:
+        other = CheckpointError(f"{folder} is not whole, as another process found")
+        other.elsewhere = True  # type: ignore[attr-defined]
+        raise other
+    return Checkpoint(folder, state)
+
+
+def restore(
+    checkpoint: Checkpoint, backend: Backend, network: nn.Module, optimizer: Any, *, with_optimizer: bool = True
+) -> None:
+    """Fills a prepared model and its optimiser. Every rank reads what it needs; nothing is gathered.
+
+    Args:
+        network: The network inside the prepared model.
+        with_optimizer: False leaves the optimiser as it is.
+
+    Raises:
+        CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
+    """
+    with folders.reading(checkpoint.folder), _opened(checkpoint) as tensors:
+        wanted = {
+            key
+            for key in tensors.places
+            if not key.startswith(("frozen/", "buffer/")) and (with_optimizer or key.startswith("parameter/"))
+        }
+        backend.write_state(network, optimizer, wanted, tensors.load)
+        buffers = dict(network.named_buffers())
+        for key in tensors.places:
+            kind, _, name = key.partition("/")
+            if kind == "buffer" and name in buffers:
+                buffers[name].copy_(tensors.load(key))
+    if checkpoint.state.get("scaler") is not None:
+        backend.set_scaler_state(checkpoint.state["scaler"])
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    places: dict[str, dict[str, Any]]
+    files: dict[str, Any]
+    folder: Path
+
+    def load(self, key: str) -> torch.Tensor:
+        """A tensor, mapped from its file: what is not touched is not read."""
+        place = self.places[key]
+        try:
+            tensor: torch.Tensor = self.files[place["file"]].get_tensor(place["name"])
+        except (KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / place['file']} has no tensor {place['name']}") from error
+        if list(tensor.shape) != place["shape"]:
+            raise CheckpointError(f"{self.folder}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
+        return tensor
+
+
+@contextmanager
+def _opened(checkpoint: Checkpoint) -> Iterator[_Tensors]:
+    places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
+    files = {}
+    for name in sorted({place["file"] for place in places.values()}):
+        try:
+            files[name] = safe_open(checkpoint.folder / name, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{checkpoint.folder / name} cannot be opened: {error}") from error
+    yield _Tensors(places, files, checkpoint.folder)

@@ -1,0 +1,298 @@
+"""Writes checkpoints: every rank its share, behind the training, whole or not at all.
+
+A save has two parts. The step waits for the first: each tensor is gathered in turn, and one rank keeps a copy in
+host memory. The second runs in a thread: the copies go to files in a staging folder, and to the disk. When every
+rank has written, which the ranks learn from the all-reduce of a later step, rank 0 writes the manifest and renames.
+"""
+
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from finetune.backend import Backend
+from finetune.checkpoint import folder as folders
+from finetune.errors import CheckpointError
+from finetune.files import sync, write_json
+
+Files = dict[str, dict[str, Any]]
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    error: str | None
+    """None if the checkpoint is there."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank keeps which tensor, and the file and name that it gets; the same on every rank."""
+
+    owners: dict[str, int]
+    """By parameter name."""
+    adapter_keys: dict[str, str] | None
+    """Names in `adapter_model.safetensors` by parameter, if only adapters are trained."""
+
+    @classmethod
+    def divide(cls, sizes: dict[str, int], world: int, adapter_keys: dict[str, str] | None) -> "Layout":
+        """Gives the largest tensors out first, each to the rank with the least so far.
+
+        PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
+        """
+        load = [0] * (1 if adapter_keys is not None else world)
+        owners = {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += max(1, sizes[name])
+        return cls(owners, adapter_keys)
+
+    def place(self, key: str) -> tuple[str, str]:
+        """The file of a tensor, relative to the checkpoint, and its name in it."""
+        kind, _, name = key.partition("/")
+        used = sorted({0, *self.owners.values()})
+        # Rank 0 also keeps what is not trained.
+        number = f"-{used.index(self.owners.get(name, 0)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
+        if kind not in ("parameter", "frozen", "buffer"):
+            return f"optimizer{number}.safetensors", key
+        if self.adapter_keys is not None:
+            return "model/adapter_model.safetensors", self.adapter_keys[name]
+        return f"model/model{number}.safetensors", name
+
+
+class Saver:
+    """Saves a run's state, one checkpoint at a time. Its methods are called by all ranks alike.
+
+    The copies in host memory stay for the next save, since fresh memory costs more time than the copying: per
+    rank its share of three fp32 numbers a trained parameter (with Adam).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        backend: Backend,
+        *,
+        adapter_keys: dict[str, str] | None,
+        describe: Callable[[Path], None],
+        keep: int,
+        keep_best: bool,
+    ) -> None:
+        """
+        Args:
+            root: The folder of the checkpoints.
+            describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
+        """
+        self._root, self._backend, self._describe = root, backend, describe
+        self._adapter_keys, self._keep, self._keep_best = adapter_keys, keep, keep_best
+        self._copies: dict[str, torch.Tensor] = {}
+        self._layout: Layout | None = None
+        self._thread: threading.Thread | None = None
+        self._sealing = False
+        self._step: int | None = None
+        self._state: dict[str, Any] = {}
+        self._error: OSError | None = None
+        self._fault: BaseException | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a save has been started and its outcome is not known yet; the same on every rank."""
+        return self._step is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank could not write."""
+        return self._error is not None
+
+    def start(self, network: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """Copies everything to host memory and starts to write. Nothing may be active.
+
+        Args:
+            network: The network inside the prepared model.
+            state: Goes into `state.json`; `step` names the folder, and pruning reads `validation_loss`.
+        """
+        assert not self.active
+        self._step, self._state = int(state["step"]), state
+        self._copy(network, optimizer)
+        self._run(self._write)
+
+    def settle(self, *, busy: bool, failed: bool) -> Outcome | None:
+        """Takes the next step towards a whole checkpoint, if all ranks are ready for it.
+
+        Args:
+            busy: Whether any rank was still writing.
+            failed: Whether any rank has failed. Both as agreed by all ranks.
+
+        Returns:
+            How the save ended, once it has.
+        """
+        self._raise_fault()
+        if not self.active or busy:
+            return None
+        if self._thread is not None:
+            self._thread.join()
+        if not failed and not self._sealing:
+            self._sealing = True
+            if self._backend.is_main:
+                self._run(self._seal)
+            return None
+        return self._end(failed)
+
+    def finish(self) -> Outcome | None:
+        """Waits until the save under way has ended; None if there is none."""
+        outcome: Outcome | None = None
+        while self.active and outcome is None:
+            if self._thread is not None:
+                self._thread.join()
+            self._raise_fault()
+            failures = self._backend.sum(torch.tensor([float(self.failed)], device=self._backend.device))
+            outcome = self.settle(busy=False, failed=failures.item() > 0)
+        return outcome
+
+    def _run(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except OSError as error:
+                self._error = error
+            except SafetensorError as error:  # what the library makes of an OSError
+                self._error = OSError(None, str(error))
+            except BaseException as error:
+                self._fault = error
+
+        self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _copy(self, network: nn.Module, optimizer: Any) -> None:
+        """Gathers each tensor in turn, and keeps this rank's share."""
+        backend = self._backend
+        if self._layout is None:
+            self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
+        owners = self._layout.owners
+        self._copies = {
+            key: copy
+            for key, copy in backend.read_state(network, optimizer, lambda name: owners[name] == backend.rank)
+            if copy is not None
+        }
+        if self._adapter_keys is None:
+            for key, copy in backend.read_rest(network):
+                if copy is not None:
+                    self._copies[key] = copy
+        if backend.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @property
+    def _staging(self) -> Path:
+        return self._target.with_name(self._target.name + folders.STAGING)
+
+    @property
+    def _target(self) -> Path:
+        assert self._step is not None
+        return self._root / folders.name_of(self._step)
+
+    def _write(self) -> None:
+        """This rank's tensors, on the disk, and a list of them."""
+        assert self._layout is not None
+        staging = self._staging
+        # Not their parents: below a mount that has vanished, that would fill the wrong disk.
+        staging.mkdir(exist_ok=True)
+        (staging / "model").mkdir(exist_ok=True)
+        contents: dict[str, dict[str, torch.Tensor]] = {}
+        tensors: dict[str, Any] = {}
+        for key, tensor in self._copies.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise OSError(errno.EDOM, f"{key} holds numbers that are not finite")
+            file, name = self._layout.place(key)
+            contents.setdefault(file, {})[name] = tensor
+            tensors[key] = {"file": file, "name": name, "shape": list(tensor.shape)}
+        files: Files = {}
+        for file, content in contents.items():
+            save_file(content, staging / file, metadata={"format": "pt"})
+            files |= folders.describe_file(staging, staging / file)
+        write_json(self._part(self._backend.rank), {"files": files, "tensors": tensors})
+
+    def _part(self, rank: int) -> Path:
+        return self._staging / f"part-{rank}.json"
+
+    def _seal(self) -> None:
+        """What belongs to all ranks' tensors, the manifest, and the rename; on rank 0."""
+        staging, model = self._staging, self._staging / "model"
+        parts = [self._part(rank) for rank in range(self._backend.world)]
+        files: Files = {}
+        tensors: dict[str, Any] = {}
+        for part in parts:
+            content = json.loads(part.read_text(encoding="utf-8"))
+            files |= content["files"]
+            tensors |= content["tensors"]
+        self._describe(model)
+        weights = {t["name"]: Path(t["file"]).name for t in tensors.values() if t["file"].startswith("model/")}
+        if len(set(weights.values())) > 1:
+            index = {"metadata": {}, "weight_map": weights}
+            (model / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        state = staging / folders.STATE
+        state.write_text(
+            json.dumps({**self._state, "tensors": tensors}, indent=1, default=str) + "\n", encoding="utf-8"
+        )
+        for path in (state, *(path for path in sorted(model.rglob("*")) if path.is_file())):
+            if path.relative_to(staging).as_posix() not in files:
+                files |= folders.describe_file(staging, path)
+        for part in parts:
+            part.unlink()
+        sync(model)
+        folders.seal(staging, self._target, files, {key: self._state[key] for key in ("step", "validation_loss")})
+        try:
+            folders.prune(self._root, keep=self._keep, keep_best=self._keep_best)
+        except OSError as error:
+            # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
+            print(f"An old checkpoint cannot be deleted: {error}", file=sys.stderr, flush=True)
+
+    def _end(self, failed: bool) -> Outcome:
+        assert self._step is not None
+        error = self._reason() if failed else None
+        if failed and self._backend.is_main:
+            folders.clean(self._root)
+        outcome = Outcome(self._step, error)
+        self._step, self._sealing, self._error, self._thread = None, False, None, None
+        return outcome
+
+    def _reason(self) -> str:
+        """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
+        if self._error is not None and self._error.errno in (None, errno.EDOM):
+            print(f"rank {self._backend.rank}: {self._error}", file=sys.stderr, flush=True)
+        number = (self._error.errno or errno.EIO) if self._error is not None else 0
+        worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
+        return "a tensor holds numbers that are not finite" if worst == errno.EDOM else os.strerror(worst)
+
+
+def require(outcome: Outcome | None, root: Path) -> None:
+    """Raises if a save that had to succeed did not.
+
+    Raises:
+        CheckpointError: With the reason.
+    """
+    if outcome is not None and outcome.error is not None:
+        raise CheckpointError(
+            f"The checkpoint of step {outcome.step} cannot be written below {root}: {outcome.error}. Older "
+            "checkpoints are untouched. Make room or mend the file system, and start the same command again."
+        )

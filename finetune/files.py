@@ -1,0 +1,136 @@
+"""Files that survive a crash: synchronised to the disk, and replaced whole or not at all."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_CHUNK = 1 << 22
+
+
+def sync(path: Path) -> None:
+    """Returns once a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: If they cannot be written there.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by a JSON value; a crash leaves the old content or the new.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    staging = path.with_name(path.name + ".staging")
+    staging.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    sync(staging)
+    os.replace(staging, path)
+    sync(path.parent)
+
+
+def digest(path: Path) -> str:
+    """32 hexadecimal digits of a file's content. It finds damage, not forgery.
+
+    Source: xxHash's XXH3 with 128 bits, which reads as fast as memory does.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def digest_of(facts: Any) -> str:
+    """32 hexadecimal digits that name a JSON-able value."""
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
+
+
+class Journal:
+    """A file of JSON lines that only grows, and that no crash or full disk tears.
+
+    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        self._failing = False
+
+    def add(self, value: dict[str, Any]) -> None:
+        """Adds a line, which the next flush writes."""
+        self._waiting.append(json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+
+    def write(self, value: dict[str, Any]) -> str | None:
+        """Adds a line and writes it; returns why it has to wait, the first time."""
+        self.add(value)
+        return self.flush()
+
+    def flush(self, *, to_disk: bool = False) -> str | None:
+        """Writes what waits; returns why it cannot, the first time.
+
+        Args:
+            to_disk: Return only once it is on the disk.
+        """
+        try:
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                end = os.lseek(handle, 0, os.SEEK_END)
+                text = b"".join(self._waiting)
+                if os.write(handle, text) != len(text):
+                    os.ftruncate(handle, end)  # no half lines
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if to_disk:
+                    os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            first, self._failing = not self._failing, True
+            return f"{self._path}: {error.strerror or error}" if first else None
+        self._waiting, self._failing = [], False
+        return None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal; a last line that a crash tore is left out.
+
+    Raises:
+        OSError: If there is no such file, or a line before the last is damaged.
+    """
+    lines = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise OSError(errno.EIO, f"line {number} is damaged", str(path)) from error
+    return found
+
+
+def rewrite_lines(path: Path, values: list[dict[str, Any]]) -> None:
+    """Replaces a journal's lines, whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    staging = path.with_name(path.name + ".staging")
+    staging.write_bytes(b"".join(json.dumps(v, separators=(",", ":")).encode() + b"\n" for v in values))
+    sync(staging)
+    os.replace(staging, path)
+    sync(path.parent)

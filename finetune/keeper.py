@@ -1,0 +1,134 @@
+"""Keeps what a run must not lose: checkpoints when they are due, the ledger, and incidents."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from finetune import checkpoint as checkpoints
+from finetune.backend import Backend
+from finetune.checkpoint import Outcome, Saver
+from finetune.files import Journal
+from finetune.guard import Signs
+from finetune.ledger import Ledger
+from finetune.metrics import Reporter
+from finetune.recipe import Recipe
+
+
+class Keeper:
+    """All ranks call its methods alike; rank 0 writes the journals."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        backend: Backend,
+        directory: Path,
+        reporter: Reporter,
+        *,
+        adapter_keys: dict[str, str] | None,
+        describe: Callable[[Path], None],
+    ) -> None:
+        """
+        Args:
+            adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
+            describe: Writes what belongs beside the weights into a folder.
+        """
+        section = recipe.checkpoint
+        self._section, self._backend, self._reporter = section, backend, reporter
+        self._root = directory / "checkpoints"
+        if backend.is_main:
+            checkpoints.clean(self._root)
+        self._saver = Saver(
+            self._root,
+            backend,
+            adapter_keys=adapter_keys,
+            describe=describe,
+            keep=section.keep,
+            keep_best=section.keep_best,
+        )
+        self._ledger = Ledger(directory)
+        self._incidents = Journal(directory / "incidents.jsonl")
+        self._saved_at = time.monotonic()
+
+    def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
+        """A start of the run, for the ledger; see `Ledger.open`."""
+        if self._backend.is_main:
+            self._warn(self._ledger.open(step=step, position=position, order=order))
+
+    def signs(self) -> dict[str, float]:
+        """What this rank has to tell the others at the beginning of a step."""
+        minutes = self._section.every_minutes
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return {
+            "busy": float(self._saver.busy),
+            "failed": float(self._saver.failed),
+            "save": float(late and self._backend.is_main),
+        }
+
+    def took(self, step: int, signs: Signs) -> None:
+        """Notes a step in the ledger, and brings a save under way forward."""
+        if self._backend.is_main:
+            self._ledger.step(step, int(signs.rows))
+        self._report(self._saver.settle(busy=signs.busy > 0, failed=signs.failed > 0))
+
+    def due(self, done: int, last: int, signs: Signs) -> bool:
+        """Whether a checkpoint is due after `done` of `last` steps."""
+        every = self._section.every_steps
+        on_time = signs.save > 0 or (every is not None and done % every == 0)
+        return self._section.at_end if done == last else on_time
+
+    def save(self, network: nn.Module, optimizer: Any, state: dict[str, Any], *, must: bool = False) -> None:
+        """Starts a checkpoint, behind the training unless the recipe says otherwise.
+
+        Args:
+            network: The network inside the prepared model.
+            state: Goes into `state.json`.
+            must: Return only once it is there.
+
+        Raises:
+            CheckpointError: If it must be there and cannot be written.
+        """
+        self._report(self._saver.finish())
+        if self._backend.is_main:
+            self._warn(self._ledger.flush())
+        self._saved_at = time.monotonic()
+        self._saver.start(network, optimizer, state)
+        if must or not self._section.asynchronous:
+            outcome = self._saver.finish()
+            self._report(outcome)
+            if must:
+                checkpoints.require(outcome, self._root)
+
+    def finish(self) -> None:
+        """Waits for a save under way, and puts the ledger on the disk."""
+        self._report(self._saver.finish())
+        if self._backend.is_main:
+            self._warn(self._ledger.flush())
+
+    def incident(self, incident: dict[str, Any]) -> None:
+        """Writes down a step that was skipped."""
+        if self._backend.is_main:
+            self._warn(self._incidents.write(incident))
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint."""
+        return checkpoints.newest(self._root)
+
+    def _warn(self, reason: str | None) -> None:
+        if reason is not None:
+            self._reporter.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+
+    def _report(self, outcome: Outcome | None) -> None:
+        if outcome is None or not self._backend.is_main:
+            return
+        if outcome.error is None:
+            self._reporter.say(f"step {outcome.step}: checkpoint written")
+            return
+        newest = self.newest()
+        kept = f"{newest} stays" if newest is not None else "there is no older one"
+        self._reporter.warn(
+            f"The checkpoint of step {outcome.step} cannot be written: {outcome.error}. Training goes on, {kept}, and "
+            "the next one is tried when it is due."
+        )

@@ -1,0 +1,161 @@
+"""What each step really read, so that it can be proved afterwards.
+
+`ledger.jsonl` has a line for each start of a run, which says how positions map to rows, and one for each step with
+a checksum over the rows that all ranks read for it. The checksum is a sum, so it rides on the step's all-reduce.
+`audit` computes the rows of each step anew, compares the checksums, and counts how often each row was used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.data.order import mix, rows_at
+from finetune.errors import CheckpointError
+from finetune.files import Journal, read_lines
+
+FILE = "ledger.jsonl"
+_ORDER = ("seed", "num_rows", "epoch_rows", "global_size", "data")
+
+
+def checksum(rows: npt.NDArray[np.integer]) -> int:
+    """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
+    return int((mix(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
+
+
+class Ledger:
+    """Written by rank 0."""
+
+    def __init__(self, directory: Path) -> None:
+        self._journal = Journal(directory / FILE)
+
+    def open(self, *, step: int, position: int, order: dict[str, Any]) -> str | None:
+        """A start of the run: the next step, the position it begins at, and how positions map to rows."""
+        return self._journal.write({"start": step, "position": position, **{key: order[key] for key in _ORDER}})
+
+    def step(self, step: int, rows_checksum: int) -> None:
+        """One step, counted from 0; `flush` writes it, at the latest before a checkpoint of it exists."""
+        self._journal.add({"step": step, "rows": rows_checksum})
+
+    def flush(self) -> str | None:
+        """Puts all steps so far on the disk; returns why it cannot, the first time."""
+        return self._journal.flush(to_disk=True)
+
+
+@dataclass(frozen=True)
+class Used:
+    """What one step used."""
+
+    step: int
+    position: int
+    rows: npt.NDArray[np.int64]
+    """In the order of positions: micro-batches, ranks, rows."""
+    proved: bool
+    """Whether the checksum that the ranks wrote is that of these rows."""
+    order: dict[str, Any]
+
+
+def used(directory: Path) -> Iterator[Used]:
+    """What each step used that the run's weights have learned from, in order.
+
+    Where a resume took steps again, the later time counts: the earlier one was lost with the weights.
+
+    Raises:
+        CheckpointError: If there is no ledger, it is damaged, or a step is missing.
+    """
+    try:
+        lines = read_lines(directory / FILE)
+    except OSError as error:
+        raise CheckpointError(f"{directory / FILE} cannot be read: {error.strerror or error}.") from error
+    steps: dict[int, tuple[int, dict[str, Any], int]] = {}
+    first, start = 0, None
+    for line in lines:
+        if "start" in line:
+            start = line
+            steps = {step: value for step, value in steps.items() if step < line["start"]}
+            if not steps:
+                first = line["start"]
+        elif start is not None:
+            position = start["position"] + (line["step"] - start["start"]) * start["global_size"]
+            steps[line["step"]] = (position, start, line["rows"])
+    for expected, step in enumerate(sorted(steps), start=first):
+        if step != expected:
+            raise CheckpointError(f"{directory / FILE} has no line for step {expected + 1}, but one for a later step.")
+        position, order, written = steps[step]
+        rows = rows_at(
+            np.arange(position, position + order["global_size"]),
+            num_rows=order["num_rows"],
+            seed=order["seed"],
+            epoch_rows=order["epoch_rows"],
+        )
+        yield Used(step, position, rows, checksum(rows) == written, order)
+
+
+@dataclass
+class Epoch:
+    """How often an epoch's rows were used."""
+
+    number: int
+    rows: int
+    """Rows that the epoch has."""
+    once: int = 0
+    """Used exactly once."""
+    more: int = 0
+    """Used more than once."""
+
+    @property
+    def finished(self) -> bool:
+        return self.once + self.more >= self.rows
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the ledger proves."""
+
+    num_steps: int
+    epochs: list[Epoch]
+    unproved: list[int]
+    """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
+    gaps: list[int]
+    """Steps, counted from 1, that do not begin where the one before ended."""
+
+    @property
+    def holds(self) -> bool:
+        exact = all(epoch.more == 0 and (epoch.once == epoch.rows or not epoch.finished) for epoch in self.epochs)
+        return exact and not self.unproved and not self.gaps and self.num_steps > 0
+
+
+def audit(directory: Path) -> Audit:
+    """Counts how often each row of each epoch was used, over all resumes.
+
+    Raises:
+        CheckpointError: If the ledger cannot be read.
+    """
+    counts: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
+    sizes: dict[tuple[str, int], int] = {}
+    unproved: list[int] = []
+    gaps: list[int] = []
+    expected: int | None = None
+    total = 0
+    for entry in used(directory):
+        total += 1
+        if not entry.proved:
+            unproved.append(entry.step + 1)
+        if expected is not None and entry.position != expected:
+            gaps.append(entry.step + 1)
+        expected = entry.position + len(entry.rows)
+        epoch_rows = entry.order["epoch_rows"]
+        numbers = np.arange(entry.position, expected) // epoch_rows
+        for number in np.unique(numbers).tolist():
+            key = (str(entry.order["data"]), number)
+            sizes[key] = epoch_rows
+            seen = counts.setdefault(key, np.zeros(entry.order["num_rows"], np.uint8))
+            np.add.at(seen, entry.rows[numbers == number], 1)
+    epochs = [
+        Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))
+        for (data, number), seen in counts.items()
+    ]
+    return Audit(total, epochs, unproved, gaps)

@@ -1,0 +1,131 @@
+"""A run: everything that the loop touches, built of a recipe under a launch."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune import adapters, export, models, optim, rehearsal, resume, tasks
+from finetune.backend import Backend, Proof, read_launch, settle
+from finetune.guard import Stopper, Watch
+from finetune.identity import base_of, identify
+from finetune.keeper import Keeper
+from finetune.length import Length, describe, measure
+from finetune.metrics import Reporter, Stopwatch, flops_per_target
+from finetune.recipe import Recipe
+from finetune.resume import Begin
+from finetune.rundir import RunDirectory
+
+
+@dataclass
+class Run:
+    """Everything that the loop touches."""
+
+    recipe: Recipe
+    backend: Backend
+    task: tasks.Task
+    data: tasks.TaskData
+    length: Length
+    model: nn.Module
+    """The prepared model: a `models.Caller` inside what the backend wraps around it."""
+    optimizer: Any
+    proof: Proof
+    directory: RunDirectory
+    reporter: Reporter
+    flops_per_target: float
+    begin: Begin
+    """Where the run begins."""
+    keeper: Keeper
+    """Checkpoints, ledger and incidents."""
+    stopper: Stopper
+    guard: Watch
+    identity: dict[str, Any]
+    """What the mathematics depend on."""
+    targets: torch.Tensor
+    """Targets trained on so far, over all ranks; on the device, float64."""
+    watch: Stopwatch
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def position_of(self, step: int) -> int:
+        """The first position that a step reads."""
+        return self.begin.position + (step - self.begin.step) * self.recipe.batch.global_size
+
+
+def build(recipe: Recipe, *, quiet: bool = False) -> Run:
+    """Makes a run of a recipe: data, model, optimiser, prepared for what the launch asks, proved, and resumed.
+
+    Raises:
+        FinetuneError: With what is wrong; nothing has been overwritten then.
+    """
+    asked = read_launch()
+    settled = settle(recipe, asked)
+    task = tasks.find(recipe)
+    directory = RunDirectory.check(recipe)
+    resume.check(recipe, directory)
+    # Before any process group exists, so that no rank times out in a collective while another tokenises.
+    ready = task.build_data(recipe, quiet)
+    length = measure(recipe, ready.train)
+    identity = identify(recipe, ready, length)
+    resume.compare(recipe, directory, identity)
+    backend = Backend.start(recipe, asked, settled, quiet=quiet)
+    with backend.loading(pretrained=recipe.model.name is not None and task is tasks.CAUSAL_LM):
+        network = models.materialise(task.build_model(recipe, ready), recipe.seed)
+        flops = flops_per_target(network, recipe.data.sequence_length)
+    caller = models.Caller(network.train())
+    caller.autocast = backend.autocast
+    model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
+    proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
+    if task.text and recipe.data.packing == "documents":
+        rehearsal.check_isolation(backend, model, recipe)
+    begin = resume.choose(recipe, directory, backend, identity, num_steps=length.num_steps)
+    unwrapped = models.unwrap(model)
+    begin.restore(backend, unwrapped, optimizer)
+    if not begin.finished:
+        facts = {
+            "launch": {key: value for key, value in asdict(asked).items() if key != "ds_config"},
+            "ds_config": getattr(backend.accelerator, "deepspeed_config", None),
+            "precision": backend.precision,
+            "runs": proof.to_dict(),
+            "length": asdict(length),
+            "identity": identity,
+            "base": base_of(recipe),
+            "data": {"digest": ready.digest, **ready.report},
+        }
+        directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
+    reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
+    plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
+    for line in (*ready.report_lines, *plan, proof.line(), *begin.lines()):
+        reporter.say(line)
+    if recipe.log.trackers:
+        backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
+    keeper = Keeper(
+        recipe,
+        backend,
+        directory.path,
+        reporter,
+        adapter_keys=adapters.adapter_keys(unwrapped) if recipe.lora is not None else None,
+        describe=lambda folder: export.describe(unwrapped, ready.tokenizer, folder),
+    )
+    return Run(
+        recipe=recipe,
+        backend=backend,
+        task=task,
+        data=ready,
+        length=length,
+        model=model,
+        optimizer=optimizer,
+        proof=proof,
+        directory=directory,
+        reporter=reporter,
+        flops_per_target=flops,
+        begin=begin,
+        keeper=keeper,
+        stopper=Stopper(recipe.guard.grace_s),
+        guard=Watch(backend, recipe.guard.max_skipped_steps),
+        identity=identity,
+        targets=torch.full((1,), float(begin.tokens), dtype=torch.float64, device=backend.device),
+        watch=Stopwatch(backend.device),
+        results=begin.results,
+    )
