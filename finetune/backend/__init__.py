@@ -188,30 +188,27 @@ class Backend:
             torch.distributed.broadcast(values, src=0)
         return values
 
-    def read_state(
-        self, network: nn.Module, optimizer: Any, keep: Callable[[str], bool]
-    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trainable parameter and its optimiser state, whole, one at a time; see `state.read`."""
         self._reshard()
-        return state.read(self.launch, network, optimizer, keep)
+        return state.read(self.launch, network, optimizer)
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Elements of each trainable parameter, whole, by name."""
         return state.sizes(network)
 
-    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """What a network has beside its trainable parameters, whole, one at a time: copies on rank 0, else None.
+    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a network has beside its trainable parameters, whole, one at a time, as `read_state` gives it.
 
         Keys are `frozen/NAME` and, for buffers that belong to the weights, `buffer/NAME`.
         """
         for name, parameter in network.named_parameters():
             if not parameter.requires_grad:
-                full = self._full(parameter)
-                yield f"frozen/{name}", full.detach().cpu().clone() if self.is_main else None
+                yield f"frozen/{name}", self._full(parameter).detach()
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
-                yield f"buffer/{name}", buffer.detach().cpu().clone() if self.is_main else None
+                yield f"buffer/{name}", buffer.detach()
 
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]

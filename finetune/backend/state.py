@@ -18,9 +18,7 @@ def sizes(network: nn.Module) -> dict[str, int]:
     return {name: int(getattr(p, "ds_numel", p.numel())) for name, p in _trainable(network)}
 
 
-def read(
-    launch: Launch, network: nn.Module, optimizer: Any, keep: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def read(launch: Launch, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every trainable parameter (its fp32 master) and its optimiser state, whole, one tensor at a time.
 
     All ranks must run through it, in step; no rank holds more than its share and one gathered tensor. State that
@@ -29,30 +27,28 @@ def read(
     Args:
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
-        keep: Whether this rank keeps the tensors of the parameter of that name.
 
     Yields:
-        `parameter/NAME` or `STATE/NAME`, and where it is kept a copy in host memory, else None. From a GPU the copy is
-        pinned and under way: synchronise before looking at it.
+        `parameter/NAME` or `STATE/NAME`, and the tensor: on its device, and to be copied before the next one is asked
+        for, since it may be the very one that is trained.
 
     Raises:
         CheckpointError: If the optimiser holds what cannot be written back whole.
     """
     inner = _inner(optimizer)
     if launch.uses_deepspeed:
-        yield from _read_flat(inner, network, keep)
+        yield from _read_flat(inner, network)
         return
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
-        kept = keep(name)
-        yield f"{PARAMETER}/{name}", _whole(parameter, kept)
+        yield f"{PARAMETER}/{name}", _whole(parameter)
         for key, value in inner.state.get(parameter, {}).items():
             if value is None:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
             if launch.sharded and tensor.ndim and tensor.shape != parameter.shape:
                 raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", _whole(tensor, kept)
+            yield f"{key}/{name}", _whole(tensor)
 
 
 def write(
@@ -136,12 +132,11 @@ def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | 
         accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
 
 
-def _read_flat(zero: Any, network: nn.Module, keep: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _read_flat(zero: Any, network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for flat in flats(zero, network):
         with reading(zero, flat):
             for part in flat.parts:
-                kept = keep(part.name)
-                yield f"{PARAMETER}/{part.name}", _copy(flat.gather(part, flat.master)) if kept else None
+                yield f"{PARAMETER}/{part.name}", flat.gather(part, flat.master)
                 for state, value in flat.state.items():
                     if value is None:
                         continue
@@ -153,7 +148,7 @@ def _read_flat(zero: Any, network: nn.Module, keep: Callable[[str], bool]) -> It
                         raise _not_held(key, tensor.shape, flat.master.shape)
                     elif state == "step" and is_cpu_adam(flat.optimizer):
                         tensor = tensor.float()
-                    yield key, _copy(tensor) if kept else None
+                    yield key, tensor
 
 
 def _write_flat(
@@ -306,21 +301,13 @@ def _check_sharded(launch: Launch, name: str, parameter: Any) -> None:
         raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
 
 
-def _whole(tensor: Any, kept: bool) -> torch.Tensor | None:
-    """A tensor of torch's own backends, gathered if it is sharded; a copy in host memory if it is kept."""
-    tensor = tensor.detach()
+def _whole(tensor: Any) -> torch.Tensor:
+    """A tensor of torch's own backends, gathered if it is sharded."""
+    whole: torch.Tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         # Shards that rest in host memory are gathered where the process group is.
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return _copy(tensor) if kept else None
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory: from a GPU pinned, and not waited for."""
-    if tensor.is_cuda:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-    return tensor.clone(memory_format=torch.contiguous_format)
+        whole = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+    return whole
 
 
 def _local(tensor: Any) -> torch.Tensor:

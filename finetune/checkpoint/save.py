@@ -60,12 +60,15 @@ class Layout:
             load[owners[name]] += max(1, sizes[name])
         return cls(owners, adapter_keys)
 
+    def owner(self, key: str) -> int:
+        """The rank that keeps a tensor; what is not trained stays on rank 0."""
+        return self.owners.get(key.partition("/")[2], 0)
+
     def place(self, key: str) -> tuple[str, str]:
         """The file of a tensor, relative to the checkpoint, and its name in it."""
         kind, _, name = key.partition("/")
         used = sorted({0, *self.owners.values()})
-        # Rank 0 also keeps what is not trained.
-        number = f"-{used.index(self.owners.get(name, 0)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
+        number = f"-{used.index(self.owner(key)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
         if kind not in ("parameter", "frozen", "buffer"):
             return f"optimizer{number}.safetensors", key
         if self.adapter_keys is not None:
@@ -96,7 +99,7 @@ class Saver:
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
         """
         self._root, self._backend, self._describe = root, backend, describe
-        self._adapter_keys, self._keep, self._keep_best = adapter_keys, keep, keep_best
+        self._adapter_keys, self._keep_newest, self._keep_best = adapter_keys, keep, keep_best
         self._copies: dict[str, torch.Tensor] = {}
         self._layout: Layout | None = None
         self._thread: threading.Thread | None = None
@@ -189,18 +192,24 @@ class Saver:
         backend = self._backend
         if self._layout is None:
             self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
-        owners = self._layout.owners
-        self._copies = {
-            key: copy
-            for key, copy in backend.read_state(network, optimizer, lambda name: owners[name] == backend.rank)
-            if copy is not None
-        }
+        old, self._copies = self._copies, {}
+        for key, tensor in backend.read_state(network, optimizer):
+            self._keep(key, tensor, old)
         if self._adapter_keys is None:
-            for key, copy in backend.read_rest(network):
-                if copy is not None:
-                    self._copies[key] = copy
+            for key, tensor in backend.read_rest(network):
+                self._keep(key, tensor, old)
         if backend.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _keep(self, key: str, tensor: torch.Tensor, old: dict[str, torch.Tensor]) -> None:
+        """Copies a tensor of this rank's share to host memory, in place of the last save's if there is one."""
+        assert self._layout is not None
+        if self._layout.owner(key) != self._backend.rank:
+            return
+        copy = old.get(key)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copies[key] = copy.copy_(tensor, non_blocking=True)
 
     @property
     def _staging(self) -> Path:
@@ -262,7 +271,7 @@ class Saver:
         sync(model)
         folders.seal(staging, self._target, files, {key: self._state[key] for key in ("step", "validation_loss")})
         try:
-            folders.prune(self._root, keep=self._keep, keep_best=self._keep_best)
+            folders.prune(self._root, keep=self._keep_newest, keep_best=self._keep_best)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
             print(f"An old checkpoint cannot be deleted: {error}", file=sys.stderr, flush=True)
