@@ -50,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _recipe_arguments(verb)
     _recipe_arguments(verbs.add_parser("data", help="prepare a recipe's data and print its report"))
     _recipe_arguments(verbs.add_parser("show", help="print the whole recipe, defaults included"))
+    verb = verbs.add_parser("audit", help="prove from a run's ledger that each row of each epoch was used exactly once")
+    verb.add_argument("run", help="a run directory, such as runs/sample")
+    verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
     verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
     verbs.add_parser("ops", help="build native ops ahead of the first run that needs them")
     parsed = parser.parse_args(arguments)
-    run = {"launch": _launch, "data": _data, "show": _show, "schema": _schema, "ops": _ops}[parsed.verb]
-    return _guarded(run, parsed)
+    run = {"launch": _launch, "data": _data, "show": _show, "audit": _audit, "schema": _schema, "ops": _ops}
+    return _guarded(run[parsed.verb], parsed)
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
@@ -213,6 +216,20 @@ def _data(parsed: argparse.Namespace) -> None:
 
 def _show(parsed: argparse.Namespace) -> None:
     print(dump(load(parsed.recipe, parsed.overrides)), end="")
+
+
+def _audit(parsed: argparse.Namespace) -> int:
+    from finetune import ledger
+
+    directory = Path(parsed.run)
+    first, last = ledger.span(parsed.steps) if parsed.steps else (0, -1)
+    found = ledger.audit(directory)
+    for line in found.lines():
+        print(line)
+    for entry in ledger.used(directory):
+        if first <= entry.step + 1 <= last:
+            print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
+    return 0 if found.holds else 1
 
 
 def _schema(parsed: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.data.order import mix, rows_at
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, RecipeError
 from finetune.files import Journal, read_lines
 
 FILE = "ledger.jsonl"
@@ -126,6 +126,37 @@ class Audit:
     def holds(self) -> bool:
         exact = all(epoch.more == 0 and (epoch.once == epoch.rows or not epoch.finished) for epoch in self.epochs)
         return exact and not self.unproved and not self.gaps and self.num_steps > 0
+
+    def lines(self) -> list[str]:
+        """What people read."""
+        lines = [f"{self.num_steps:,} steps, each with the checksum of the rows that its ranks read"]
+        for epoch in self.epochs:
+            end = "each row exactly once" if epoch.once == epoch.rows else f"{epoch.once:,} rows once so far"
+            more = f", {epoch.more:,} MORE THAN ONCE" if epoch.more else ""
+            lines.append(f"epoch {epoch.number + 1}: {epoch.rows:,} rows, {end}{more}")
+        if self.unproved:
+            lines.append(f"NOT the rows that the order says: steps {_brief(self.unproved)}")
+        if self.gaps:
+            lines.append(f"NOT where the step before ended: steps {_brief(self.gaps)}")
+        lines.append("the ledger holds" if self.holds else "THE LEDGER DOES NOT HOLD")
+        return lines
+
+
+def span(text: str) -> tuple[int, int]:
+    """The steps of `A:B`, or of `A` alone.
+
+    Raises:
+        RecipeError: If it is neither.
+    """
+    first, _, last = text.partition(":")
+    try:
+        return int(first), int(last or first)
+    except ValueError as error:
+        raise RecipeError(f"--steps {text}: give A:B, such as 100:120, or one step.") from error
+
+
+def _brief(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:10])) + (f" and {len(steps) - 10:,} more" if len(steps) > 10 else "")
 
 
 def audit(directory: Path) -> Audit:
