@@ -4,6 +4,7 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 each the same way whatever runs underneath.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Backend:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     model: nn.Module | None = None
-    """What `prepare` made of the model."""
+    """What `prepare` made of the model, and of the optimiser."""
+    optimizer: Any = None
 
     @classmethod
     def start(cls, recipe: Recipe, asked: Launch, settled: Settled, *, quiet: bool = False) -> "Backend":
@@ -107,7 +109,7 @@ class Backend:
                     "some would never be trained. This is a fault of the installed accelerate; use the version of "
                     "constraints.txt."
                 )
-        self.model = wrapped
+        self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
     def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
@@ -204,7 +206,7 @@ class Backend:
         """
         for name, parameter in network.named_parameters():
             if not parameter.requires_grad:
-                yield f"frozen/{name}", self._full(parameter).detach()
+                yield f"frozen/{name}", state.frozen(self.launch, parameter)
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
@@ -237,28 +239,11 @@ class Backend:
         Args:
             network: The network inside the prepared model.
         """
-        for name, parameter in network.named_parameters():
-            full = self._full(parameter)
-            yield name, full.detach().cpu().clone() if self.is_main else None
-
-    def _full(self, parameter: Any) -> torch.Tensor:
-        if self.launch.uses_deepspeed:
-            import deepspeed
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            if parameter.requires_grad:
-                # The masters; the module's own may be their bf16 copy.
-                master: torch.Tensor | None = safe_get_full_fp32_param(parameter)
-                if master is not None:
-                    return master
-            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                gathered: torch.Tensor = parameter.data.clone()
-                return gathered
-        if hasattr(parameter, "full_tensor"):
-            full: torch.Tensor = parameter.full_tensor()
-            return full
-        whole: torch.Tensor = parameter.data
-        return whole
+        self._reshard()
+        trained = state.read(self.launch, network, self.optimizer, parameters_only=True)
+        rest = ((name, state.frozen(self.launch, p)) for name, p in network.named_parameters() if not p.requires_grad)
+        for key, tensor in itertools.chain(trained, rest):
+            yield key.removeprefix(f"{state.PARAMETER}/"), tensor.cpu().clone() if self.is_main else None
 
     def wait(self) -> None:
         """Returns once every rank has called it."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from finetune.errors import BackendError
+
 
 @dataclass(frozen=True)
 class Part:
@@ -73,9 +75,21 @@ class Flat:
 
 
 def flats(zero: Any, network: nn.Module) -> Iterator[Flat]:
-    """The flat buffers of a ZeRO optimiser, in the same order on every rank."""
+    """The flat buffers of a ZeRO optimiser, in the same order on every rank.
+
+    Raises:
+        BackendError: If it is another kind of optimiser.
+    """
     names = {id(p): name for name, p in network.named_parameters()}
-    yield from (_stage_3 if hasattr(zero, "fp16_groups") else _stage_1_and_2)(zero, names)
+    if hasattr(zero, "fp16_groups"):
+        return _stage_3(zero, names)
+    if hasattr(zero, "round_robin_bit16_groups"):
+        return _stage_1_and_2(zero, names)
+    # DeepSpeed takes it for ZeRO-1 with weights in bf16 and gradients in fp32.
+    raise BackendError(
+        f"DeepSpeed runs this as {type(zero).__name__}, whose state cannot be read or written. Take stage 2 or 3, or "
+        'leave "bf16" to "auto".'
+    )
 
 
 def _stage_1_and_2(zero: Any, names: dict[int, str]) -> Iterator[Flat]:

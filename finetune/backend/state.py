@@ -18,7 +18,9 @@ def sizes(network: nn.Module) -> dict[str, int]:
     return {name: int(getattr(p, "ds_numel", p.numel())) for name, p in _trainable(network)}
 
 
-def read(launch: Launch, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def read(
+    launch: Launch, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every trainable parameter (its fp32 master) and its optimiser state, whole, one tensor at a time.
 
     All ranks must run through it, in step; no rank holds more than its share and one gathered tensor. State that
@@ -37,13 +39,13 @@ def read(launch: Launch, network: nn.Module, optimizer: Any) -> Iterator[tuple[s
     """
     inner = _inner(optimizer)
     if launch.uses_deepspeed:
-        yield from _read_flat(inner, network)
+        yield from _read_flat(inner, network, parameters_only)
         return
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         yield f"{PARAMETER}/{name}", _whole(parameter)
         for key, value in inner.state.get(parameter, {}).items():
-            if value is None:
+            if value is None or parameters_only:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
             if launch.sharded and tensor.ndim and tensor.shape != parameter.shape:
@@ -82,6 +84,17 @@ def write(
         for key in states[name]:
             whole = load(f"{key}/{name}")
             inner.state[parameter][key] = _placed(whole, key, name, parameter, groups[id(parameter)], launch.sharded)
+
+
+def frozen(launch: Launch, parameter: Any) -> torch.Tensor:
+    """A parameter that is not trained, whole, to be copied at once; every rank must call it."""
+    if launch.kind != "zero3":
+        return _whole(parameter)
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        whole: torch.Tensor = parameter.detach().clone()
+    return whole
 
 
 def reshard(model: nn.Module) -> None:
@@ -132,13 +145,13 @@ def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | 
         accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
 
 
-def _read_flat(zero: Any, network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_flat(zero: Any, network: nn.Module, parameters_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for flat in flats(zero, network):
         with reading(zero, flat):
             for part in flat.parts:
                 yield f"{PARAMETER}/{part.name}", flat.gather(part, flat.master)
                 for state, value in flat.state.items():
-                    if value is None:
+                    if value is None or parameters_only:
                         continue
                     key = f"{state}/{part.name}"
                     tensor = _as_tensor(value, key)
