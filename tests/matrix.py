@@ -1,0 +1,126 @@
+"""Resuming on every backend what any backend has saved: which runs to launch, and how far their paths lie apart.
+
+`python tests/matrix.py FILE` runs all pairs and writes the table; `make test-resume` does that. The suite runs a
+part of them.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Launcher, Result, weight_difference
+from recipes_for_tests import MODEL, base
+
+# The launch files, and in brackets how many processes they start here.
+BACKENDS = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "hsdp": 4,
+    "zero1": 2,
+    "zero2": 2,
+    "zero3": 2,
+    "zero3_offload": 2,
+}
+STEPS, STOP = 12, 6
+TOLERANCE = 1e-4
+
+_KEEP = {"checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9}, "length": {"steps": STEPS}}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": base(**_KEEP),
+    "lora": base(model={"name": MODEL, "config": None}, tokenizer={}, lora={"rank": 8, "dropout": 0.1}, **_KEEP),
+}
+
+
+def checkpoint_of(run: Result) -> Path:
+    """The checkpoint in the middle of a run."""
+    return run.directory / "checkpoints" / f"step-{STOP:08d}"
+
+
+def straight(launcher: Launcher, backend: str) -> dict[str, Result]:
+    """All steps without a stop, one run a kind, with a checkpoint in the middle."""
+    return launcher.many(backend, KINDS)
+
+
+def resumed(launcher: Launcher, target: str, sources: list[str]) -> dict[tuple[str, str], Result]:
+    """The second half on one backend, from the checkpoint of each source; by source and kind."""
+    jobs = {
+        f"{kind}_from_{source}": {**KINDS[kind], "resume": {"mode": str(checkpoint_of(run))}}
+        for source in sources
+        for kind, run in straight(launcher, source).items()
+        if run.check()
+    }
+    found = launcher.many(target, jobs)
+    return {(source, kind): found[f"{kind}_from_{source}"].check() for source in sources for kind in KINDS}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a resumed run lies from one that was never stopped."""
+
+    loss: float
+    """Largest relative difference of a step's loss."""
+    weights: float
+    """Largest relative difference of a final tensor."""
+    bits: bool
+    """Whether losses, gradient norms and final weights are equal to the bit."""
+
+
+def distance(whole: Result, part: Result) -> Distance:
+    """Compares the steps that both took, and the final weights."""
+    second_half = [step for step in whole.steps if step["step"] > STOP]
+    assert [step["step"] for step in part.steps] == [step["step"] for step in second_half]
+    losses, others = (np.array([step["loss"] for step in steps]) for steps in (second_half, part.steps))
+    norms, other_norms = (np.array([step["grad_norm"] for step in steps]) for steps in (second_half, part.steps))
+    same = bool((losses == others).all() and (norms == other_norms).all())
+    same = same and all(torch.equal(tensor, part.weights[name]) for name, tensor in whole.weights.items())
+    return Distance(float((np.abs(losses - others) / losses).max()), weight_difference(whole, part), same)
+
+
+def main(file: str) -> None:
+    """Runs all pairs, and writes what was found as a table of a Markdown page."""
+    lines = [
+        "# Resuming on another backend",
+        "",
+        f"Written by `make test-resume`: {STEPS} steps on real TinyStories, saved after {STOP} on the backend of the "
+        "row and gone on with on the backend of the column. A cell is the largest relative difference of any loss "
+        "and any final tensor to a run on one process that was never stopped; `=` marks bit-equality with the "
+        "unstopped run of the same backend.",
+    ]
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = Launcher(Path(folder))
+        cells: dict[tuple[str, str, str], Distance] = {}
+        equal: set[tuple[str, str]] = set()
+        reference = straight(launcher, "single")
+        for target in BACKENDS:
+            print(f"{target} …", flush=True)
+            for (source, kind), run in resumed(launcher, target, list(BACKENDS)).items():
+                cells[kind, source, target] = distance(reference[kind].check(), run)
+                if source == target and distance(straight(launcher, target)[kind], run).bits:
+                    equal.add((kind, target))
+        for kind in KINDS:
+            names = [f"{name} x{processes}" for name, processes in BACKENDS.items()]
+            lines += ["", f"## {kind}", "", "| saved on | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+            for source, name in zip(BACKENDS, names, strict=True):
+                row = [cells[kind, source, target] for target in BACKENDS]
+                worst = max(worst, *(max(cell.loss, cell.weights) for cell in row))
+                texts = [
+                    f"{max(cell.loss, cell.weights):.1e}" + (" =" if source == target and (kind, target) in equal else "")
+                    for target, cell in zip(BACKENDS, row, strict=True)
+                ]
+                lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    lines += ["", f"Largest difference: {worst:.1e}; allowed: {TOLERANCE:.0e}.", ""]
+    Path(file).write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(lines))
+    missing = {(kind, name) for kind in KINDS for name in BACKENDS} - equal
+    if worst > TOLERANCE or missing:
+        sys.exit(f"Not as promised: worst {worst:.1e}, not bit-equal on {sorted(missing)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
