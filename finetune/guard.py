@@ -232,5 +232,5 @@ def explain_memory(error: BaseException) -> MemoryFullError | None:
     return MemoryFullError(
         f"Out of memory on rank {rank}: {said} {held}Lower batch.micro_size (the global batch stays), set "
         "model.gradient_checkpointing: true, lower data.sequence_length, train adapters (lora), or take a launch "
-        "file that shards or offloads more, such as accelerate_configs/fsdp.yaml or zero3_offload.yaml."
+        "file of accelerate_configs/ that shards or offloads more."
     )

@@ -13,7 +13,7 @@ from finetune.checkpoint import Outcome, Saver
 from finetune.files import Journal
 from finetune.guard import Signs
 from finetune.ledger import Ledger
-from finetune.metrics import Reporter
+from finetune.metrics import Reporter, warn
 from finetune.recipe import Recipe
 
 
@@ -47,6 +47,7 @@ class Keeper:
             describe=describe,
             keep=section.keep,
             keep_best=section.keep_best,
+            warn=warn,
         )
         self._ledger = Ledger(directory)
         self._incidents = Journal(directory / "incidents.jsonl")

@@ -159,11 +159,16 @@ class Reporter:
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""
         if self._main:
-            Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
-            sys.stderr.flush()
+            warn(text)
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""
         if not self._quiet:
             self.console.print(text, markup=False)
             sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """A line that people must see, on whatever rank."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    sys.stderr.flush()

@@ -16,7 +16,9 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.sections import DataSection, LoraSection, ModelSection, Recipe, SampleSection, Section, Source
+from finetune.running import SampleSection
+from finetune.section import Section
+from finetune.sections import DataSection, LoraSection, ModelSection, Recipe, Source
 
 __all__ = [
     "DataSection",
@@ -107,6 +109,8 @@ def validate(tree: Mapping[str, Any], origin: str = "the recipe") -> Recipe:
     """
     problems: list[str] = []
     recipe: Recipe | None = None
+    if isinstance(tree.get("resume"), str):
+        tree = {**tree, "resume": {"mode": tree["resume"]}}  # the section's short form
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)

@@ -1,5 +1,6 @@
 """Where a run begins: at its start, or at a checkpoint of its own or of another run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,23 +134,35 @@ def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> Non
         identity.compare(saved, now, recipe.resume.allow, place=str(directory.path))
 
 
-def choose(recipe: Recipe, directory: RunDirectory, backend: Backend, now: dict[str, Any], *, num_steps: int) -> Begin:
+def choose(
+    recipe: Recipe,
+    directory: RunDirectory,
+    backend: Backend,
+    now: dict[str, Any],
+    *,
+    num_steps: int,
+    warn: Callable[[str], None],
+) -> Begin:
     """The place to begin at, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
     goes on after every stop.
 
+    Args:
+        num_steps: Steps of the whole run.
+        warn: Is told what is wrong with newer checkpoints.
+
     Raises:
         RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end.
         CheckpointError: If there are checkpoints, but none is whole.
     """
-    found = checkpoints.find(directory.checkpoints, backend) if directory.previous is not None else None
+    found = checkpoints.find(directory.checkpoints, backend, warn) if directory.previous is not None else None
     if found is None and recipe.resume.mode not in ("auto", "must", "never"):
         source = Path(recipe.resume.mode)
         if _is_checkpoint(source):
             found = checkpoints.verified(source, backend)
         else:
-            found = checkpoints.find(source / "checkpoints", backend)
+            found = checkpoints.find(source / "checkpoints", backend, warn)
     before = directory.previous or {}
     if found is None:
         if "finished" in before:

@@ -13,7 +13,7 @@ from finetune.guard import Stopper, Watch
 from finetune.identity import base_of, identify
 from finetune.keeper import Keeper
 from finetune.length import Length, describe, measure
-from finetune.metrics import Reporter, Stopwatch, flops_per_target
+from finetune.metrics import Reporter, Stopwatch, flops_per_target, warn
 from finetune.recipe import Recipe
 from finetune.resume import Begin
 from finetune.rundir import RunDirectory
@@ -79,13 +79,12 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
     if task.text and recipe.data.packing == "documents":
         rehearsal.check_isolation(backend, model, recipe)
-    begin = resume.choose(recipe, directory, backend, identity, num_steps=length.num_steps)
+    begin = resume.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
     unwrapped = models.unwrap(model)
     begin.restore(backend, unwrapped, optimizer)
     if not begin.finished:
         facts = {
-            "launch": {key: value for key, value in asdict(asked).items() if key != "ds_config"},
-            "ds_config": getattr(backend.accelerator, "deepspeed_config", None),
+            **backend.facts(),
             "precision": backend.precision,
             "runs": proof.to_dict(),
             "length": asdict(length),

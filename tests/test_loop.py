@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import models, optim, train
+from finetune import models, optim, run, train
 from finetune.backend.settle import derive_accumulation
 from finetune.errors import DataError, RecipeError
 from finetune.length import Length
@@ -196,12 +196,12 @@ class HostReads(TorchDispatchMode):
 
 def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["test"])
-    run = train.build(
+    made = run.build(
         recipe(batch={"global_size": 8, "micro_size": 2}, output={"dir": str(tmp_path / "run")}), quiet=True
     )
-    train.train_step(run, 0)
+    train.train_step(made, 0)
     with HostReads() as reads:
-        train.train_step(run, 1)
+        train.train_step(made, 1)
     assert reads.count == 0
     with HostReads() as reads:
         torch.ones(1).item()

@@ -7,7 +7,7 @@ each the same way whatever runs underneath.
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ class Backend:
     @property
     def is_main(self) -> bool:
         return bool(self.accelerator.is_main_process)
+
+    def facts(self) -> dict[str, Any]:
+        """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
+        asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
+        return {"launch": asked, "ds_config": getattr(self.accelerator, "deepspeed_config", None)}
 
     def loading(self, pretrained: bool) -> AbstractContextManager[None]:
         """The context to build the model in; see `start.loading`."""

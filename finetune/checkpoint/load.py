@@ -1,7 +1,6 @@
 """Finds the checkpoint to go on from, verified by all ranks together, and restores it on any backend."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,13 @@ def newest(root: Path) -> Path | None:
     return None
 
 
-def find(root: Path, backend: Backend) -> Checkpoint | None:
+def find(root: Path, backend: Backend, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint below `root`, the same on every rank; None if there is no folder of one.
 
-    Says what is wrong with newer ones. Every rank must call it.
+    Every rank must call it.
+
+    Args:
+        warn: Is told what is wrong with newer ones, on the rank that found it.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.
@@ -55,7 +57,7 @@ def find(root: Path, backend: Backend) -> Checkpoint | None:
             return verified(folder, backend)
         except CheckpointError as error:
             if not getattr(error, "elsewhere", False):
-                print(f"Checkpoint refused: {error}. Trying an older one.", file=sys.stderr, flush=True)
+                warn(f"Checkpoint refused: {error}. Trying an older one.")
     raise CheckpointError(
         f"No checkpoint below {root} is whole, as said above. Restore one from a copy, remove the folder "
         "to start from the beginning, or choose another output.dir."

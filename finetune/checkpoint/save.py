@@ -8,7 +8,6 @@ rank has written, which the ranks learn from the all-reduce of a later step, ran
 import errno
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,13 +91,15 @@ class Saver:
         describe: Callable[[Path], None],
         keep: int,
         keep_best: bool,
+        warn: Callable[[str], None],
     ) -> None:
         """
         Args:
             root: The folder of the checkpoints.
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
+            warn: Is told what people must see, on the rank that saw it.
         """
-        self._root, self._backend, self._describe = root, backend, describe
+        self._root, self._backend, self._describe, self._warn = root, backend, describe, warn
         self._adapter_keys, self._keep_newest, self._keep_best = adapter_keys, keep, keep_best
         self._copies: dict[str, torch.Tensor] = {}
         self._layout: Layout | None = None
@@ -274,7 +275,7 @@ class Saver:
             folders.prune(self._root, keep=self._keep_newest, keep_best=self._keep_best)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
-            print(f"An old checkpoint cannot be deleted: {error}", file=sys.stderr, flush=True)
+            self._warn(f"An old checkpoint cannot be deleted: {error}")
 
     def _end(self, failed: bool) -> Outcome:
         assert self._step is not None
@@ -288,7 +289,7 @@ class Saver:
     def _reason(self) -> str:
         """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
         if self._error is not None and self._error.errno in (None, errno.EDOM):
-            print(f"rank {self._backend.rank}: {self._error}", file=sys.stderr, flush=True)
+            self._warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
         return "a tensor holds numbers that are not finite" if worst == errno.EDOM else os.strerror(worst)
