@@ -12,10 +12,10 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check ops format clean
+.PHONY: help setup demo test test-resume check ops format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Create .venv and install the pinned packages; nothing to do when they are there
 	@scripts/setup.sh
@@ -33,6 +33,9 @@ test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	-@.venv/bin/finetune ops
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 20 minutes)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/matrix.py docs/resume-matrix.md
 
 check: setup  ## Format, lint, types and import rules
 	$(PY) -m ruff format --check .
