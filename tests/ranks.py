@@ -76,8 +76,9 @@ class Place:
         return self.launch_file("zero2", deepspeed_config={"deepspeed_config_file": str(file)})
 
     def files(self) -> dict[str, bytes]:
-        """Everything in the run directory."""
-        return {str(f): f.read_bytes() for f in sorted((self.folder / "run").rglob("*")) if f.is_file()}
+        """Everything in the run directory but the lock, which says nothing of a run."""
+        found = sorted((self.folder / "run").rglob("*"))
+        return {str(f): f.read_bytes() for f in found if f.is_file() and f.name != ".lock"}
 
 
 def exported(config: str | Path) -> dict[str, str]:
