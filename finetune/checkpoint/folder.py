@@ -8,12 +8,14 @@ checkpoints/step-00000120/manifest.json      sizes and digests of all the others
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.errors import CheckpointError
@@ -24,6 +26,9 @@ MANIFEST, STATE = "manifest.json", "state.json"
 STAGING = ".staging"
 _DOOMED = ".doomed"
 _NAME = re.compile(r"step-(\d{8,})")
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link"}
+# What a resume reads of `state.json`.
+_STATE_KEYS = ("step", "position", "tokens", "looked_at", "results", "identity", "backend", "processes", "precision")
 
 
 def name_of(step: int) -> str:
@@ -59,6 +64,7 @@ def seal(staging: Path, target: Path, files: dict[str, dict[str, Any]], facts: d
     content = {"format": FORMAT, **facts, "files": files}
     write_json(staging / MANIFEST, {**content, "digest": digest_of(content)})
     sync(staging)
+    _check_listing(staging, files)
     if target.exists():
         aside = target.with_name(target.name + ".broken")
         if aside.exists():
@@ -85,13 +91,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: If it is missing, damaged, or contradicts itself or the folder's name.
     """
     file = folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it was never finished") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or ("it is empty" if not file.stat().st_size else "it is no JSON")
-        raise CheckpointError(f"{file} cannot be read: {reason}") from error
+    with os.fdopen(_open_manifest(folder), "rb") as opened:
+        try:
+            content = opened.read()
+            manifest = json.loads(content)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or ("it is no JSON" if content else "it is empty")
+            raise CheckpointError(f"{file} cannot be read: {reason}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{file} is not the manifest of a checkpoint")
     if manifest.get("format") != FORMAT:
@@ -104,6 +110,63 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _open_manifest(folder: Path, how: int = os.O_RDONLY) -> int:
+    file = folder / MANIFEST
+    try:
+        _size(file)
+        return os.open(file, how)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it was never finished") from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _size(file: Path) -> int:
+    """A plain file's bytes. Anything else is refused: what a link points to may change, a pipe never ends.
+
+    Raises:
+        CheckpointError: If it is no plain file.
+        OSError: If it is missing or cannot be looked at.
+    """
+    facts = file.lstat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise CheckpointError(f"{file} is {_KINDS.get(stat.S_IFMT(facts.st_mode), 'a device')}, not a file")
+    return facts.st_size
+
+
+def _check_listing(folder: Path, files: dict[str, Any]) -> None:
+    """Compares names, kinds and sizes with a manifest's, without reading the files.
+
+    Raises:
+        CheckpointError: With the first that differs.
+    """
+    for name, facts in files.items():
+        file = folder / name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{folder / MANIFEST} lists {name}, which is not inside the checkpoint")
+        known = isinstance(facts, dict) and isinstance(facts.get("bytes"), int)
+        if not known or not isinstance(facts.get("xxh3_128"), str):
+            raise CheckpointError(f"{folder / MANIFEST} has no size and digest for {name}")
+        try:
+            size = _size(file)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing") from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{file} has {size:,} bytes instead of {facts['bytes']:,}")
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            # Hidden names are a file system's own, such as .nfs0001. A folder is as good as what it holds.
+            expected = path.relative_to(folder).as_posix() in files or path == folder / MANIFEST
+            if not (expected or path.name.startswith(".") or (path.is_dir() and not path.is_symlink())):
+                raise CheckpointError(f"{path} is in the checkpoint's folder, but not in its manifest")
+
+
 def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
     """Reads a checkpoint's files and compares them with its manifest.
 
@@ -112,39 +175,45 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
         shares: How many processes divide it.
 
     Raises:
-        CheckpointError: With the first file that is missing, cut short or changed.
+        CheckpointError: With the first file that is missing, cut short, changed, or nobody's.
     """
-    files = sorted(read_manifest(folder)["files"].items())
-    if STATE not in dict(files):
+    files = read_manifest(folder)["files"]
+    if STATE not in files:
         raise CheckpointError(f"{folder / MANIFEST} does not list {STATE}")
-    for name, facts in files[share::shares]:
+    _check_listing(folder, files)
+    for name, facts in sorted(files.items())[share::shares]:
         file = folder / name
         try:
-            size, expected = file.stat().st_size, facts["bytes"]
-            if size != expected:
-                raise CheckpointError(f"{file} has {size:,} bytes instead of {expected:,}")
-            if digest(file) != facts["xxh3_128"]:
-                raise CheckpointError(f"{file} was changed after it was written: its digest does not match")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing") from error
-        except (LookupError, TypeError) as error:
-            raise CheckpointError(f"{folder / MANIFEST} has no size and digest for {name}") from error
-        except CheckpointError:
-            raise
+            found = digest(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if found != facts["xxh3_128"]:
+            raise CheckpointError(f"{file} was changed after it was written: its digest does not match")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:
-        CheckpointError: If it cannot be read.
+        CheckpointError: If it cannot be read, or contradicts the manifest.
     """
+    file, manifest = folder / STATE, read_manifest(folder)
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):
+        raise CheckpointError(f"{file} is not the state of a checkpoint")
+    missing = [key for key in _STATE_KEYS if key not in state]
+    if missing:
+        raise CheckpointError(f"{file} does not say {', '.join(missing)}")
+    if state["step"] != manifest["step"]:
+        raise CheckpointError(f"{file} speaks of step {state['step']}, the manifest of step {manifest['step']}")
+    for key, place in state["tensors"].items():
+        if not isinstance(place, dict) or not {"file", "name", "shape"} <= place.keys():
+            raise CheckpointError(f"{file} does not say where {key} is")
+        if place["file"] not in manifest["files"]:
+            raise CheckpointError(f"{file} needs {place['file']} for {key}, which the manifest does not list")
     return state
 
 
@@ -155,22 +224,36 @@ def reading(folder: Path) -> Iterator[None]:
     Raises:
         CheckpointError: If it is gone.
     """
-    try:
-        handle = os.open(folder / MANIFEST, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+    handle = _open_manifest(folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH)
+        # Whoever held it meanwhile may have deleted it.
+        if not os.path.exists(folder / MANIFEST) or not os.path.samestat(os.fstat(handle), os.stat(folder / MANIFEST)):
+            raise CheckpointError(f"{folder} was deleted meanwhile")
         yield
     finally:
         os.close(handle)
 
 
-def prune(root: Path, *, keep: int, keep_best: bool) -> None:
+def complete(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there, in their sizes; what is in them is not read.
+
+    Raises:
+        CheckpointError: If one is not.
+    """
+    manifest = read_manifest(folder)
+    _check_listing(folder, manifest["files"])
+    return manifest
+
+
+def prune(root: Path, *, keep: int, keep_best: bool, broken: Collection[str] = ()) -> None:
     """Deletes all checkpoints but the newest `keep` and, if asked, the one with the lowest validation loss.
 
-    Only whole ones count and only whole ones are deleted; one that is being read stays until the next time. Call
-    it from one process, after a checkpoint was sealed.
+    Only complete ones count and only complete ones are deleted; one that is being read stays until the next time.
+    Call it from one process, after a checkpoint was sealed.
+
+    Args:
+        broken: Names of folders whose content was found damaged: they do not count either.
 
     Raises:
         OSError: If a folder cannot be deleted.
@@ -178,11 +261,13 @@ def prune(root: Path, *, keep: int, keep_best: bool) -> None:
     whole: list[tuple[Path, dict[str, Any]]] = []
     for folder in listed(root):
         try:
-            whole.append((folder, read_manifest(folder)))
+            if folder.name not in broken:
+                whole.append((folder, complete(folder)))
         except CheckpointError:
             continue
     staying = {folder for folder, _ in whole[:keep]}
     scored = [(m["validation_loss"], folder) for folder, m in whole if m.get("validation_loss") is not None]
+    scored = [(loss, folder) for loss, folder in scored if math.isfinite(loss)]
     if keep_best and scored:
         staying.add(min(scored, key=lambda pair: pair[0])[1])
     for folder, _ in whole:
@@ -191,17 +276,15 @@ def prune(root: Path, *, keep: int, keep_best: bool) -> None:
 
 
 def _delete(folder: Path) -> None:
-    handle = os.open(folder / MANIFEST, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
     finally_gone = folder.with_name(folder.name + _DOOMED)
-    try:
+    # Open for writing: over NFS, only such files can be locked against others.
+    with os.fdopen(_open_manifest(folder, os.O_RDWR), "r+b") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
         folder.rename(finally_gone)
-    finally:
-        os.close(handle)
     shutil.rmtree(finally_gone)
 
 
@@ -209,4 +292,7 @@ def clean(root: Path) -> None:
     """Removes what a run that was cut short left half written or half deleted."""
     for path in root.glob("step-*"):
         if path.suffix in (STAGING, _DOOMED):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

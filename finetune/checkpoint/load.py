@@ -1,8 +1,8 @@
 """Finds the checkpoint to go on from, verified by all ranks together, and restores it on any backend."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,21 @@ class Checkpoint:
 
     folder: Path
     state: dict[str, Any]
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps others from deleting it, until it is restored."""
 
 
-def newest(root: Path) -> Path | None:
-    """The newest folder that has a readable manifest, before its files are verified."""
+def newest(root: Path, broken: Collection[str] = ()) -> Path | None:
+    """The newest folder that is complete, before what is in its files is verified.
+
+    Args:
+        broken: Names of folders that are known to be damaged.
+    """
     for folder in folders.listed(root):
+        if folder.name in broken:
+            continue
         try:
-            folders.read_manifest(folder)
+            folders.complete(folder)
         except CheckpointError:
             continue
         return folder
@@ -72,19 +80,23 @@ def verified(folder: Path, backend: Backend) -> Checkpoint:
     """
     problem: CheckpointError | None = None
     state: dict[str, Any] = {}
+    held = ExitStack()
     try:
+        held.enter_context(folders.reading(folder))
         folders.verify(folder, share=backend.rank, shares=backend.world)
         state = folders.read_state(folder)
     except CheckpointError as error:
         problem = error
     failed = backend.sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
+    if failed:
+        held.close()
     if problem is not None:
         raise problem
     if failed:
         other = CheckpointError(f"{folder} is not whole, as another process found")
         other.elsewhere = True  # type: ignore[attr-defined]
         raise other
-    return Checkpoint(folder, state)
+    return Checkpoint(folder, state, held)
 
 
 def restore(
@@ -99,7 +111,7 @@ def restore(
     Raises:
         CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
     """
-    with folders.reading(checkpoint.folder), _opened(checkpoint) as tensors:
+    with checkpoint.held, _opened(checkpoint) as tensors:
         wanted = {
             key
             for key in tensors.places
