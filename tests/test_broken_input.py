@@ -217,13 +217,21 @@ def test_output_that_cannot_be_written(place: Place, here: Here, target: str) ->
     assert file.read_text() == "mine"
 
 
-def test_output_that_holds_a_run(place: Place) -> None:
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ('{"identity": {"seed": 99}, "starts": []}', "holds a run whose mathematics differ from this recipe's"),
+        ("precious", "run.json cannot be read"),
+    ],
+)
+def test_output_that_holds_another_run(place: Place, written: str, says: str) -> None:
     (place.folder / "run" / "model").mkdir(parents=True)
-    for name in ("run.json", "metrics.jsonl", "recipe.yaml", "model/model.safetensors"):
+    for name in ("metrics.jsonl", "recipe.yaml", "model/model.safetensors"):
         place.write(f"run/{name}", f"precious {name}")
+    place.write("run/run.json", written)
     before = place.files()
     ranks = start(place, place.recipe())
-    assert_refused(ranks, str(place.folder / "run"), "already holds a run", "output.overwrite=true")
+    assert_refused(ranks, str(place.folder / "run"), says, "another output.dir")
     assert place.files() == before
 
 
