@@ -27,11 +27,13 @@ class Keeper:
         directory: Path,
         reporter: Reporter,
         *,
+        step: int,
         adapter_keys: dict[str, str] | None,
         describe: Callable[[Path], None],
     ) -> None:
         """
         Args:
+            step: Where the run begins. Checkpoints of later steps are those that were refused.
             adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
             describe: Writes what belongs beside the weights into a folder.
         """
@@ -40,6 +42,9 @@ class Keeper:
         self._root = directory / "checkpoints"
         if backend.is_main:
             checkpoints.clean(self._root)
+        refused = [
+            folder.name for folder in checkpoints.listed(self._root) if (checkpoints.step_of(folder) or 0) > step
+        ]
         self._saver = Saver(
             self._root,
             backend,
@@ -48,6 +53,7 @@ class Keeper:
             keep=section.keep,
             keep_best=section.keep_best,
             warn=warn,
+            broken=refused,
         )
         self._ledger = Ledger(directory)
         self._incidents = Journal(directory / "incidents.jsonl")
@@ -115,7 +121,7 @@ class Keeper:
 
     def newest(self) -> Path | None:
         """The newest checkpoint."""
-        return checkpoints.newest(self._root)
+        return self._saver.newest()
 
     def _warn(self, reason: str | None) -> None:
         if reason is not None:

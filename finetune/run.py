@@ -104,6 +104,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         backend,
         directory.path,
         reporter,
+        step=begin.step,
         adapter_keys=adapters.adapter_keys(unwrapped) if recipe.lora is not None else None,
         describe=lambda folder: export.describe(unwrapped, ready.tokenizer, folder),
     )

@@ -109,10 +109,10 @@ def main(file: str) -> None:
             for source, name in zip(BACKENDS, names, strict=True):
                 row = [cells[kind, source, target] for target in BACKENDS]
                 worst = max(worst, *(max(cell.loss, cell.weights) for cell in row))
-                texts = [
-                    f"{max(cell.loss, cell.weights):.1e}" + (" =" if source == target and (kind, target) in equal else "")
-                    for target, cell in zip(BACKENDS, row, strict=True)
-                ]
+                texts = []
+                for target, cell in zip(BACKENDS, row, strict=True):
+                    mark = " =" if source == target and (kind, target) in equal else ""
+                    texts.append(f"{max(cell.loss, cell.weights):.1e}{mark}")
                 lines.append(f"| {name} | " + " | ".join(texts) + " |")
     lines += ["", f"Largest difference: {worst:.1e}; allowed: {TOLERANCE:.0e}.", ""]
     Path(file).write_text("\n".join(lines), encoding="utf-8")

@@ -8,8 +8,9 @@ rank has written, which the ranks learn from the all-reduce of a later step, ran
 import errno
 import json
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from torch import nn
 
 from finetune.backend import Backend
 from finetune.checkpoint import folder as folders
+from finetune.checkpoint.load import newest
 from finetune.errors import CheckpointError
 from finetune.files import sync, write_json
 
 Files = dict[str, dict[str, Any]]
 _INDEX = "model.safetensors.index.json"
+# How libraries in Rust tell the system's number for an error.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,18 @@ class Saver:
         keep: int,
         keep_best: bool,
         warn: Callable[[str], None],
+        broken: Collection[str] = (),
     ) -> None:
         """
         Args:
             root: The folder of the checkpoints.
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
             warn: Is told what people must see, on the rank that saw it.
+            broken: Names of folders whose content was found damaged.
         """
         self._root, self._backend, self._describe, self._warn = root, backend, describe, warn
         self._adapter_keys, self._keep_newest, self._keep_best = adapter_keys, keep, keep_best
+        self._broken = set(broken)
         self._copies: dict[str, torch.Tensor] = {}
         self._layout: Layout | None = None
         self._thread: threading.Thread | None = None
@@ -124,6 +131,10 @@ class Saver:
     def failed(self) -> bool:
         """Whether this rank could not write."""
         return self._error is not None
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, as far as is known without reading it."""
+        return newest(self._root, self._broken)
 
     def start(self, network: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         """Copies everything to host memory and starts to write. Nothing may be active.
@@ -176,10 +187,12 @@ class Saver:
                 work()
             except OSError as error:
                 self._error = error
-            except SafetensorError as error:  # what the library makes of an OSError
-                self._error = OSError(None, str(error))
             except BaseException as error:
-                self._fault = error
+                number = _OS_ERROR.search(str(error))
+                if number is not None or isinstance(error, SafetensorError):
+                    self._error = OSError(int(number[1]) if number else None, str(error))
+                else:
+                    self._fault = error
 
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
@@ -271,17 +284,19 @@ class Saver:
             part.unlink()
         sync(model)
         folders.seal(staging, self._target, files, {key: self._state[key] for key in ("step", "validation_loss")})
+        self._broken.discard(self._target.name)
         try:
-            folders.prune(self._root, keep=self._keep_newest, keep_best=self._keep_best)
+            folders.prune(self._root, keep=self._keep_newest, keep_best=self._keep_best, broken=self._broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
             self._warn(f"An old checkpoint cannot be deleted: {error}")
 
     def _end(self, failed: bool) -> Outcome:
         assert self._step is not None
-        error = self._reason() if failed else None
         if failed and self._backend.is_main:
+            # Before the ranks agree on the reason: after that, another may have begun to write the next one.
             folders.clean(self._root)
+        error = self._reason() if failed else None
         outcome = Outcome(self._step, error)
         self._step, self._sealing, self._error, self._thread = None, False, None, None
         return outcome
