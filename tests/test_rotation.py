@@ -1,0 +1,191 @@
+"""Which checkpoints stay: the newest and the best of the whole ones, and never less than one."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LIMIT_S, ROOT, environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import OneRank, mlp, run_here, stop_after
+
+from finetune import checkpoint
+from finetune.checkpoint import folder as folders
+from finetune.errors import CheckpointError
+
+
+def make(root: Path, step: int, loss: float | None = None) -> Path:
+    """A small whole checkpoint."""
+    target = root / folders.name_of(step)
+    staging = root / (target.name + folders.STAGING)
+    staging.mkdir(parents=True)
+    state = dict.fromkeys(folders._STATE_KEYS, 0) | {"step": step, "tensors": {}, "validation_loss": loss}
+    (staging / "state.json").write_text(json.dumps(state))
+    files = folders.describe_file(staging, staging / "state.json")
+    folders.seal(staging, target, files, {"step": step, "validation_loss": loss})
+    return target
+
+
+def left(root: Path) -> list[int]:
+    return [folders.step_of(path) or 0 for path in folders.listed(root)]
+
+
+@settings(max_examples=60)
+@given(
+    losses=st.lists(st.none() | st.floats(0, 9) | st.just(math.nan), min_size=1, max_size=6),
+    keep=st.integers(1, 4),
+    keep_best=st.booleans(),
+)
+def test_the_newest_and_the_best_stay(
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, keep_best: bool
+) -> None:
+    root = tmp_path_factory.mktemp("rotation")
+    for number, loss in enumerate(losses, start=1):
+        make(root, number, loss)
+    folders.prune(root, keep=keep, keep_best=keep_best)
+    numbers = range(1, len(losses) + 1)
+    staying = set(numbers[-keep:])
+    scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
+    if keep_best and scored:
+        # Of equal ones the newest.
+        staying.add(max(n for n in scored if scored[n] == min(scored.values())))
+    assert left(root) == sorted(staying, reverse=True)
+    assert len(list(root.iterdir())) == len(staying)
+    shutil.rmtree(root)
+
+
+def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step, 5.0 - step)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    os.truncate(tmp_path / "step-00000003" / "state.json", 5)
+    folders.prune(tmp_path, keep=1, keep_best=True)
+    assert left(tmp_path) == [4, 3, 2]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_one_that_was_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step, 5.0 - step)
+    folders.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
+    assert left(tmp_path) == [3, 2]
+    assert checkpoint.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("every", [7, 6])
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path, every: int) -> None:
+    """The newest one is damaged inside. With keep=1 it must not push out the one that was saved after it was refused.
+
+    In the second case a save takes the damaged one's place.
+    """
+    tree = mlp(tmp_path / "run", length={"steps": 30}, checkpoint={"every_steps": 6, "keep": 2, "keep_best": False})
+    run_here(tree, stop_after(18))
+    root = tmp_path / "run" / "checkpoints"
+    assert left(root) == [18, 12]
+    spoilt = root / "step-00000018" / "optimizer.safetensors"
+    content = spoilt.read_bytes()
+    spoilt.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    tree["checkpoint"] = {"every_steps": every, "keep": 1, "keep_best": False}
+    done = run_here(tree, stop_after(14 if every == 7 else 18))
+    assert "Checkpoint refused" in done.said
+    assert left(root) == ([18, 14] if every == 7 else [18])
+    done = run_here(tree, stop_after(20))
+    assert f"resumed at step {14 if every == 7 else 18} from" in done.said
+
+
+READER = """
+import sys
+from pathlib import Path
+from finetune.checkpoint import folder
+with folder.reading(Path(sys.argv[1])):
+    print("reading", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    read = str(tmp_path / "step-00000001")
+    words = [sys.executable, "-c", READER, read]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) as reader:
+        try:
+            assert reader.stdout.readline() == "reading\n"
+            folders.prune(tmp_path, keep=1, keep_best=False)
+            assert left(tmp_path) == [3, 1]
+            reader.communicate(timeout=LIMIT_S)
+        finally:
+            reader.kill()
+    folders.prune(tmp_path, keep=1, keep_best=False)
+    assert left(tmp_path) == [3]
+
+
+def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make(tmp_path, step)
+    got = checkpoint.verified(tmp_path / "step-00000001", OneRank())  # type: ignore[arg-type]
+    folders.prune(tmp_path, keep=1, keep_best=False)
+    assert left(tmp_path) == [2, 1]
+    got.held.close()
+    folders.prune(tmp_path, keep=1, keep_best=False)
+    assert left(tmp_path) == [2]
+
+
+def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make(tmp_path, step)
+    file = tmp_path / "step-00000001" / "state.json"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"0", b"1"))
+    with pytest.raises(CheckpointError, match=r"state.json was changed"):
+        checkpoint.verified(file.parent, OneRank())  # type: ignore[arg-type]
+    folders.prune(tmp_path, keep=1, keep_best=False)
+    assert left(tmp_path) == [2]
+
+
+def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened the manifest, and the folder goes before it holds the lock."""
+    for step in (1, 2):
+        make(tmp_path, step)
+    flock = fcntl.flock
+
+    def late(handle: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        folders.prune(tmp_path, keep=1, keep_best=False)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        pytest.raises(CheckpointError, match="step-00000001 was deleted meanwhile"),
+        folders.reading(tmp_path / "step-00000001"),
+    ):
+        pass
+
+
+def test_a_deletion_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on and says so; what is left of the old one is nobody's checkpoint, and goes at the next start."""
+    rmtree, calls = shutil.rmtree, []
+
+    def half(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith(".doomed") and not calls:
+            calls.append(path)
+            (Path(path) / "state.json").unlink()
+            raise OSError(5, "Input/output error", str(path))
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", half)
+    tree = mlp(tmp_path / "run", checkpoint={"every_steps": 5, "keep": 1, "keep_best": False}, length={"steps": 20})
+    done = run_here(tree)
+    assert done.said.count("An old checkpoint cannot be deleted: ") == 1
+    assert done.checkpoints == ["step-00000005.doomed", "step-00000020"]
+    assert left(tmp_path / "run" / "checkpoints") == [20]
+    tree["length"] = {"steps": 25}
+    assert run_here(tree).checkpoints == ["step-00000025"]
