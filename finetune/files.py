@@ -1,5 +1,6 @@
 """Files that survive a crash: synchronised to the disk, and replaced whole or not at all."""
 
+import contextlib
 import errno
 import json
 import os
@@ -66,8 +67,14 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
         self._failing = False
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last write failed."""
+        return self._failing
 
     def add(self, value: dict[str, Any]) -> None:
         """Adds a line, which the next flush writes."""
@@ -85,22 +92,49 @@ class Journal:
             to_disk: Return only once it is on the disk.
         """
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                end = os.lseek(handle, 0, os.SEEK_END)
-                text = b"".join(self._waiting)
-                if os.write(handle, text) != len(text):
-                    os.ftruncate(handle, end)  # no half lines
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                if to_disk:
-                    os.fsync(handle)
-            finally:
-                os.close(handle)
+            self._end = self._write(b"".join(self._waiting), to_disk)
         except OSError as error:
             first, self._failing = not self._failing, True
             return f"{self._path}: {error.strerror or error}" if first else None
         self._waiting, self._failing = [], False
         return None
+
+    def close(self) -> str | None:
+        """Writes what waits, for the last time; returns why some of it is lost."""
+        self._failing = False
+        return self.flush(to_disk=True) if self._waiting else None
+
+    def _write(self, text: bytes, to_disk: bool) -> int:
+        # Made once: where a mount has vanished, a new file would lie on the wrong disk.
+        handle = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end is None else 0), 0o644)
+        try:
+            size = os.lseek(handle, 0, os.SEEK_END)
+            end = _end_of_lines(handle, size) if self._end is None else min(size, self._end)
+            if size > end:
+                os.ftruncate(handle, end)  # what a crash, or a write that failed, left of a line
+            self._end = end
+            if os.pwrite(handle, text, end) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if to_disk:
+                os.fsync(handle)
+            return end + len(text)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, self._end or 0)  # no half lines, and none twice
+            raise
+        finally:
+            os.close(handle)
+
+
+def _end_of_lines(handle: int, size: int) -> int:
+    """Where the last line that is whole ends."""
+    while size > 0:
+        start = max(0, size - _CHUNK)
+        found = os.pread(handle, size - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        size = start
+    return 0
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -115,7 +149,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            found.append(json.loads(line))
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError
+            found.append(value)
         except ValueError as error:
             if number == len(lines):
                 break

@@ -109,10 +109,11 @@ class Keeper:
                 checkpoints.require(outcome, self._root)
 
     def finish(self) -> None:
-        """Waits for a save under way, and puts the ledger on the disk."""
+        """Waits for a save under way, and puts the journals on the disk."""
         self._report(self._saver.finish())
-        if self._backend.is_main:
-            self._warn(self._ledger.flush())
+        for journal in (self._ledger, self._incidents) if self._backend.is_main else ():
+            if (reason := journal.close()) is not None:
+                self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")
 
     def incident(self, incident: dict[str, Any]) -> None:
         """Writes down a step that was skipped."""

@@ -5,6 +5,7 @@ a checksum over the rows that all ranks read for it. The checksum is a sum, so i
 `audit` computes the rows of each step anew, compares the checksums, and counts how often each row was used.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,17 @@ class Ledger:
     def step(self, step: int, rows_checksum: int) -> None:
         """One step, counted from 0; `flush` writes it, at the latest before a checkpoint of it exists."""
         self._journal.add({"step": step, "rows": rows_checksum})
+        if self._journal.failing:
+            # Not only when the next checkpoint is due: the last one may be there although its steps were not.
+            self._journal.flush(to_disk=True)
 
     def flush(self) -> str | None:
         """Puts all steps so far on the disk; returns why it cannot, the first time."""
         return self._journal.flush(to_disk=True)
+
+    def close(self) -> str | None:
+        """Puts what waits on the disk; returns why some of it is lost."""
+        return self._journal.close()
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,19 @@ def used(directory: Path) -> Iterator[Used]:
     Where a resume took steps again, the later time counts: the earlier one was lost with the weights.
 
     Raises:
-        CheckpointError: If there is no ledger, it is damaged, or a step is missing.
+        CheckpointError: If there is no ledger, it is damaged, or a step is missing or there twice.
     """
     try:
         lines = read_lines(directory / FILE)
     except OSError as error:
         raise CheckpointError(f"{directory / FILE} cannot be read: {error.strerror or error}.") from error
+    try:
+        yield from _used(directory / FILE, lines)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory / FILE} holds a line that no run writes: {error}.") from error
+
+
+def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
     steps: dict[int, tuple[int, dict[str, Any], int]] = {}
     first, start = 0, None
     for line in lines:
@@ -78,12 +93,16 @@ def used(directory: Path) -> Iterator[Used]:
             steps = {step: value for step, value in steps.items() if step < line["start"]}
             if not steps:
                 first = line["start"]
-        elif start is not None:
-            position = start["position"] + (line["step"] - start["start"]) * start["global_size"]
-            steps[line["step"]] = (position, start, line["rows"])
+            continue
+        if start is None:
+            raise CheckpointError(f"{file} has a step before the line that says how the run was started.")
+        if line["step"] in steps:
+            raise CheckpointError(f"{file} has two lines for step {line['step'] + 1}, and no start between them.")
+        position = start["position"] + (line["step"] - start["start"]) * start["global_size"]
+        steps[line["step"]] = (position, start, line["rows"])
     for expected, step in enumerate(sorted(steps), start=first):
         if step != expected:
-            raise CheckpointError(f"{directory / FILE} has no line for step {expected + 1}, but one for a later step.")
+            raise CheckpointError(f"{file} has no line for step {expected + 1}, but one for a later step.")
         position, order, written = steps[step]
         rows = rows_at(
             np.arange(position, position + order["global_size"]),
@@ -115,7 +134,11 @@ class Epoch:
 class Audit:
     """What the ledger proves."""
 
+    first: int
+    """The first step, counted from 1: another than that of a run that began from another one's checkpoint."""
     num_steps: int
+    lost: str | None
+    """What the ledger does not reach, though the run did."""
     epochs: list[Epoch]
     unproved: list[int]
     """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
@@ -125,11 +148,12 @@ class Audit:
     @property
     def holds(self) -> bool:
         exact = all(epoch.more == 0 and (epoch.once == epoch.rows or not epoch.finished) for epoch in self.epochs)
-        return exact and not self.unproved and not self.gaps and self.num_steps > 0
+        return exact and not self.unproved and not self.gaps and not self.lost and self.num_steps > 0
 
     def lines(self) -> list[str]:
         """What people read."""
-        lines = [f"{self.num_steps:,} steps, each with the checksum of the rows that its ranks read"]
+        begin = f", from step {self.first} on," if self.first > 1 else ""
+        lines = [f"{self.num_steps:,} steps{begin or ','} each with the checksum of the rows that its ranks read"]
         for epoch in self.epochs:
             end = "each row exactly once" if epoch.once == epoch.rows else f"{epoch.once:,} rows once so far"
             more = f", {epoch.more:,} MORE THAN ONCE" if epoch.more else ""
@@ -138,6 +162,8 @@ class Audit:
             lines.append(f"NOT the rows that the order says: steps {_brief(self.unproved)}")
         if self.gaps:
             lines.append(f"NOT where the step before ended: steps {_brief(self.gaps)}")
+        if self.lost:
+            lines.append(self.lost)
         lines.append("the ledger holds" if self.holds else "THE LEDGER DOES NOT HOLD")
         return lines
 
@@ -170,8 +196,9 @@ def audit(directory: Path) -> Audit:
     unproved: list[int] = []
     gaps: list[int] = []
     expected: int | None = None
-    total = 0
+    first = total = 0
     for entry in used(directory):
+        first = first or entry.step + 1
         total += 1
         if not entry.proved:
             unproved.append(entry.step + 1)
@@ -189,4 +216,19 @@ def audit(directory: Path) -> Audit:
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))
         for (data, number), seen in counts.items()
     ]
-    return Audit(total, epochs, unproved, gaps)
+    return Audit(first, total, _lost(directory, first, first + total - 1), epochs, unproved, gaps)
+
+
+def _lost(directory: Path, first: int, last: int) -> str | None:
+    """Steps that the run has taken, as `run.json` says, and the ledger has not; None if there are none."""
+    try:
+        facts = json.loads((directory / "run.json").read_bytes())
+        starts = facts["starts"]
+        begun, reached = starts[0]["from_step"] + 1, starts[-1]["from_step"]
+        if "finished" in facts:
+            reached = facts["length"]["num_steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # the ledger alone has to do
+    if first > begun:
+        return f"NOT from the beginning: the run began with step {begun}"
+    return f"NOT to the end: the run has come to step {reached}" if last < reached else None

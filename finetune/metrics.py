@@ -129,6 +129,8 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+        if (reason := self._journal.close()) is not None:
+            self.warn(f"Cannot write {reason}. Its last lines are lost.")
 
     def log(self, values: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`, and the same to the trackers; rank 0 only. What is not finite becomes null."""

@@ -29,7 +29,7 @@ def content(directory: Path) -> dict[str, Any]:
     for folder in sorted((directory / "checkpoints").iterdir()):
         for file in folder.rglob("*.safetensors"):
             with safe_open(file, "pt") as opened:
-                tensors = {name: opened.get_tensor(name).numpy().tobytes() for name in opened.keys()}
+                tensors = {name: opened.get_tensor(name).numpy().tobytes() for name in opened.keys()}  # noqa: SIM118
             found |= {f"{folder.name}/{file.name}/{name}": value for name, value in tensors.items()}
         state = json.loads((folder / "state.json").read_text())
         found[folder.name] = {key: state[key] for key in ("step", "position", "tokens", "results", "tensors")}
@@ -54,6 +54,14 @@ class Writer:
         self.write(tensors, path, **kwargs)
 
 
+def written(run: Run) -> None:
+    """Waits for what has been let go on; the next step's agreement then brings the save forward."""
+    thread = run.keeper._saver._thread
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def both(*acts: Callable[[Run], None]) -> Callable[[Run], None]:
     def meddle(run: Run) -> None:
         for act in acts:
@@ -76,6 +84,7 @@ def test_what_is_written_behind_the_training_is_what_a_pause_would_have_written(
         writer.may.set()
 
     def hold(run: Run) -> None:
+        written(run)
         writer.may.clear()
         writer.began.clear()
 
@@ -212,7 +221,7 @@ def test_numbers_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
             next(run.model.parameters()).view(-1)[0] = float("nan")
 
     with pytest.raises(
-        CheckpointError, match="step 20 cannot be written below .*: a tensor holds numbers that are not"
+        CheckpointError, match=r"step 20 cannot be written below .*: a tensor holds numbers that are not"
     ):
         run_here(mlp(tmp_path / "run"), at_step(20, spoil))
     lines = read_lines(tmp_path / "run" / "ledger.jsonl")

@@ -1,0 +1,111 @@
+"""`own_task:mlp` in trouble: recipes in tests name it as `troubled_task:mlp`.
+
+The variable TROUBLE is JSON and says what goes wrong. Keys that name rows hit the same rows on every backend:
+  loss, gradient    {row: "nan" | "inf" | "-inf"}: the loss, or the gradient alone, of the row is that
+The others say on which rank, and at which of its micro-batches (counted from 0 in this process):
+  hold              {"rank", "at", "file"}: waits there until the file exists; `file`.reached says that it waits
+  hang, raise, memory, kill, stop
+                    {"rank", "at"}: waits forever; raises; asks for more memory than there is; SIGKILLs itself
+Each happens once if it has a "once": a file that is made when it has happened.
+`validation` is how many rows there are to evaluate on, `wait_s` makes each micro-batch take that long.
+"""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_task
+import torch
+
+from finetune.tasks import Task, TaskData
+
+
+def _trouble() -> dict[str, Any]:
+    return json.loads(os.environ.get("TROUBLE", "{}"))
+
+
+class TroubledRows(own_task.Points):
+    """Rows, of which some spoil what is computed from them."""
+
+    def __init__(self, count: int, seed: int, *, training: bool) -> None:
+        super().__init__(count, seed)
+        self.trouble = _trouble() if training else {}
+        self.spoiled = {}
+        for kind, neutral in (("loss", 0.0), ("gradient", 1.0)):
+            self.spoiled[kind] = torch.full((count, 1), neutral)
+            for row, value in self.trouble.get(kind, {}).items():
+                self.spoiled[kind][int(row)] = float(value)
+        # The first row is also what is rehearsed with, before the first step.
+        self.number = -1
+        self.training = training
+
+    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        if self.training:
+            self._suffer()
+        spoiled = {kind: values[rows] for kind, values in self.spoiled.items()}
+        return {**super().batch(rows), **spoiled}
+
+    def _suffer(self) -> None:
+        number, self.number = self.number, self.number + 1
+        time.sleep(self.trouble.get("wait_s", 0.0))
+        for kind in ("hold", "hang", "raise", "memory", "kill"):
+            one = self.trouble.get(kind)
+            if one is None or one["rank"] != int(os.environ.get("RANK", "0")) or one["at"] != number:
+                continue
+            if "once" in one:
+                if Path(one["once"]).exists():
+                    continue
+                Path(one["once"]).touch()
+            getattr(self, f"_{kind}")(one)
+
+    def _hold(self, one: dict[str, Any]) -> None:
+        Path(f"{one['file']}.reached").touch()
+        while not Path(one["file"]).exists():
+            time.sleep(0.002)
+
+    def _hang(self, one: dict[str, Any]) -> None:
+        if "file" in one:
+            Path(one["file"]).touch()
+        while True:
+            time.sleep(3600)
+
+    def _raise(self, one: dict[str, Any]) -> None:
+        raise RuntimeError("the task has had enough")
+
+    def _memory(self, one: dict[str, Any]) -> None:
+        torch.empty(1 << 58)
+
+    def _kill(self, one: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _SpoilGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def mlp(rows: int = 200, validation: int = 33, **options: Any) -> Task:
+    whole = own_task.mlp(**options)
+
+    def loss_sum(network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = _SpoilGradient.apply(network(batch["inputs"]).float(), batch["gradient"])
+        return torch.nn.functional.mse_loss(output, batch["targets"], reduction="sum") + batch["loss"].sum()
+
+    return replace(
+        whole,
+        build_data=lambda recipe, quiet: TaskData(
+            train=TroubledRows(rows, 1, training=True), validation=TroubledRows(validation, 2, training=False)
+        ),
+        loss_sum=loss_sum,
+    )
