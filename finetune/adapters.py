@@ -3,8 +3,8 @@
 peft is imported where it is used: that takes a second, which a run without adapters need not wait.
 """
 
-import difflib
 import re
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,29 +12,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import RecipeError
-from finetune.recipe import LoraSection, Recipe
+from finetune.recipe import LoraSection, Recipe, hint
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 Head = Literal["causal_lm", "sequence_classification"]
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
-# GPT-2's linear layers are of a class of transformers' own.
+# Conv1D is the linear layer of GPT-2, a class of transformers' own.
 _LINEAR = ("Linear", "Conv1D")
 
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:
     """The transformers network itself, inside its adapters if it has any; None for any other network."""
     inner: Any = network
-    inner = inner.get_base_model() if hasattr(network, "peft_config") else network
+    inner = inner.get_base_model() if _is_adapted(network) else network
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.Module:
-    """Freezes a network and puts the recipe's adapters around its linear modules; without `lora` returns it as it is.
+    """Freezes a network and puts the recipe's adapters around its linear modules.
 
-    The adapters are fp32 and drawn from `recipe.seed`: the same on every rank and backend. A head that a task adds
-    (the classes of a classifier) is new, and so trained whole.
+    The adapters are fp32 and drawn from `recipe.seed`: the same on every rank and backend. What a classifier adds to
+    the pretrained network is new, and trained whole. Without a `lora` section the network is returned as it is, and
+    so is one that has its adapters.
 
     Args:
         head: What the network is for; written into the adapter's configuration.
@@ -43,17 +44,19 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
         RecipeError: If the section does not fit the network.
     """
     section = recipe.lora
-    if section is None:
+    if section is None or _is_adapted(network):
         return network
     if not isinstance(network, PreTrainedModel):
         raise RecipeError(
-            f"lora: adapters go around the linear modules of transformers networks, and the task "
-            f"'{recipe.task.name}' builds a {type(network).__name__}. Remove the section, or build a PreTrainedModel."
+            f"lora: adapters go into networks of transformers, and task '{recipe.task.name}' builds a "
+            f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
+    saved = _saved(network, section)
+    if head == "sequence_classification":
+        saved += [name for name in _new_parts(network) if name not in saved]
+    targets = _targets(network, section, saved)
     from peft import LoraConfig, get_peft_model
 
-    saved = [*_saved(network, section), *(_new_parts(network) if head == "sequence_classification" else [])]
-    targets = _targets(network, section, saved)
     config = LoraConfig(
         task_type=_TASK_TYPES[head],
         r=section.rank,
@@ -61,95 +64,103 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
         lora_dropout=section.dropout,
         target_modules=targets,
         modules_to_save=saved or None,
+        fan_in_fan_out=any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets),
         use_rslora=section.rslora,
         use_dora=section.dora,
         init_lora_weights=True if section.init == "default" else section.init,
         revision=recipe.model.revision,
     )
-    # Anew: loading may have drawn any number before, differently where a network is sharded as it loads.
+    # Anew: where a network is sharded as it loads, loading draws other numbers than elsewhere.
     torch.manual_seed(recipe.seed)
-    adapted: nn.Module = get_peft_model(network, config)
+    with warnings.catch_warnings():
+        # Said of networks that have linear layers of both classes; peft then does what is right.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        adapted: nn.Module = get_peft_model(network, config)
     return adapted
+
+
+def describe(network: nn.Module) -> str | None:
+    """The adapters in a few words for people; None if there are none."""
+    config: Any = adapter_config(network)
+    if config is None:
+        return None
+    count = sum(hasattr(module, "lora_A") for module in network.modules())
+    parts = [f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r} on {count} modules"]
+    if config.modules_to_save:
+        parts.append(f"trained whole: {', '.join(sorted(config.modules_to_save))}")
+    return ", ".join(parts)
 
 
 def adapter_config(network: nn.Module) -> "PeftConfig | None":
     """The configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
-    if not hasattr(network, "peft_config"):
+    if not _is_adapted(network):
         return None
-    known: Any = network
-    return known.peft_config["default"]
+    adapted: Any = network
+    config: PeftConfig = adapted.peft_config["default"]
+    return config
 
 
 def adapter_keys(network: nn.Module) -> dict[str, str]:
-    """The names of what an adapter file holds, as the network has them, to their keys in `adapter_model.safetensors`.
+    """Keys in `adapter_model.safetensors`, by the names that a network with adapters has for its trained parameters.
 
-    `PeftModel.from_pretrained` reads a file with these keys.
+    With these, `PeftModel.from_pretrained` reads the file.
     """
     from peft import get_peft_model_state_dict
 
-    # peft's own rules, run over names in place of tensors: nothing has to be gathered.
+    # peft's own rules, run over names instead of tensors: nothing needs to be gathered.
     names = {name: name for name in network.state_dict()}
     kept: dict[str, str] = get_peft_model_state_dict(network, state_dict=names, save_embedding_layers=False)
     return {name: key for key, name in kept.items()}
 
 
 def adapter_key(network: nn.Module, name: str) -> str:
-    """The key in `adapter_model.safetensors` of one of `adapter_keys`' names."""
+    """One of `adapter_keys`."""
     return adapter_keys(network)[name]
 
 
-def _linear(network: nn.Module) -> list[str]:
-    return [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
-
-
-def _new_parts(network: PreTrainedModel) -> list[str]:
-    """What a task's head adds to the pretrained body."""
-    body = network.base_model
-    return [
-        name for name, part in network.named_children() if part is not body and any(True for _ in part.parameters())
-    ]
-
-
-def _under(name: str, parents: list[str]) -> bool:
-    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
-
-
-def _ends(name: str, word: str) -> bool:
-    return name == word or name.endswith(f".{word}")
+def _is_adapted(network: nn.Module) -> bool:
+    return hasattr(network, "get_base_model")
 
 
 def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
     """Full names of the linear modules that get an adapter."""
-    linear = _linear(network)
-    output = network.get_output_embeddings()
-    outputs = [name for name, module in network.named_modules() if module is output]
-    wanted = section.targets
+    linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
+    kind, wanted, outputs = type(network).__name__, section.targets, _ends_of(network)[1:]
     if wanted == "all-linear":
         found = [name for name in linear if name not in outputs]
     elif isinstance(wanted, str):
         found = [name for name in linear if re.fullmatch(wanted, name)]
         if not found:
-            words = _hint(wanted, ["all-linear"]) or _hint(wanted, _words(linear), "[{}]")
+            meant = hint(wanted, ["all-linear", *(f"[{word}]" for word in _words(linear))])
             raise RecipeError(
-                f"lora.targets: the regular expression '{wanted}' matches the whole name of none of the {len(linear)} "
-                f"linear modules of {type(network).__name__}{words}. Their names are like {', '.join(linear[:2])}."
+                f"lora.targets: the regular expression '{wanted}' matches none of the {len(linear)} linear modules of "
+                f"{kind}{meant or '.'} It is compared with whole names, such as {' and '.join(linear[:2])}."
             )
     else:
-        found = [name for name in linear if any(_ends(name, word) for word in wanted)]
+        found = [name for name in linear if any(_ends_with(name, word) for word in wanted)]
         for word in wanted:
-            if not any(_ends(name, word) for name in linear):
+            if not any(_ends_with(name, word) for name in linear):
                 raise RecipeError(
-                    f"lora.targets: '{word}' is no linear module of {type(network).__name__}"
-                    f"{_hint(word, _words(linear))}. Its linear modules are {', '.join(_words(linear))}."
+                    f"lora.targets: '{word}' is no linear module of {kind}{hint(word, _words(linear)) or '.'} "
+                    f"Its linear modules are {', '.join(_words(linear))}."
                 )
     if _tied(network) and any(name in outputs for name in found):
         raise RecipeError(
-            f"lora.targets: {outputs[-1]} shares its weight with the input embedding, which an adapter on it would "
-            "leave behind. Leave it out."
+            f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
+            "(tie_word_embeddings), which an adapter for one of them would part. Leave it out."
         )
-    found = [name for name in found if not _under(name, saved)]
+    found = [name for name in found if not any(f"{name}.".startswith(f"{whole}.") for whole in saved)]
     if not found:
-        raise RecipeError("lora.targets: every module that is named is trained whole (lora.save_modules). Name others.")
+        raise RecipeError(
+            f"lora.targets: every linear module that is meant is trained whole already ({', '.join(saved)}). Name "
+            "others, or leave some out of lora.save_modules."
+        )
+    smallest = min(min(_sides(network.get_submodule(name))) for name in found)
+    if section.init == "pissa" and section.rank > smallest:
+        raise RecipeError(
+            f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
+            f"has {smallest}. Set lora.rank to at most {smallest}, or another lora.init."
+        )
     return found
 
 
@@ -158,34 +169,51 @@ def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
     found: list[str] = []
     for word in section.save_modules:
-        fits = [name for name in names if _ends(name, word)]
-        if not fits:
+        fitting = [name for name in names if _ends_with(name, word) and name not in found]
+        if not fitting:
             raise RecipeError(
-                f"lora.save_modules: {type(network).__name__} has no module '{word}'{_hint(word, _words(names))}. "
-                f"It has {', '.join(_words(names))}."
+                f"lora.save_modules: {type(network).__name__} has no module '{word}' with weights"
+                f"{hint(word, _words(names)) or '.'} It has {', '.join(_words(names))}."
             )
-        found += fits
-    if _tied(network):
-        ends = (network.get_input_embeddings(), network.get_output_embeddings())
-        for name in found:
-            if any(network.get_submodule(name) is end for end in ends):
-                raise RecipeError(
-                    f"lora.save_modules: {name} shares its weight with the model's other end (tie_word_embeddings), "
-                    "which a copy of its own would part from it. Leave it out."
-                )
+        found += fitting
+    ends = _ends_of(network)
+    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in ends):
+        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
+        raise RecipeError(
+            f"lora.save_modules: {' and '.join(ends)} of this {type(network).__name__} are one weight "
+            "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
+            "section), or take a model whose ends are two."
+        )
     return found
+
+
+def _new_parts(network: PreTrainedModel) -> list[str]:
+    """What a task's head adds to the pretrained body."""
+    body = network.base_model
+    parts = {} if body is network else dict(network.named_children())
+    return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
+
+
+def _ends_of(network: PreTrainedModel) -> list[str]:
+    """Full names of the input embedding and, if there is one, the output head."""
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    return [name for end in ends for name, module in network.named_modules() if module is end]
 
 
 def _tied(network: PreTrainedModel) -> bool:
     one, other = network.get_input_embeddings(), network.get_output_embeddings()
-    return one is not None and other is not None and one.weight is other.weight
+    return other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
+
+
+def _sides(module: Any) -> tuple[int, int]:
+    """Input and output features; not read off the weight, of which a rank may hold a shard only."""
+    return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)
+
+
+def _ends_with(name: str, word: str) -> bool:
+    return name == word or name.endswith(f".{word}")
 
 
 def _words(names: list[str]) -> list[str]:
-    """The last parts of names that are words."""
-    return sorted({parts[-1] for parts in (name.split(".") for name in names) if not parts[-1].isdecimal()})
-
-
-def _hint(word: str, known: list[str], form: str = "'{}'") -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {form.format(close[0])}?" if close else ""
+    """The last words of dotted names, each once; numbers are none."""
+    return sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})

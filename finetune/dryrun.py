@@ -1,6 +1,6 @@
 """What a run would do, without data or weights."""
 
-from finetune import optim, tasks
+from finetune import adapters, optim, tasks
 from finetune.backend import read_launch, settle
 from finetune.errors import RecipeError
 from finetune.models import Caller
@@ -21,6 +21,7 @@ def describe(recipe: Recipe) -> str:
             f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
         )
     network = task.build_skeleton(recipe, None)
+    kind = type(adapters.transformer(network) or network).__name__
     optim.build(Caller(network), recipe)
     counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
@@ -31,8 +32,9 @@ def describe(recipe: Recipe) -> str:
     split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
     lines = {
         "task": recipe.task.name,
-        "network": f"{type(network).__name__}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",
+        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
+        "adapters": adapters.describe(network),
         "backend": f"{asked.kind} on {world} process(es)" + (f", from {asked.file}" if asked.file else ""),
         "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",
         "batch": "evaluation only" if recipe.length.steps == 0 else split,
@@ -41,4 +43,4 @@ def describe(recipe: Recipe) -> str:
         "output": recipe.output.dir,
     }
     width = max(map(len, lines))
-    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items() if value is not None)

@@ -39,25 +39,25 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def flops_per_target(network: nn.Module, sequence_length: int) -> float:
-    """Training FLOPs a token: 6 a weight in a matrix product, and attention's scores.
+    """Training FLOPs a token: 6 a weight in a matrix product (4 if it is frozen), and attention's scores.
 
-    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x width x T.
+    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x width x T. Of the 6, 2 are
+    for the weight's own gradient.
     """
-    embeddings = sum(
-        getattr(p, "ds_numel", p.numel())
-        for m in network.modules()
-        if isinstance(m, nn.Embedding)
-        for p in m.parameters()
-    )
-    weights = sum(getattr(p, "ds_numel", p.numel()) for p in network.parameters())
     config = getattr(network, "config", None)
-    if config is None:
-        return 6.0 * weights
-    text = config.get_text_config()
+    text = None if config is None else config.get_text_config()
     # A tied embedding is also the head, and multiplied as such.
-    matrix = weights - (0 if getattr(text, "tie_word_embeddings", False) else embeddings)
+    looked_up: set[int] = set()
+    if text is not None and not getattr(text, "tie_word_embeddings", False):
+        looked_up = {id(p) for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    products = sum(
+        (6.0 if p.requires_grad else 4.0) * getattr(p, "ds_numel", p.numel())
+        for name, p in network.named_parameters()
+        # The frozen one beside a module that is trained whole, which runs in its place.
+        if id(p) not in looked_up and ".original_module." not in name
+    )
     layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
-    return 6.0 * matrix + 12.0 * layers * width * sequence_length
+    return products + 12.0 * layers * width * sequence_length
 
 
 def peak_memory_gib(device: torch.device) -> float:

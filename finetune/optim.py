@@ -52,7 +52,7 @@ def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings).
+    """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings, DoRA's lengths).
 
     Decided by the module that owns a parameter, not by its name or shape, both of which backends change.
     A weight that an embedding shares with the head counts as an embedding.
@@ -60,7 +60,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     plain: dict[int, nn.Parameter] = {}
     decayed: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        spared = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+        kind = type(module).__name__.lower()
+        # DoRA's columns have the lengths of pretrained ones: decay would pull them to 0 instead of there.
+        spared = isinstance(module, nn.Embedding) or "norm" in kind or kind.startswith("dora")
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 (plain if spared or name.endswith("bias") else decayed)[id(parameter)] = parameter

@@ -17,5 +17,7 @@ def silence_libraries() -> None:
     datasets.disable_progress_bars()
     # Accelerate notes per parameter that FSDP2 keeps fp32 masters, which the start line says as well.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
+    # It looks for a kernel to download.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "divisors",
     "dump",
+    "hint",
     "json_schema",
     "load",
     "validate",
@@ -142,7 +143,7 @@ def _conflicts(recipe: Recipe) -> Iterable[str]:
     if recipe.task.name not in ("causal_lm", "sequence_classification") and not own_task:
         known = ["causal_lm", "sequence_classification"]
         yield (
-            f"task.name: there is no task '{recipe.task.name}'{_hint(recipe.task.name, known)}; allowed are "
+            f"task.name: there is no task '{recipe.task.name}'{hint(recipe.task.name, known)}; allowed are "
             f"{', '.join(known)}, or your own as package.module:object"
         )
     if not own_task:
@@ -226,7 +227,7 @@ def _problem(item: Any) -> str:
     kind, message = item["type"], str(item["msg"])
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        return f"{key}: unknown key{_hint(location[-1], known)} (allowed: {', '.join(known)})"
+        return f"{key}: unknown key{hint(location[-1], known)} (allowed: {', '.join(known)})"
     if kind == "value_error":
         return f"{key}: {message.removeprefix('Value error, ')}"
     got = json.dumps(item["input"], default=str)
@@ -254,7 +255,8 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return next((s for s in map(_section_in, get_args(annotation)) if s is not None), None)
 
 
-def _hint(word: str, known: Sequence[str]) -> str:
+def hint(word: str, known: Sequence[str]) -> str:
+    """`, did you mean 'x'?` of the word that comes near, or nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f", did you mean '{close[0]}'?" if close else ""
 

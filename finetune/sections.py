@@ -53,7 +53,7 @@ class LoraSection(Section):
     """Columns of the matrices `A` and rows of `B` (`r`): their size, and how much they can learn."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapter's output is scaled by `alpha` / `rank`."""
-    dropout: Fraction = 0.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of an adapter's inputs that is left out, at random, while training."""
     targets: str | tuple[str, ...] = "all-linear"
     """The modules that get an adapter: `all-linear` (all but the output head), a list of names such as
@@ -63,9 +63,16 @@ class LoraSection(Section):
     dora: bool = False
     """Train the length of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
     init: Literal["default", "gaussian", "orthogonal", "pissa"] = "default"
-    """The first weights of the adapters."""
+    """The first weights. `default`: `A` random, `B` zero; `gaussian`: the same with a normal `A`; `orthogonal`: both
+    random, and their product zero; `pissa`: the largest singular vectors, taken out of the frozen weights."""
     save_modules: tuple[str, ...] = ()
     """Modules that are trained whole, such as `[embed_tokens, lm_head]`, and kept in the adapter's file."""
+
+    @model_validator(mode="after")
+    def _even_rank(self) -> Self:
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ValueError(f"`orthogonal` needs an even `rank`, got {self.rank}")
+        return self
 
     @field_validator("targets")
     @classmethod

@@ -7,7 +7,7 @@ Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune import data, models
+from finetune import adapters, data, models
 from finetune.errors import RecipeError
 from finetune.optim import import_object
 from finetune.recipe import Recipe
@@ -93,7 +93,24 @@ def find(recipe: Recipe) -> Task:
         raise RecipeError(
             f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
-    return found
+    return found if recipe.lora is None else _adapted(found)
+
+
+def _adapted(task: Task) -> Task:
+    """A task of one's own whose networks get adapters; the built-in ones ask for theirs when they build."""
+    build_skeleton = task.build_skeleton
+
+    def model(recipe: Recipe, ready: TaskData) -> nn.Module:
+        # With weights first: adapters may be computed from them.
+        return adapters.attach(models.materialise(task.build_model(recipe, ready), recipe.seed), recipe)
+
+    def skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
+        assert build_skeleton is not None
+        network = build_skeleton(recipe, ready)
+        with torch.device("meta"):
+            return adapters.attach(network, recipe)
+
+    return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
 
 
 def _build_data(recipe: Recipe, quiet: bool) -> TaskData:

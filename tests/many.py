@@ -4,6 +4,8 @@ The variable FAULT breaks the loop on purpose, so that tests can see the suite f
 """
 
 import gc
+import hashlib
+import json
 import os
 import sys
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from finetune import cli, train
+from finetune import adapters, cli, train
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
+from finetune.models import unwrap
 from finetune.quiet import silence_libraries
 from finetune.recipe import load
-from finetune.run import build
+from finetune.run import Run, build
 
 
 def plant(fault: str) -> None:
@@ -31,6 +34,35 @@ def plant(fault: str) -> None:
             return values * self.world if values.numel() == 1 else total(self, values)
 
         Backend.sum = own
+    elif fault == "adapter_seed":
+        # Every rank draws adapters of its own.
+        attach, rank = adapters.attach, int(os.environ.get("RANK", "0"))
+        adapters.attach = lambda network, recipe, head=None: attach(
+            network, recipe.model_copy(update={"seed": recipe.seed + rank}), head
+        )
+
+
+def digests(run: Run, trained: bool) -> dict[str, str]:
+    """Of the weights that are trained, or of those that are not, whole; {} but on rank 0."""
+    network = unwrap(run.model)
+    wanted = {name for name, parameter in network.named_parameters() if parameter.requires_grad is trained}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in run.backend.full_parameters(network)
+        if tensor is not None and name in wanted
+    }
+
+
+def train_watched(run: Run) -> None:
+    """Trains, and notes what the adapters began with and whether the frozen weights stayed."""
+    if run.recipe.lora is None:
+        train.train(run)
+        return
+    noted = {"adapters": digests(run, True), "frozen": digests(run, False)}
+    train.train(run)
+    noted["frozen_afterwards"] = digests(run, False)
+    if run.backend.is_main:
+        (run.directory.path / "digests.json").write_text(json.dumps(noted))
 
 
 def main(paths: list[str]) -> None:
@@ -40,7 +72,7 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             run = build(load(path))
-            train.train(run)
+            train_watched(run)
         except FinetuneError as error:
             cli.report(error)
             cli.exit_with(cli.USER_ERROR)

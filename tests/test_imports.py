@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "adapters": {"errors", "recipe"},
     "models": {"adapters", "errors", "recipe"},
     "optim": {"errors", "recipe"},
-    "tasks": {"data", "errors", "models", "optim", "recipe"},
+    "tasks": {"adapters", "data", "errors", "models", "optim", "recipe"},
     "evaluate": {"backend", "tasks"},
     "generate": {"backend", "recipe", "tasks"},
     "checkpoint": {"backend", "errors", "files"},
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "optim",
         "run",
     },
-    "dryrun": {"backend", "errors", "models", "optim", "recipe", "tasks"},
+    "dryrun": {"adapters", "backend", "errors", "models", "optim", "recipe", "tasks"},
     "launcher": {"errors"},
     "cli": {
         "backend",

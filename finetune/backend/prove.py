@@ -54,6 +54,8 @@ class Proof:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
+    unevenness: float = 0.0
+    """FSDP2 cuts each tensor along its first side, so that of a thin one some ranks hold more: by how much, at most."""
     reshards: bool | None = None
     """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -140,7 +142,7 @@ def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str
         ("parameters held by a rank", want_parameters, proof.parameter_fraction),
         ("optimiser state held by a rank", want_optimizer, proof.optimizer_fraction),
     ):
-        if abs(want - have) > _SHARD_SLACK and not _tiny(proof, want, have):
+        if abs(want - have) > _SHARD_SLACK + proof.unevenness and not _tiny(proof, want, have):
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
     if set(proof.parameter_dtypes) != {"float32"}:
         yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
@@ -224,6 +226,11 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         here: int = sum(_local(t).numel() for t in tensors)
         return here / max(1, sum(int(t.numel()) for t in tensors))
 
+    def uneven(tensors: list[Any]) -> float:
+        shards = common["world_size"] // replicas
+        most = sum(-(-t.shape[0] // shards) * (t.numel() // t.shape[0]) for t in tensors)
+        return float(most / max(1, sum(t.numel() for t in tensors)) - 1 / shards)
+
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
@@ -246,6 +253,7 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         reduce_dtype=_short(policy.reduce_dtype or torch.float32),
         offload_params=offload,
         offload_optimizer=offload,
+        unevenness=max(uneven(sharded), uneven(masters)),
         reshards=reshards,
         **common,
     )

@@ -1,0 +1,394 @@
+"""LoRA: one recipe, one path on every backend; only adapters are trained, and plain peft opens what comes out."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import SHARED, Launcher, Result, assert_same_path
+from ranks import Place, assert_refused, start
+from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import adapters, dryrun, models, optim, tasks
+from finetune.errors import RecipeError
+from finetune.recipe import Recipe, validate
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+
+def job(model: dict[str, Any], lora: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Adapters on lower-cased stories, which a model that knows stories does not know."""
+    defaults = {
+        "data": {
+            "train": stories("train", limit=100),
+            "validation": stories("validation", limit=2),
+            "sequence_length": 64,
+            "lowercase": True,
+        },
+        # `B` begins at zero, and with it the gradient of `A`: a small eps would divide noise by noise.
+        "optim": {"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
+        "length": {"steps": 4},
+    }
+    return {**base(lora=lora, **{**defaults, **sections}), "model": model}
+
+
+def shape(name: str) -> dict[str, Any]:
+    return {"config": ARCHITECTURES[name]["model"]["config"]}
+
+
+UNTIED = base()["model"]
+EVERYWHERE = {
+    "plain": job(
+        {"name": MODEL},
+        {"rank": 8, "alpha": 16},
+        length={"steps": 10},
+        sample={"prompt": "once", "max_new_tokens": 8},
+    ),
+    "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2}),
+}
+SOME = {
+    **EVERYWHERE,
+    "whole": job(
+        {**UNTIED, "gradient_checkpointing": True},
+        {
+            "rank": 4,
+            "dropout": 0.2,
+            "rslora": True,
+            "targets": r".*\.q_proj|.*\.1\.mlp\..*",
+            "save_modules": ["lm_head", "embed_tokens", "norm"],
+        },
+    ),
+    "gpt2": job(shape("gpt2"), {"rank": 4, "init": "pissa"}),
+    "qwen3": job(shape("qwen3"), {"rank": 4, "init": "orthogonal", "targets": ["q_proj", "mlp.up_proj"]}),
+    # One row cannot be cut in two.
+    "gemma3": job(shape("gemma3"), {"rank": 1, "alpha": 1, "init": "gaussian"}),
+    "bert": {**ARCHITECTURES["bert"], "lora": {"rank": 4}},
+    "bf16": job({"name": MODEL}, {"rank": 4, "targets": ["q_proj", "up_proj"]}, precision="bf16"),
+}
+LEARNING = {"train": stories("train", limit=300), "validation": stories("validation", limit=20), "lowercase": True}
+LEARNER = {"model": {"name": MODEL}, "lora": {"rank": 8}, "data": {**LEARNING, "sequence_length": 128}}
+JOBS = dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), SOME) | dict.fromkeys(
+    ("hsdp", "zero1", "zero3_offload"), EVERYWHERE
+)
+JOBS["single"] = {
+    **SOME,
+    "knows": job(**LEARNER, length={"steps": 0}),
+    "learns": job(**LEARNER, length={"steps": 30}),
+}
+PAIRS = [
+    pytest.param(backend, name, marks=pytest.mark.xdist_group(f"lora_{backend}"))
+    for backend, jobs in JOBS.items()
+    if backend != "single"
+    for name in jobs
+]
+
+
+def digests(run: Result) -> dict[str, dict[str, str]]:
+    return json.loads((run.check().directory / "digests.json").read_text())
+
+
+# ---------------------------------------------------------------- one path
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str) -> None:
+    single = launcher.many("single", JOBS["single"])[name]
+    other = launcher.many(backend, JOBS[backend])[name]
+    tolerance = 1e-2 if name == "bf16" else 1e-5
+    assert_same_path(single, other, tolerance)
+    assert single.validation() == pytest.approx(other.validation(), rel=tolerance)
+    if name == "plain":
+        texts = [[m["sample"] for m in run.metrics if "sample" in m] for run in (single, other)]
+        assert texts[0] == texts[1]
+        assert texts[0][0].startswith("once")
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_adapters_begin_alike_and_the_rest_stays(launcher: Launcher, backend: str, name: str) -> None:
+    one = digests(launcher.many("single", JOBS["single"])[name])
+    other = digests(launcher.many(backend, JOBS[backend])[name])
+    assert one["adapters"] == other["adapters"] != {}
+    assert one["frozen"] == one["frozen_afterwards"] != {}
+    assert other["frozen"] == other["frozen_afterwards"] == one["frozen"]
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_the_frozen_model_is_sharded_and_the_optimiser_holds_adapters(
+    launcher: Launcher, backend: str, name: str
+) -> None:
+    runs = launcher.many(backend, JOBS[backend])[name].check().facts["runs"]
+    parameters = 0.5 if backend in ("fsdp", "hsdp", "zero3", "zero3_offload") else 1.0
+    optimizer = 1.0 if backend == "ddp" else 0.5
+    slack = 0.3 if name == "gemma3" and backend == "fsdp" else 0.03
+    assert runs["parameter_fraction"] == pytest.approx(parameters, abs=0.03)
+    assert runs["optimizer_fraction"] == pytest.approx(optimizer, abs=slack)
+    assert runs["parameter_dtypes"] == ["float32"]
+
+
+@pytest.mark.xdist_group("lora_fsdp")
+def test_ranks_with_adapters_of_their_own_are_seen(launcher: Launcher) -> None:
+    """The suite must be able to fail: without the seed, FSDP2 trains a mosaic of both ranks' adapters."""
+    some = {"plain": EVERYWHERE["plain"]}
+    broken = launcher.many("fsdp", some, env={"FAULT": "adapter_seed"})["plain"]
+    single = launcher.many("single", JOBS["single"])["plain"]
+    assert digests(broken)["adapters"] != digests(single)["adapters"]
+    with pytest.raises(AssertionError, match=r"(loss|grad_norm) differs"):
+        assert_same_path(single, broken, 1e-5)
+
+
+@pytest.mark.xdist_group("lora_single")
+def test_adapters_learn(launcher: Launcher) -> None:
+    runs = launcher.many("single", JOBS["single"])
+    before, after = (runs[name].check().validation() for name in ("knows", "learns"))
+    assert before > 2.2, "the model should not know lower-cased stories yet"
+    assert after < before - 0.4
+
+
+# ---------------------------------------------------------------- what is attached
+
+
+def built(recipe: Recipe) -> nn.Module:
+    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+
+
+def recipe_of(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    return validate(job(model or {"name": MODEL}, lora, **sections))
+
+
+def trained(network: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", [name for name in SOME if name != "bert"])
+def test_plain_peft_opens_what_is_written(name: str, tmp_path: Path) -> None:
+    """A folder with our configuration and our keys gives the logits that the network itself gives."""
+    from peft import PeftModel
+
+    recipe = validate(SOME[name])
+    network = built(recipe).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained(network).values():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    keys = adapters.adapter_keys(network)
+    save_file(
+        {keys[n]: p.detach().clone() for n, p in trained(network).items()}, tmp_path / "adapter_model.safetensors"
+    )
+    config = adapters.adapter_config(network)
+    assert config is not None
+    config.save_pretrained(tmp_path)
+    fresh = built(recipe.model_copy(update={"lora": None})).eval()
+    opened = PeftModel.from_pretrained(fresh, tmp_path).eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours, theirs = (tasks.causal_lm_logits(n, {"input_ids": ids}) for n in (network, opened))
+        without = tasks.causal_lm_logits(built(recipe.model_copy(update={"lora": None})).eval(), {"input_ids": ids})
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (ours - without).abs().max() > 1e-2
+
+
+def test_keys_are_pefts() -> None:
+    network = built(recipe_of({"rank": 2, "dora": True, "save_modules": ["lm_head"]}, UNTIED))
+    layer = "base_model.model.model.layers.0.mlp.up_proj"
+    for name, key in {
+        f"{layer}.lora_A.default.weight": f"{layer}.lora_A.weight",
+        f"{layer}.lora_magnitude_vector.default.weight": f"{layer}.lora_magnitude_vector",
+        "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
+    }.items():
+        assert adapters.adapter_key(network, name) == key
+    assert adapters.adapter_keys(network).keys() == trained(network).keys()
+    assert adapters.adapter_config(built(validate(base()))) is None
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "pissa"])
+def test_the_adapted_network_begins_as_the_model(init: str) -> None:
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        one, two = (
+            tasks.causal_lm_logits(built(r).eval(), {"input_ids": ids})
+            for r in (recipe_of({"init": init}), validate(job({"name": MODEL}, {})).model_copy(update={"lora": None}))
+        )
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_are_a_function_of_the_seed() -> None:
+    one, same, other = (trained(built(recipe_of({}, seed=seed))) for seed in (1, 1, 2))
+    assert all(torch.equal(p, same[name]) for name, p in one.items())
+    assert not all(torch.equal(p, other[name]) for name, p in one.items())
+    assert all(p.dtype == torch.float32 for p in one.values())
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    ids = torch.arange(40)[None]
+    found = []
+    for checkpointed in (False, True):
+        network = built(
+            recipe_of({"dropout": 0.3, "dora": True}, {"name": MODEL, "gradient_checkpointing": checkpointed})
+        )
+        torch.manual_seed(3)
+        tasks.causal_lm_logits(network, {"input_ids": ids}).square().sum().backward()
+        found.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() == trained(network).keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])
+    assert any(gradient.abs().max() > 0 for gradient in found[0].values())
+
+
+def test_lengths_and_embeddings_are_not_decayed() -> None:
+    network = built(recipe_of({"dora": True, "save_modules": ["embed_tokens", "lm_head", "norm"]}, UNTIED))
+    decayed, plain = optim.parameter_groups(models.Caller(network), 0.1)
+    names = {id(p): name for name, p in trained(network).items()}
+    ends = [
+        {names[id(p)].split(".")[-4] for p in group["params"] if "modules_to_save" in names[id(p)]}
+        for group in (decayed, plain)
+    ]
+    assert ends == [{"lm_head"}, {"embed_tokens", "norm"}]
+    assert not any("magnitude" in names[id(p)] for p in decayed["params"])
+    assert any("magnitude" in names[id(p)] for p in plain["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 3}, {"rank": 2, "dora": True}, {"rank": 2, "save_modules": ["lm_head"]}])
+def test_dry_run_counts(lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(lora, {"config": {**UNTIED["config"], "vocab_size": 512}})
+    network = built(recipe)
+    base_parameters = sum(p.numel() for p in built(recipe.model_copy(update={"lora": None})).parameters())
+    # Attention's four matrices and the MLP's three, in two layers: in, out.
+    sides = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
+    expected = 2 * sum(lora["rank"] * (i + o) + (o if lora.get("dora") else 0) for i, o in sides)
+    expected += 512 * 64 if "save_modules" in lora else 0
+    assert sum(p.numel() for p in trained(network).values()) == expected
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(key, raising=False)
+    text = dryrun.describe(recipe)
+    assert f"LlamaForCausalLM, {base_parameters + expected:,} parameters, {expected:,} trained" in text
+    assert f"{'DoRA' if lora.get('dora') else 'LoRA'} of rank {lora['rank']} on 14 modules" in text
+    assert ("trained whole: lm_head" in text) == ("save_modules" in lora)
+
+
+def test_a_classifiers_head_is_trained_whole() -> None:
+    recipe = validate(SOME["bert"])
+    config = models.resolve_config(recipe, vocab_size=512, num_labels=7)
+    names = trained(models.build(recipe, config, "sequence_classification"))
+    assert "base_model.model.classifier.modules_to_save.default.weight" in names
+    assert all("lora_" in name or ".classifier." in name for name in names)
+    assert any(".pooler.dense.lora_A" in name for name in names)
+
+
+# ---------------------------------------------------------------- tasks of one's own
+
+
+def own() -> tasks.Task:
+    """A task of one's own around a network of transformers, for recipes that name it as `test_lora:own`."""
+    return tasks.Task(
+        build_data=lambda recipe, quiet: tasks.TaskData(train=None),
+        build_model=lambda recipe, data: AutoModelForCausalLM.from_pretrained(MODEL),
+        loss_sum=lambda network, batch: torch.zeros(()),
+        build_skeleton=lambda recipe, data: models.skeleton(AutoConfig.from_pretrained(MODEL), "causal_lm"),
+    )
+
+
+def test_a_task_of_ones_own_gets_adapters_too() -> None:
+    recipe = validate({"task": {"name": "test_lora:own"}, "lora": {"rank": 2}, "length": {"steps": 1}})
+    task = tasks.find(recipe)
+    names = trained(task.build_model(recipe, tasks.TaskData(train=None)))
+    assert names
+    assert all("lora_" in name for name in names)
+    assert task.build_skeleton is not None
+    assert trained(task.build_skeleton(recipe, None)).keys() == names.keys()
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_adapters_need_a_transformers_network(meta: bool) -> None:
+    task = {"name": "own_task:mlp", "args": {"meta": meta}}
+    recipe = validate({"task": task, "lora": {}, "length": {"steps": 1}})
+    with pytest.raises(RecipeError, match=r"task 'own_task:mlp' builds a Sequential\. Remove the section"):
+        tasks.find(recipe).build_model(recipe, tasks.TaskData(train=None))
+    with pytest.raises(RecipeError, match=r"builds a Sequential"):
+        dryrun.describe(recipe)
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({"rank": 0}, "lora.rank: input should be greater than 0, got 0"),
+        ({"rank": 2.5}, "lora.rank: input should be a valid integer"),
+        ({"alpha": 0}, "lora.alpha: input should be greater than 0"),
+        ({"dropout": 1}, "lora.dropout: input should be less than 1"),
+        ({"targets": "(q_proj"}, "lora.targets: the regular expression '(q_proj' does not compile: missing ), "),
+        ({"targets": []}, "lora.targets: name at least one module, or `all-linear`"),
+        ({"targets": ""}, "lora.targets: name at least one module"),
+        ({"targets": 3}, "lora.targets"),
+        ({"init": "pisa"}, "lora.init: input should be 'default', 'gaussian', 'orthogonal' or 'pissa', got \"pisa\""),
+        ({"init": "orthogonal", "rank": 3}, "lora: `orthogonal` needs an even `rank`, got 3"),
+        ({"rnk": 3}, "lora.rnk: unknown key, did you mean 'rank'?"),
+    ],
+)
+def test_refused_by_the_recipe(lora: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_of(lora)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (
+            {"targets": ["q_proj", "vproj"]},
+            "lora.targets: 'vproj' is no linear module of LlamaForCausalLM, did you mean 'v_proj'? Its linear modules "
+            "are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj.",
+        ),
+        ({"targets": ["zzz"]}, "'zzz' is no linear module of LlamaForCausalLM. Its linear modules are"),
+        ({"targets": ["embed_tokens"]}, "'embed_tokens' is no linear module"),
+        (
+            {"targets": "q_proj"},
+            "the regular expression 'q_proj' matches none of the 36 linear modules of LlamaForCausalLM, did you mean "
+            "'[q_proj]'? It is compared with whole names, such as model.layers.0.self_attn.q_proj and",
+        ),
+        ({"targets": "all_linear"}, "did you mean 'all-linear'?"),
+        ({"targets": r"model\.layers\.9\..*"}, "matches none of the 36 linear modules of LlamaForCausalLM. It is"),
+        ({"targets": ["lm_head"]}, "lora.targets: lm_head and the input embedding of this LlamaForCausalLM are one"),
+        (
+            {"save_modules": ["lm_haed"]},
+            "lora.save_modules: LlamaForCausalLM has no module 'lm_haed' with weights, did you mean 'lm_head'? It has ",
+        ),
+        (
+            {"save_modules": ["lm_head"]},
+            "lora.save_modules: model.embed_tokens and lm_head of this LlamaForCausalLM are one weight "
+            "(tie_word_embeddings), which a copy of one of them would part. Leave them out",
+        ),
+        ({"save_modules": ["model"]}, "lora.save_modules: model.embed_tokens and lm_head of this LlamaForCausalLM are"),
+        (
+            {"targets": ["q_proj"], "save_modules": ["self_attn"]},
+            "lora.targets: every linear module that is meant is trained whole already (model.layers.0.self_attn",
+        ),
+        (
+            {"init": "pissa", "rank": 33},
+            "lora.rank is 33, but `pissa` takes singular vectors, of which the smallest of the modules has 32.",
+        ),
+    ],
+)
+def test_refused_by_the_network(lora: dict[str, Any], says: str) -> None:
+    """By the run and by the dry run, in one line."""
+    recipe = recipe_of(lora)
+    with pytest.raises(RecipeError) as caught:
+        built(recipe)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match=re.escape(str(caught.value))):
+        dryrun.describe(recipe)
+
+
+@pytest.mark.xdist_group("lora_ranks")
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_ranks_say_it_once(place: Place, config: str) -> None:
+    ranks = start(place, place.recipe(lora={"targets": ["vproj"]}), config=config)
+    assert_refused(ranks, "lora.targets: 'vproj' is no linear module", "did you mean 'v_proj'?")
