@@ -19,6 +19,7 @@ from finetune.errors import CheckpointError, RecipeError
 from finetune.files import Journal, read_lines
 
 FILE = "ledger.jsonl"
+_CHECKPOINTS = "checkpoints/step-" + "[0-9]" * 8
 _ORDER = ("seed", "num_rows", "epoch_rows", "global_size", "data")
 
 
@@ -80,7 +81,7 @@ def used(directory: Path) -> Iterator[Used]:
         raise CheckpointError(f"{directory / FILE} cannot be read: {error.strerror or error}.") from error
     try:
         yield from _used(directory / FILE, lines)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{directory / FILE} holds a line that no run writes: {error}.") from error
 
 
@@ -88,6 +89,7 @@ def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
     steps: dict[int, tuple[int, dict[str, Any], int]] = {}
     first, start = 0, None
     for line in lines:
+        _check_numbers(line)
         if "start" in line:
             start = line
             steps = {step: value for step, value in steps.items() if step < line["start"]}
@@ -111,6 +113,12 @@ def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
             epoch_rows=order["epoch_rows"],
         )
         yield Used(step, position, rows, checksum(rows) == written, order)
+
+
+def _check_numbers(line: dict[str, Any]) -> None:
+    for key in ("start", "position", *_ORDER[:-1]) if "start" in line else ("step", "rows"):
+        if type(line[key]) is not int or not 0 <= line[key] < 1 << 63:
+            raise ValueError(f"{key} is {line[key]!r}")
 
 
 @dataclass
@@ -220,7 +228,7 @@ def audit(directory: Path) -> Audit:
 
 
 def _lost(directory: Path, first: int, last: int) -> str | None:
-    """Steps that the run has taken, as `run.json` says, and the ledger has not; None if there are none."""
+    """Steps that the run has taken, as `run.json` and its checkpoints say, and the ledger has not; None if none."""
     try:
         facts = json.loads((directory / "run.json").read_bytes())
         starts = facts["starts"]
@@ -231,4 +239,8 @@ def _lost(directory: Path, first: int, last: int) -> str | None:
         return None  # the ledger alone has to do
     if first > begun:
         return f"NOT from the beginning: the run began with step {begun}"
+    saved = max((int(path.name[5:]) for path in directory.glob(_CHECKPOINTS)), default=0)
+    # Where a damaged checkpoint was refused, its step was taken, and lost again: the ledger has been there.
+    if all(line.get("step", -1) + 1 < saved for line in read_lines(directory / FILE)):
+        reached = max(reached, saved)
     return f"NOT to the end: the run has come to step {reached}" if last < reached else None
