@@ -63,8 +63,8 @@ class LoraSection(Section):
     dora: bool = False
     """Train the length of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
     init: Literal["default", "gaussian", "orthogonal", "pissa"] = "default"
-    """The first weights. `default`: `A` random, `B` zero; `gaussian`: the same with a normal `A`; `orthogonal`: both
-    random, and their product zero; `pissa`: the largest singular vectors, taken out of the frozen weights."""
+    """The first weights. `default`: `A` random, `B` nought; `gaussian`: the same with a normal `A`; `orthogonal`:
+    both random, and their product nought; `pissa`: the largest singular vectors, taken out of the frozen weights."""
     save_modules: tuple[str, ...] = ()
     """Modules that are trained whole, such as `[embed_tokens, lm_head]`, and kept in the adapter's file."""
 

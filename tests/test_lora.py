@@ -100,7 +100,9 @@ def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str)
     single = launcher.many("single", JOBS["single"])[name]
     other = launcher.many(backend, JOBS[backend])[name]
     tolerance = 1e-2 if name == "bf16" else 1e-5
-    assert_same_path(single, other, tolerance)
+    # `B` begins at nought: its difference is measured on a few updates, not on a weight. One process whose micro-batch
+    # is 1 or 4 and not 2 differs by 3.8e-2 there in bf16, and nothing is distributed about that.
+    assert_same_path(single, other, tolerance, weights=5 * tolerance)
     assert single.validation() == pytest.approx(other.validation(), rel=tolerance)
     if name == "plain":
         texts = [[m["sample"] for m in run.metrics if "sample" in m] for run in (single, other)]
