@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from finetune import __version__
+from finetune import (
+    __version__,
+    parent,  # noqa: F401  (notes who that is, before what is slow to import)
+)
 from finetune.errors import FinetuneError
 from finetune.hub import go_offline_if_unreachable
 from finetune.recipe import dump, json_schema, load
@@ -162,8 +165,11 @@ def _train(parsed: argparse.Namespace) -> int:
     silence_libraries()
     try:
         run = build(recipe, quiet=parsed.quiet)
-        results = train(run)
-        run.backend.close()
+        with run.stopper.listening():
+            results = train(run)
+            run.backend.close()
+            # Requests to stop reach the ranks one after the other: the last ones find all saved.
+            run.stopper.ignore()
     except FinetuneError:
         raise
     except Exception as error:

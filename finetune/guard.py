@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune import parent
 from finetune.backend import Backend
 from finetune.errors import DivergedError, MemoryFullError
 
@@ -41,12 +42,12 @@ class Stopper:
         """Why this rank wants to stop, or None."""
         self._grace_s = grace_s
         self._since = 0.0
-        self._parent = os.getppid()
+        self._ignoring = False
 
     @property
     def requested(self) -> bool:
         """Whether this rank wants to stop."""
-        if self.reason is None and os.getppid() != self._parent:
+        if self.reason is None and parent.gone():
             # An orphan would go on with nobody to see it, and hold the run directory.
             self._request("the launcher is gone", 128 + signal.SIGTERM)
         return self.reason is not None
@@ -62,10 +63,12 @@ class Stopper:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                if not self._ignoring:
+                    signal.signal(number, handler)
 
     def ignore(self) -> None:
-        """From here on signals change nothing: all is saved, and the process is about to end."""
+        """From here on signals change nothing: all is saved, and the process is about to end with its own code."""
+        self._ignoring = True
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

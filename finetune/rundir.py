@@ -147,10 +147,10 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _rewind(self, step: int) -> None:
-        """Takes back the metrics of steps that will be taken again."""
-        file = self.path / "metrics.jsonl"
-        if file.exists():
-            rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
+        """Takes back the metrics and incidents of steps that will be taken again."""
+        for file in (self.path / "metrics.jsonl", self.path / "incidents.jsonl"):
+            if file.exists():
+                rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
 
     def _check_shared(self, backend: Backend) -> None:
         """All machines must see the same folder, since each rank writes its part of a checkpoint there."""

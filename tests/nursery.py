@@ -172,6 +172,9 @@ def _become_rank(asked: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(asked["env"])
         sys.argv = ["scripts/train.py", *asked["words"]]
+        from finetune import parent
+
+        parent.note()
         from finetune.cli import exit_with, train_main
 
         exit_with(train_main(asked["words"]))

@@ -1,0 +1,350 @@
+"""Kills runs and asks them to stop at random moments, over and over; each must end as if nothing had happened.
+
+`python tests/chaos.py KILLS SIGNALS SEED`; `make test-chaos` runs it. The suite does a few of the same.
+
+A case is one run: it is disturbed, and the same command is started again until it has ended. After each start this
+must hold: no checkpoint that was whole is gone but by rotation, and all that are there are whole. At the end all
+figures, the final weights and the last checkpoint are those of a run that nobody disturbed, and the ledger holds.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from harness import LIMIT_S, ROOT, environment
+from inside import mlp
+from nursery import Nursery, until
+from ranks import by_finetune
+
+from finetune import ledger
+from finetune.checkpoint import folder as folders
+from finetune.cli import REQUEUE
+from finetune.files import read_lines
+
+STEPS, KEEP = 24, 2
+# Those of a line that a clock or the system's memory shows.
+_TIMES = {"tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "peak_memory_gib", "mfu"}
+
+
+class Lie(AssertionError):
+    """Something that docs/checkpoints.md promises did not hold."""
+
+
+def demand(true: bool, what: str) -> None:
+    if not true:
+        raise Lie(what)
+
+
+@dataclass
+class Victim:
+    """A run that is disturbed, and what has been seen of it."""
+
+    folder: Path
+    steps: int = STEPS
+    whole: dict[str, float | None] = field(default_factory=dict)
+    """Every checkpoint that was ever there, with its validation loss."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        tree = mlp(
+            self.directory,
+            task={"name": "troubled_task:mlp"},
+            length={"steps": self.steps},
+            checkpoint={"every_steps": 3, "keep": KEEP},
+            eval={"every_steps": 6},
+        )
+        self.recipe.write_text(yaml.safe_dump(tree))
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def said(self) -> Path:
+        return self.folder / "said"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def staged(self) -> set[str]:
+        """The checkpoints that are being written, or that somebody who was killed has left unfinished."""
+        return {path.name for path in self.checkpoints.glob("*.staging")}
+
+    def look(self) -> None:
+        """Notes the checkpoints that are there."""
+        for folder in folders.listed(self.checkpoints):
+            if folder.name not in self.whole:
+                try:
+                    self.whole[folder.name] = folders.read_manifest(folder)["validation_loss"]
+                except folders.CheckpointError:
+                    # Deleted since it was listed. If it still has its name, it never was whole.
+                    demand(not folder.exists(), f"{folder.name} was listed before it was whole")
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        return max((folders.step_of(folder) or 0 for folder in folders.listed(self.checkpoints)), default=0)
+
+    def check(self) -> None:
+        """What must hold whenever nobody is at work."""
+        self.look()
+        there = {folder.name: folder for folder in folders.listed(self.checkpoints)}
+        for folder in there.values():
+            folders.verify(folder)
+        demand(not list(self.checkpoints.glob("*.broken")), "a checkpoint was found broken")
+        best = min((loss for loss in self.whole.values() if loss is not None), default=None)
+        for name, loss in self.whole.items():
+            newer = sum(other > name for other in there)
+            demand(name in there or newer >= KEEP, f"{name} is gone, with {newer} newer ones")
+            demand(name in there or loss is None or loss != best, f"{name}, the best one, is gone")
+
+    def facts(self) -> dict[str, Any]:
+        return json.loads((self.directory / "run.json").read_text())
+
+    def figures(self) -> list[dict[str, Any]]:
+        """All lines of `metrics.jsonl`, but for times."""
+        lines = read_lines(self.directory / "metrics.jsonl")
+        return [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
+
+    def tensors(self) -> dict[str, bytes | str]:
+        """The final model's files, and the digests of what the last checkpoint holds."""
+        files: dict[str, bytes | str] = {}
+        files |= {file.name: file.read_bytes() for file in (self.directory / "model").iterdir()}
+        manifest = folders.read_manifest(self.checkpoints / folders.name_of(self.steps))
+        files |= {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name != folders.STATE}
+        return files
+
+    def check_end(self, straight: "Victim") -> None:
+        """What must hold once it has ended, by a run that nobody disturbed."""
+        self.check()
+        demand("finished" in self.facts(), "run.json does not say that it finished")
+        found, expected = self.figures(), straight.figures()
+        for one, other in zip(found, expected, strict=False):
+            demand(one == other, f"metrics.jsonl has {one} instead of {other}")
+        demand(len(found) == len(expected), f"metrics.jsonl has {len(found)} lines instead of {len(expected)}")
+        demand(self.tensors() == straight.tensors(), "the final weights are others")
+        proof = ledger.audit(self.directory)
+        demand(proof.holds and proof.num_steps == self.steps, "\n".join(proof.lines()))
+
+
+@contextmanager
+def launched(victim: Victim, **trouble: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """`finetune launch` of a run on two processes; afterwards all of it is gone.
+
+    What it prints goes to the file `launched` in the victim's folder.
+    """
+    with (victim.folder / "launched").open("ab") as out:
+        process = subprocess.Popen(
+            by_finetune("ddp", str(victim.recipe)),
+            cwd=ROOT,
+            env=environment(TROUBLE=json.dumps(trouble)),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to strike: some seconds after a save was seen under way, or after the start."""
+
+    save: int | None
+    """The how many-th save after the start; None counts from the start itself."""
+    delay_s: float
+
+    @classmethod
+    def draw(cls, chance: random.Random, longest_s: float) -> "Moment":
+        """Two of three fall into a save, or shortly after one."""
+        if chance.random() < 2 / 3:
+            return cls(chance.randint(1, 4), chance.uniform(0.0, 0.08))
+        return cls(None, chance.uniform(0.0, longest_s))
+
+    def wait(self, victim: Victim, ended: Callable[[], bool]) -> bool:
+        """Returns when the moment has come; False if the run has ended before."""
+        saves, old = 0, victim.staged()
+        since, end = (time.monotonic() if self.save is None else None), time.monotonic() + LIMIT_S
+        while since is None or time.monotonic() - since < self.delay_s:
+            victim.look()
+            now = victim.staged()
+            saves, old = saves + len(now - old), now
+            if since is None and saves == self.save:
+                since = time.monotonic()
+            if ended():
+                return False
+            demand(time.monotonic() < end, "the moment to strike never came")
+            time.sleep(0.001)
+        return True
+
+    def __str__(self) -> str:
+        place = "the start" if self.save is None else f"the beginning of save {self.save}"
+        return f"{1000 * self.delay_s:.0f} ms after {place}"
+
+
+def straight(nursery: Nursery, folder: Path) -> Victim:
+    """A run that nobody disturbs."""
+    victim = Victim(folder)
+    finish(nursery, victim)
+    victim.check()
+    return victim
+
+
+def finish(nursery: Nursery, victim: Victim) -> None:
+    """Starts a run and lets it come to its end; it must go on from the newest checkpoint."""
+    newest = victim.newest()
+    with nursery.start("ddp", victim.said, str(victim.recipe)) as ranks:
+        codes = ranks.wait()
+        demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.said()[-3000:]}")
+    begun = victim.facts()["starts"][-1]["from_step"]
+    demand(newest in (begun, victim.steps), f"it went on from step {begun}, not {newest}")
+
+
+def kill(nursery: Nursery, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
+    """Starts a run and ends ranks of it by SIGKILL; returns what became of it.
+
+    Args:
+        who: `0`, `1` or `all`.
+    """
+    with nursery.start(
+        "ddp", victim.said, str(victim.recipe), env={"TROUBLE": json.dumps({"wait_s": wait_s})}
+    ) as ranks:
+        struck = moment.wait(victim, lambda: None not in ranks.codes)
+        during = ", ".join(victim.staged())
+        ranks.signal(signal.SIGKILL, *([0, 1] if who == "all" else [int(who)]))
+        if moment.save is None:
+            # Ranks may not have met yet, and one that waits for another is ended by its launcher.
+            until(lambda: any(code is not None for code in ranks.codes), LIMIT_S, "no rank was ended")
+            ranks.signal(signal.SIGTERM)
+        # After that a rank ends by itself when another is gone.
+        codes = ranks.wait(30)
+        victim.check()
+        if not struck or codes == [0, 0]:
+            return "came too late"
+        demand(-signal.SIGKILL in codes, f"exit codes {codes}:\n{ranks.said()[-3000:]}")
+    return f"killed during {during}" if during else f"killed, newest is step {victim.newest()}"
+
+
+def kill_launcher(victim: Victim, moment: Moment) -> str:
+    """Ends `finetune launch` by SIGKILL and starts it again at once, which runs to the end."""
+    # An orphan that does not notice would go on for longer than the next run waits for its folder.
+    with launched(victim, wait_s=1.0 if moment.save is None else 0.02) as process:
+        struck = moment.wait(victim, lambda: process.poll() is not None)
+        process.kill()
+        process.wait()
+        newest = victim.newest()
+        with launched(victim) as again:
+            code = again.wait(LIMIT_S)
+            said = (victim.folder / "launched").read_text()[-3000:]
+            demand(code == 0, f"the same command ended with {code}:\n{said}")
+    demand(victim.facts()["starts"][-1]["from_step"] >= newest, f"it did not go on from step {newest}")
+    return f"launcher killed at step {newest} or later" if struck else "came too late"
+
+
+def ask(nursery: Nursery, victim: Victim, number: int, skews: dict[int, float], moment: Moment, wait_s: float) -> str:
+    """Starts a run and asks it to stop; returns how that ended.
+
+    Args:
+        skews: How long after the moment each rank is asked, in seconds; ranks that are not named are not.
+    """
+    with nursery.start(
+        "ddp", victim.said, str(victim.recipe), env={"TROUBLE": json.dumps({"wait_s": wait_s})}
+    ) as ranks:
+        struck = moment.wait(victim, lambda: None not in ranks.codes)
+        since, newest = time.monotonic(), victim.newest()
+        for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
+            until(lambda skew=skew: time.monotonic() - since >= skew, LIMIT_S, "time stands still")
+            ranks.signal(number, rank)
+        codes = ranks.wait(60)
+        victim.check()
+        if codes == [0, 0] and (not struck or newest >= victim.steps - 6):
+            return "came too late"
+        demand(codes == [REQUEUE, REQUEUE], f"exit codes {codes}, not 75 twice:\n{ranks.said()[-3000:]}")
+    demand("stopped" in victim.facts(), "run.json does not say that it was stopped")
+    demand(victim.newest() >= newest, "no checkpoint was written")
+    return f"stopped and saved at step {victim.newest()}"
+
+
+def kill_case(nursery: Nursery, chance: random.Random, victim: Victim, left: int) -> Iterator[str]:
+    """One run that is killed up to three times; a line for each kill."""
+    if chance.random() < 0.1:
+        moment = Moment.draw(chance, 12.0)
+        yield f"kill launcher, {moment}: {kill_launcher(victim, moment)}"
+        return
+    for _ in range(min(left, chance.randint(1, 3))):
+        who, moment, wait_s = chance.choice(["0", "1", "all"]), Moment.draw(chance, 3.0), chance.choice([0, 0.01])
+        yield f"kill {who}, {moment}: {kill(nursery, victim, who, moment, wait_s)}"
+    finish(nursery, victim)
+
+
+def signal_case(nursery: Nursery, chance: random.Random, victim: Victim) -> Iterator[str]:
+    """One run that is asked to stop."""
+    number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    moment = Moment(chance.randint(1, 4), chance.uniform(0.0, 0.1))
+    if chance.random() < 0.25:
+        skews = {chance.randint(0, 1): 0.0}
+    else:
+        skews = dict(zip((0, 1), chance.sample([0.0, chance.choice([0.2, 2.0]) * chance.random()], 2), strict=True))
+    shown = ", ".join(f"rank {rank} at {1000 * skew:.0f} ms" for rank, skew in sorted(skews.items()))
+    wait_s = chance.choice([0.01, 0.2])
+    yield f"{number.name} to {shown}, {moment}: {ask(nursery, victim, number, skews, moment, wait_s)}"
+    finish(nursery, victim)
+
+
+def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
+    """Runs all cases, and ends non-zero at the first that shows a promise broken."""
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    print(f"seed {seed}: {kills} kills, {signals} requests to stop", flush=True)
+    chance, nursery, began = random.Random(seed), Nursery(), time.monotonic()
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))
+    done, late = {"kill": 0, "signal": 0}, 0
+    wanted = {"kill": kills, "signal": signals}
+    victim = Victim(root / "none")
+    try:
+        reference = straight(nursery, root / "straight")
+        while done != wanted:
+            kind = chance.choice([kind for kind in done if done[kind] < wanted[kind]])
+            victim = Victim(root / f"{kind}-{sum(done.values()) + late}")
+            left = wanted[kind] - done[kind]
+            case = kill_case(nursery, chance, victim, left) if kind == "kill" else signal_case(nursery, chance, victim)
+            for line in case:
+                too_late = line.endswith("too late")
+                late, done[kind] = late + too_late, done[kind] + (not too_late)
+                print(f"{sum(done.values()):4d} {victim.folder.name}: {line}", flush=True)
+            victim.check_end(reference)
+            shutil.rmtree(victim.folder)
+    except (Lie, AssertionError, folders.CheckpointError) as error:
+        sys.exit(f"LIE in {victim.folder} (kept), seed {seed}: {error}")
+    finally:
+        nursery.close()
+    shutil.rmtree(root)
+    print(
+        f"{done['kill']} kills and {done['signal']} requests to stop: every run went on to the same result, no whole "
+        f"checkpoint was lost, the ledgers hold. {late} more came too late. {time.monotonic() - began:.0f} s, seed "
+        f"{seed}"
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

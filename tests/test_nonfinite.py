@@ -1,0 +1,249 @@
+"""A loss or gradient that is not finite, on whatever rank: the step is skipped on all, and nothing of it stays.
+
+One run on each backend meets every kind of it, and ends when there are too many in a row. The rows that are bad are
+the same everywhere, so all backends must tell the same story.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from inside import OneRank, mlp, run_here, stop_after
+from nursery import Nursery
+from ranks import PARAGRAPH
+from safetensors.torch import load_file
+
+from finetune.data.order import rows_at
+from finetune.files import read_lines
+from finetune.guard import Later, Taken, Watch
+
+pytestmark = pytest.mark.xdist_group("nonfinite")
+
+BACKENDS = ["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
+SGD = {"name": "SGD", "lr": 1e-3, "args": {"momentum": 0.9}}
+
+# By step, counted from 1: what of the row is spoiled, how, and which micro-batch and rank of two it falls to.
+BAD = {
+    3: ("loss", "nan", 0, 0),
+    5: ("gradient", "nan", 1, 1),
+    7: ("loss", "inf", 1, 0),
+    9: ("gradient", "inf", 0, 1),
+    11: ("gradient", "-inf", 1, 0),
+    # Two in a row between two checkpoints, and then as many as end the run.
+    13: ("loss", "-inf", 0, 1),
+    14: ("gradient", "nan", 0, 0),
+    17: ("loss", "nan", 1, 1),
+    18: ("loss", "inf", 0, 0),
+    19: ("gradient", "inf", 1, 1),
+}
+
+
+def row_of(step: int) -> int:
+    """The row that a step spoils."""
+    _, _, micro, rank = BAD[step]
+    rows = rows_at(np.arange(8 * (step - 1), 8 * step), num_rows=200, seed=3, epoch_rows=200)
+    return int(rows.reshape(2, 2, 2)[micro, rank, 0])
+
+
+TROUBLE = {
+    kind: {str(row_of(step)): value for step, (spoiled, value, *_) in BAD.items() if spoiled == kind}
+    for kind in ("loss", "gradient")
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    directory: Path
+    codes: list[int]
+    said: str
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "incidents.jsonl")
+
+    @property
+    def steps(self) -> dict[int, dict[str, Any]]:
+        lines = read_lines(self.directory / "metrics.jsonl")
+        return {line["step"]: line for line in lines if "grad_norm" in line}
+
+    def checkpoint(self, step: int) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint, weights and optimiser, by a name that all backends share."""
+        folder = self.directory / "checkpoints" / f"step-{step:08d}"
+        files = [*folder.glob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(
+    scope="module", params=[*((b, "AdamW") for b in BACKENDS), *((b, "SGD") for b in BACKENDS[:3])], ids="-".join
+)
+def ended(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run that meets all of it, on each backend and with each optimiser."""
+    return launch(nursery, tmp_path_factory, *request.param)
+
+
+_ENDED: dict[tuple[str, str], Ended] = {}
+
+
+def launch(nursery: Nursery, factory: pytest.TempPathFactory, backend: str, optimizer: str) -> Ended:
+    if (backend, optimizer) not in _ENDED:
+        folder = factory.mktemp(f"{backend}-{optimizer}")
+        tree = mlp(
+            folder / "run",
+            task={"name": "troubled_task:mlp"},
+            optim=SGD if optimizer == "SGD" else {"lr": 1e-2},
+            length={"steps": 24},
+            checkpoint={"every_steps": 2, "keep": 99},
+            guard={"max_skipped_steps": 3},
+        )
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        env = {"TROUBLE": json.dumps(TROUBLE)}
+        with nursery.start(backend, folder / "said", str(folder / "recipe.yaml"), env=env) as ranks:
+            codes = ranks.wait()
+            _ENDED[backend, optimizer] = Ended(folder / "run", codes, ranks.said())
+    return _ENDED[backend, optimizer]
+
+
+@pytest.fixture
+def single(
+    ended: Ended, request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Ended:
+    """The same on one process."""
+    optimizer = next(kind for (_, kind), run in _ENDED.items() if run is ended)
+    return launch(nursery, tmp_path_factory, "single", optimizer)
+
+
+def test_each_is_written_down_with_its_rows_and_values(ended: Ended) -> None:
+    assert [incident["step"] for incident in ended.incidents] == list(BAD), ended.said[-4000:]
+    assert [incident["in_a_row"] for incident in ended.incidents] == [1, 1, 1, 1, 1, 1, 2, 1, 2, 3]
+    for incident in ended.incidents:
+        step = incident["step"]
+        kind, value, *_ = BAD[step]
+        assert incident["kind"] == "nonfinite"
+        assert not math.isfinite(float(incident["grad_norm"]))
+        read = sorted(row for part in incident["micro_batches"] for row in part["rows"])
+        positions = np.arange(8 * (step - 1), 8 * step)
+        assert read == sorted(rows_at(positions, num_rows=200, seed=3, epoch_rows=200).tolist())
+        for part in incident["micro_batches"]:
+            spoiled = kind == "loss" and row_of(step) in part["rows"]
+            loss = float(part["loss_sum"])
+            assert repr(loss) == value if spoiled else math.isfinite(loss), (step, part)
+
+
+def test_the_same_micro_batches_on_every_backend(ended: Ended, single: Ended) -> None:
+    """A step's micro-batches hold the same rows wherever they run, and their losses agree."""
+
+    def by_rows(run: Ended) -> dict[tuple[int, ...], float]:
+        parts = [(i["step"], part) for i in run.incidents for part in i["micro_batches"]]
+        return {(step, *part["rows"]): float(part["loss_sum"]) for step, part in parts}
+
+    one, other = by_rows(ended), by_rows(single)
+    assert one.keys() == other.keys()
+    for key, loss in one.items():
+        assert loss == pytest.approx(other[key], rel=1e-4, nan_ok=True), key
+
+
+def test_a_skipped_step_changes_neither_weights_nor_the_optimiser(ended: Ended) -> None:
+    before, after, later = (ended.checkpoint(step) for step in (12, 14, 16))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert [name for name in before if torch.equal(after[name], later[name])] == []
+    for step in range(2, 19, 2):
+        assert all(tensor.isfinite().all() for tensor in ended.checkpoint(step).values())
+
+
+def test_the_path_is_the_same_on_every_backend(ended: Ended, single: Ended) -> None:
+    assert ended.steps.keys() == single.steps.keys()
+    for step, line in ended.steps.items():
+        other = single.steps[step]
+        spoiled = BAD.get(step, ("",))[0]
+        # What is not finite is null in `metrics.jsonl`, which is strict JSON.
+        assert (line["grad_norm"] is None, line["loss"] is None) == (step in BAD, spoiled == "loss"), line
+        for key in ("loss", "grad_norm"):
+            one, two = (math.nan if value is None else value for value in (line[key], other[key]))
+            assert one == pytest.approx(two, rel=1e-4, nan_ok=True), (step, key)
+        # Counted a step later, when its numbers are there.
+        assert line["skipped_steps"] in (sum(s < step for s in BAD), sum(s <= step for s in BAD))
+        assert line["overflows"] == 0
+    for name, tensor in ended.checkpoint(18).items():
+        torch.testing.assert_close(tensor, single.checkpoint(18)[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_too_many_in_a_row_end_the_run_and_name_the_last_good_checkpoint(ended: Ended) -> None:
+    assert set(ended.codes) == {2}, ended.said[-4000:]
+    assert "step 3 was skipped on all ranks: nonfinite (skipped so far: 1 nonfinite)" in ended.said
+    said = PARAGRAPH.findall(ended.said)
+    assert len(said) == 1, ended.said[-4000:]
+    assert "3 steps in a row, up to step 19" in said[0]
+    newest = max((ended.directory / "checkpoints").iterdir())
+    assert newest.name == "step-00000018"
+    assert f"The last good checkpoint is {newest}." in said[0]
+    assert "Traceback" not in ended.said
+
+
+def test_steps_that_are_taken_again_are_written_down_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUBLE", json.dumps(TROUBLE))
+    tree = mlp(tmp_path / "run", task={"name": "troubled_task:mlp"}, checkpoint={"every_steps": 4, "keep": 99})
+    run_here(tree, stop_after(12))
+    # As if it had been killed before the last checkpoint was whole.
+    (tmp_path / "run/checkpoints/step-00000012/manifest.json").unlink()
+    run_here(tree)
+    assert [line["step"] for line in read_lines(tmp_path / "run/incidents.jsonl")] == list(BAD)
+
+
+class Scaled(OneRank):
+    """A backend that scales losses, as fp16 needs."""
+
+    scales_loss = True
+
+
+def taken(step: int, *, loss: float, norm: float) -> Taken:
+    return Taken(step, Later(torch.zeros(6)), Later(torch.tensor([norm])), torch.tensor([loss]), [np.array([step])])
+
+
+def test_overflows_under_loss_scaling_are_counted_apart() -> None:
+    """They are the scale's search for its size, and end a run only when no size can help."""
+    watch = Watch(Scaled(), 2)  # type: ignore[arg-type]
+    kinds = []
+    for step, (loss, norm) in enumerate([(1, math.inf), (1, math.nan), (1, math.inf), (math.nan, math.nan), (1, 1)]):
+        watch.look(taken(step, loss=loss, norm=norm))
+        incident = watch.look(None)
+        kinds.append((incident["kind"], incident["fatal"]) if incident else None)
+    assert kinds == [("overflow", False)] * 3 + [("nonfinite", False), None]
+    assert watch.counts == {"nonfinite": 1, "overflow": 3}
+    fatal = []
+    for step in range(60):
+        watch.look(taken(step, loss=1, norm=math.inf))
+        incident = watch.look(None)
+        assert incident is not None
+        fatal.append(incident["fatal"])
+    assert fatal.index(True) == 39
+
+
+def test_a_good_step_between_begins_the_count_anew() -> None:
+    watch = Watch(OneRankUnscaled(), 2)  # type: ignore[arg-type]
+    for step, norm in enumerate([math.nan, 1.0, math.inf, 1.0, -math.inf]):
+        watch.look(taken(step, loss=1, norm=norm))
+        incident = watch.look(None)
+        assert (incident is None) if norm == 1.0 else (incident["in_a_row"] == 1 and not incident["fatal"])
+    watch.look(taken(9, loss=1, norm=math.nan))
+    incident = watch.look(None)
+    assert incident is not None
+    assert incident["fatal"]
+
+
+class OneRankUnscaled(OneRank):
+    scales_loss = False
