@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -62,7 +63,7 @@ def save_model(
             _write(network, tensors, skeleton, tokenizer, directory)
         except CheckpointError:
             raise  # an OSError too, but it has said what is wrong
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
             ) from error
@@ -78,7 +79,7 @@ def _write(
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
     if isinstance(skeleton, PreTrainedModel):
         assert isinstance(network, PreTrainedModel)
         missing, unexpected = skeleton.load_state_dict(tensors, strict=False, assign=True)

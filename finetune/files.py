@@ -25,17 +25,31 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by a JSON value; a crash leaves the old content or the new.
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file's content; a crash or a full disk leaves the old one or the new.
 
     Raises:
         OSError: If it cannot be written.
     """
     staging = path.with_name(path.name + ".staging")
-    staging.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    sync(staging)
-    os.replace(staging, path)
+    try:
+        staging.write_text(text, encoding="utf-8")
+        sync(staging)
+        os.replace(staging, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        raise
     sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by a JSON value, as `write_text` does.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def digest(path: Path) -> str:
@@ -67,6 +81,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._folder = _which(path.parent)
         self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
         self._failing = False
@@ -105,7 +120,9 @@ class Journal:
         return self.flush(to_disk=True) if self._waiting else None
 
     def _write(self, text: bytes, to_disk: bool) -> int:
-        # Made once: where a mount has vanished, a new file would lie on the wrong disk.
+        # Where a mount has vanished, a new file would lie on the wrong disk.
+        if self._end is None and _which(self._path.parent) != self._folder:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         handle = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end is None else 0), 0o644)
         try:
             size = os.lseek(handle, 0, os.SEEK_END)
@@ -124,6 +141,15 @@ class Journal:
             raise
         finally:
             os.close(handle)
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from any other of its name; None if there is none."""
+    try:
+        facts = folder.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def _end_of_lines(handle: int, size: int) -> int:
@@ -166,8 +192,4 @@ def rewrite_lines(path: Path, values: list[dict[str, Any]]) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    staging = path.with_name(path.name + ".staging")
-    staging.write_bytes(b"".join(json.dumps(v, separators=(",", ":")).encode() + b"\n" for v in values))
-    sync(staging)
-    os.replace(staging, path)
-    sync(path.parent)
+    write_text(path, "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values))

@@ -106,7 +106,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
             f"resume={mode}: there is no checkpoint, and no run with one. Give auto, must, never, the path of a "
             "checkpoint (such as runs/run/checkpoints/step-00000120), or of a run."
         )
-    if not own:
+    starts = (directory.previous or {}).get("starts", [])
+    if not own and not starts:
         return
     inside = directory.checkpoints.resolve() in (source.resolve().parent, source.resolve() / "checkpoints")
     newest = checkpoints.newest(directory.checkpoints)
@@ -115,7 +116,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
             f"resume={mode}: {directory.path} holds newer checkpoints, which would be overtaken. Choose another "
             "output.dir to begin from this one."
         )
-    begun = [start.get("resumed_from") for start in (directory.previous or {}).get("starts", [])]
+    begun = [start.get("resumed_from") for start in starts]
     if not inside and not any(path and Path(path).is_relative_to(source.resolve()) for path in begun):
         raise RecipeError(
             f"output.dir: {directory.path} already holds a run, which was not begun from {mode}. Choose another "
@@ -156,15 +157,19 @@ def choose(
         RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end.
         CheckpointError: If there are checkpoints, but none is whole.
     """
-    found = checkpoints.find(directory.checkpoints, backend, warn) if directory.previous is not None else None
+    previous = directory.agreed(backend)
+    found = checkpoints.find(directory.checkpoints, backend, warn) if previous is not None else None
     if found is None and recipe.resume.mode not in ("auto", "must", "never"):
         source = Path(recipe.resume.mode)
         if _is_checkpoint(source):
             found = checkpoints.verified(source, backend)
         else:
             found = checkpoints.find(source / "checkpoints", backend, warn)
-    before = directory.previous or {}
+    before = previous or {}
+    finished = "finished" in before and before["length"]["num_steps"] == num_steps
     if found is None:
+        if finished:
+            return Begin(finished=True, results=before["results"])
         if "finished" in before:
             raise RecipeError(
                 f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to go on "
@@ -177,7 +182,6 @@ def choose(
             f"{found.folder} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
-    finished = "finished" in before and found.state["step"] == num_steps
     return Begin(
         found,
         keep_optimizer="optim.name" not in changed,

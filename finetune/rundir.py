@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from finetune import recipe as recipes
 from finetune.backend import Backend
 from finetune.errors import CheckpointError, RecipeError
-from finetune.files import read_lines, rewrite_lines, write_json
+from finetune.files import read_lines, rewrite_lines, write_json, write_text
 from finetune.recipe import Recipe
 
 _LIBRARIES = (
@@ -64,7 +65,7 @@ class RunDirectory:
             RecipeError: If it holds a run that must not be continued, or is in use.
             CheckpointError: If it cannot be written or read.
         """
-        path, mode = Path(recipe.output.dir), recipe.resume.mode
+        path = Path(recipe.output.dir)
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -74,9 +75,17 @@ class RunDirectory:
                 f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
                 "write to."
             ) from error
-        # A launcher that starts workers again after a failure means the run that they have begun.
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        overwrite = recipe.output.overwrite and not again
+        previous = cls._look(recipe)
+        lock = None
+        if os.environ.get("RANK", "0") == "0":
+            lock = _hold(path)
+            previous = cls._look(recipe)  # whoever held it until now may have changed it
+        return cls(path, previous, _overwrites(recipe), lock)
+
+    @staticmethod
+    def _look(recipe: Recipe) -> dict[str, Any] | None:
+        """The run that the directory holds and that may be gone on with."""
+        path, mode, overwrite = Path(recipe.output.dir), recipe.resume.mode, _overwrites(recipe)
         if overwrite and mode not in ("auto", "never"):
             raise RecipeError(
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
@@ -87,13 +96,17 @@ class RunDirectory:
                 f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so "
                 "that nothing is replaced."
             )
-        if previous is not None and mode == "never" and not again:
+        if previous is not None and mode == "never" and not _started_again():
             raise RecipeError(
                 f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
                 "output.overwrite=true to delete it, or resume=auto to go on with it."
             )
-        lock = _hold(path) if os.environ.get("RANK", "0") == "0" else None
-        return cls(path, previous, overwrite, lock)
+        return previous
+
+    def agreed(self, backend: Backend) -> dict[str, Any] | None:
+        """`previous` as rank 0 has read it, on every rank: it alone holds the directory. Every rank must call it."""
+        previous: dict[str, Any] | None = _told(backend, self.previous)
+        return previous
 
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
         """Writes what is about to run. Every rank calls it; rank 0 writes.
@@ -101,44 +114,61 @@ class RunDirectory:
         Args:
             facts: What `run.json` says beside this start.
             begin: `from_step`, how many steps are taken already, and what else is to be said of this start.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
         """
         backend.wait()
-        if backend.is_main:
-            if self._overwrite:
-                self._wipe()
-            elif self.previous is not None:
-                self._rewind(begin["from_step"])
-            self.checkpoints.mkdir(exist_ok=True)
-            (self.path / "recipe.yaml").write_text(recipes.dump(recipe), encoding="utf-8")
-            starts = (self.previous or {}).get("starts", [])
-            now = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "processes": backend.world,
-                **begin,
-            }
-            known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
-            write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
-        backend.wait()
+        self._on_main(backend, lambda: self._write(backend.world, recipe, facts, begin))
         self._check_shared(backend)
 
+    def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
+        if self._overwrite:
+            self._wipe()
+        elif self.previous is not None:
+            self._rewind(begin["from_step"])
+        self.checkpoints.mkdir(exist_ok=True)
+        write_text(self.path / "recipe.yaml", recipes.dump(recipe))
+        starts = (self.previous or {}).get("starts", [])
+        now = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "processes": processes,
+            **begin,
+        }
+        known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
+
     def finish(self, backend: Backend, results: dict[str, Any]) -> None:
-        """Adds the results to `run.json`, on rank 0, and lets go of the directory."""
-        if backend.is_main:
+        """Adds the results to `run.json`, on rank 0, and lets go of the directory.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+
+        def write() -> None:
             facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            try:
-                write_json(self.path / "run.json", facts)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path / 'run.json'} cannot be written: {error.strerror or error}. The results are in "
-                    "metrics.jsonl as far as there was room."
-                ) from error
-        backend.wait()
+            write_json(self.path / "run.json", facts)
+
+        self._on_main(backend, write)
         if self._lock is not None:
             self._lock.release()
+
+    def _on_main(self, backend: Backend, write: Callable[[], None]) -> None:
+        """Writes on rank 0; all ranks learn how that went, and none waits for one that has ended."""
+        problem: str | None = None
+        if backend.is_main:
+            try:
+                write()
+            except OSError as error:
+                place = f"{Path(error.filename).name}: " if error.filename else ""
+                problem = f"output.dir: cannot write to {self.path}: {place}{error.strerror or error}."
+        problem = _told(backend, problem)
+        if problem is not None:
+            raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
     def _wipe(self) -> None:
         for name in ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "run.json"):
@@ -160,6 +190,23 @@ class RunDirectory:
                 f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
                 "share."
             )
+
+
+def _told(backend: Backend, value: Any) -> Any:
+    """Rank 0's value, as JSON has it, on every rank."""
+    text = json.dumps(value).encode()
+    size = int(backend.broadcast(torch.tensor([len(text)], device=backend.device)).item())
+    content = torch.tensor(list(text) if backend.is_main else [0] * size, dtype=torch.uint8, device=backend.device)
+    return json.loads(bytes(backend.broadcast(content).tolist()))
+
+
+def _started_again() -> bool:
+    """Whether a launcher has started workers again after a failure: it means the run that they have begun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _overwrites(recipe: Recipe) -> bool:
+    return recipe.output.overwrite and not _started_again()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
