@@ -1,0 +1,249 @@
+"""What makes a run another run: a key of a recipe does, or may change at a resume. A new key needs a decision."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ranks import CONFIG, MODEL
+from recipes_for_tests import SHARED
+
+from finetune import identity, tasks
+from finetune.errors import RecipeError
+from finetune.length import measure
+from finetune.recipe import Recipe, _section_in, validate
+
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="the shared data are not here")
+
+# Keys that the mathematics depend on: another value, and what the recipe must say for the key to count at all.
+LORA = {"lora": {}}
+SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
+MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "task.name": ("own_task:mlp", {}),
+    "task.num_labels": (3, {}),
+    "task.args": ({"width": 8}, {}),
+    "model.config": ({**CONFIG, "hidden_size": 32}, {}),
+    "lora.rank": (4, LORA),
+    "lora.alpha": (7.0, LORA),
+    "lora.dropout": (0.5, LORA),
+    "lora.targets": (["q_proj"], LORA),
+    "lora.rslora": (True, LORA),
+    "lora.dora": (True, LORA),
+    "lora.init": ("gaussian", LORA),
+    "lora.save_modules": (["lm_head"], LORA),
+    "tokenizer.name": (str(SHARED / "gpt2_tokenizer"), {}),
+    "tokenizer.vocab_size": (300, {"tokenizer.name": None, "tokenizer.vocab_size": 290}),
+    "source.sample": (20, {"source.path": None, "source.sample": 30}),
+    "source.path": ("other.jsonl", {}),
+    "source.text_field": ("story", {}),
+    "source.weight": (2.0, {}),
+    "source.limit": (30, {}),
+    "data.validation_fraction": (0.3, {}),
+    "data.sequence_length": (64, {}),
+    "data.packing": ("padded", {}),
+    "data.long_documents": ("drop", {}),
+    "data.remainder": ("drop", {"data.packing": "wrapped"}),
+    "data.last_batch": ("drop", {"data.packing": "padded", "batch.global_size": 8}),
+    "data.strip": (False, {}),
+    "data.lowercase": (True, {}),
+    "data.add_bos": (False, {}),
+    "data.add_eos": (False, {}),
+    "batch.global_size": (2, {}),
+    "optim.name": ("SGD", {}),
+    "optim.lr": (1e-5, {}),
+    "optim.weight_decay": (0.3, {}),
+    "optim.args": ({"eps": 1e-6}, {}),
+    "optim.clip_norm": (None, {}),
+    "optim.lr_scaling": ("sqrt", SCALED),
+    "optim.reference_batch": (16, SCALED),
+    "schedule.name": ("wsd", {}),
+    "schedule.warmup_steps": (3, {}),
+    "schedule.warmup_fraction": (0.3, {"schedule.warmup_fraction": 0.2}),
+    "schedule.floor": (0.3, {}),
+    "schedule.decay_fraction": (0.3, {}),
+    "precision": ("bf16", {}),
+    "seed": (5, {}),
+}
+
+# Keys that may change: how fast, how long, how often, where.
+FREE: dict[str, Any] = {
+    "model.attention": "eager",
+    "model.gradient_checkpointing": True,
+    "model.trust_remote_code": True,
+    "data.validation": [{"sample": 20}],
+    "data.cache_dir": None,
+    "data.num_workers": 2,
+    "batch.micro_size": 1,
+    "length.steps": 77,
+    "length.epochs": 3.0,
+    "length.tokens": 10_000,
+    "eval.every_steps": 3,
+    "eval.at_end": False,
+    "eval.micro_size": 4,
+    "sample.prompt": "Once",
+    "sample.every_steps": 3,
+    "sample.at_end": False,
+    "sample.max_new_tokens": 3,
+    "sample.temperature": 0.0,
+    "sample.top_k": None,
+    "log.every_steps": 7,
+    "log.trackers": ["tensorboard"],
+    "output.dir": "elsewhere",
+    "output.overwrite": True,
+    "output.save_model": False,
+    "checkpoint.every_steps": 3,
+    "checkpoint.every_minutes": 1.0,
+    "checkpoint.at_end": False,
+    "checkpoint.keep": 5,
+    "checkpoint.keep_best": False,
+    "checkpoint.asynchronous": False,
+    "resume.mode": "must",
+    "resume.allow": ["seed"],
+    "guard.max_skipped_steps": 2,
+    "guard.grace_s": 3.0,
+}
+
+# Keys that only say where something is: they count by what they bring, which has a digest or a commit.
+BY_CONTENT = {"model.name", "model.revision", "tokenizer.revision"} | {
+    f"source.{key}" for key in ("hub", "hub_config", "revision", "split", "label_field")
+}
+
+SEVERAL = {"task.name": {"task.name", "data"}, "task.args": {"task.args", "task.args.width"}}
+SEVERAL |= {"optim.args": {"optim.args", "optim.args.eps"}, "model.config": {"model.config.hidden_size"}}
+
+
+def reported(key: str) -> set[str]:
+    """Under which names a difference is told."""
+    return {"data"} if key.split(".")[0] in ("data", "tokenizer", "source") else SEVERAL.get(key, {key})
+
+
+def keys_of(section: Any, prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, facts in section.model_fields.items():
+        inner = _section_in(facts.annotation)
+        if inner is None or prefix == "data.":
+            found.add(prefix + name)
+        else:
+            found |= keys_of(inner, f"{prefix}{name}.")
+    if prefix == "data.":
+        found |= keys_of(_section_in(section.model_fields["train"].annotation), "source.")
+    return found
+
+
+def test_every_key_is_decided() -> None:
+    lists = [set(MATHEMATICS), set(FREE), BY_CONTENT]
+    # `data.train` is its sources; that a model has adapters at all is `lora`, whose keys then appear.
+    assert set.union(*lists) | {"data.train"} == keys_of(Recipe)
+    assert sum(map(len, lists)) == len(set.union(*lists)), "a key is in two lists"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("identity")
+    for name, count in (("train", 61), ("other", 51)):
+        stories = [{"text": f" Story {i}. The Cat {i} sat.", "story": f"A dog {i} ran."} for i in range(count)]
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
+    return made
+
+
+def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """The identity of the plain recipe with some keys changed."""
+    tree: dict[str, Any] = {
+        "model": {"config": CONFIG},
+        "tokenizer": {"name": str(MODEL)},
+        "data": {"validation_fraction": 0.0, "sequence_length": 32, "num_workers": 1},
+        "batch": {"global_size": 4, "micro_size": 2},
+        "length": {"steps": 10},
+        "precision": "fp32",
+    }
+    tree["data"]["cache_dir"] = str(folder / "cache")
+    source: dict[str, Any] = {"path": "train.jsonl"}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if section == "source":
+            source[name] = value
+        elif section == "length":
+            tree["length"] = {name: value}
+        elif key == "data.cache_dir":
+            tree["data"]["cache_dir"] = str(folder / "another")
+        elif name:
+            tree[section] = {**(tree.get(section) or {}), name: value}
+        else:
+            tree[section] = value
+    if source["path"] is not None:
+        source["path"] = str(folder / source["path"])
+    tree["data"]["train"] = [source]
+    recipe = validate(tree)
+    ready = tasks.find(recipe).build_data(recipe, True)
+    return json.loads(json.dumps(identity.identify(recipe, ready, measure(recipe, ready.train))))
+
+
+def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
+    base: dict[str, Any] = {}
+    for key in mathematical:
+        base |= MATHEMATICS[key][1]
+    changes = {key: MATHEMATICS[key][0] for key in mathematical} | {key: FREE[key] for key in free}
+    try:
+        saved, now = facts(folder, base), facts(folder, {**base, **changes})
+    except RecipeError as error:
+        assume("problem" not in str(error))  # some keys exclude each other
+        raise
+    expected = sorted(set().union(*map(reported, mathematical)))
+    if not expected:
+        assert identity.compare(saved, now, (), place="runs/run") == []
+        return
+    with pytest.raises(RecipeError) as caught:
+        identity.compare(saved, now, (), place="runs/run")
+    said = str(caught.value)
+    assert said.startswith("runs/run holds a run whose mathematics differ from this recipe's: ")
+    assert f"resume.allow=[{', '.join(expected)}]" in said
+    for key in expected:
+        assert f"{key}: " in said
+    # What is named may differ, and nothing else.
+    assert identity.compare(saved, now, expected, place="") == expected
+    sections = {key.split(".")[0] for key in expected}
+    assert identity.compare(saved, now, sections, place="") == expected
+    for key in expected:
+        others = [other for other in expected if other != key and not key.startswith(other + ".")]
+        with pytest.raises(RecipeError, match=rf"resume\.allow=\[.*{key}\]"):
+            identity.compare(saved, now, others, place="")
+
+
+@pytest.mark.parametrize("key", [*MATHEMATICS, *FREE])
+def test_a_key_alone(folder: Path, key: str) -> None:
+    check(folder, *(([key], []) if key in MATHEMATICS else ([], [key])))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_several_at_once(folder: Path, data: Any) -> None:
+    several = st.lists(st.sampled_from(sorted(MATHEMATICS)), max_size=3, unique=True)
+    check(folder, data.draw(several), data.draw(st.lists(st.sampled_from(sorted(FREE)), max_size=8, unique=True)))
+
+
+def test_adapters_or_none(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"resume\.allow=\[lora\.alpha, lora\.dora, .*lora\.targets\]"):
+        identity.compare(facts(folder, {}), facts(folder, LORA), (), place="")
+
+
+def test_a_model_is_what_is_in_it(folder: Path, tmp_path: Path) -> None:
+    """Elsewhere it is the same; with one other number it is another."""
+    first, second = (shutil.copytree(MODEL, tmp_path / name) for name in ("here", "there"))
+    here, there = (facts(folder, {"model.config": None, "model.name": str(path)}) for path in (first, second))
+    assert identity.compare(here, there, (), place="") == []
+    config = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
+    changed = facts(folder, {"model.config": None, "model.name": str(second)})
+    with pytest.raises(RecipeError, match=r"model\.name: other content\. .*resume\.allow=\[model\.name\]"):
+        identity.compare(here, changed, (), place="")
+
+
+@pytest.mark.parametrize(("name", "close"), [("optim.lrr", "optim.lr"), ("data.train", "data"), ("logs", None)])
+def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: str | None) -> None:
+    one = facts(folder, {})
+    with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
+        identity.compare(one, one, [name], place="")
+    assert close is None or f"Did you mean '{close}'?" in str(caught.value)
