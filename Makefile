@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-resume check ops format clean
+.PHONY: help setup demo test test-resume test-chaos check ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,11 @@ test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 20 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/matrix.py docs/resume-matrix.md
+
+# KILLS, requests to stop and the seed of what is drawn: make test-chaos CHAOS="100 20 7"
+CHAOS ?= 100 20
+test-chaos: setup  ## Kill runs and ask them to stop at random moments, 120 times (about 20 minutes)
+	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/chaos.py $(CHAOS)
 
 check: setup  ## Format, lint, types and import rules
 	$(PY) -m ruff format --check .

@@ -4,16 +4,15 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from finetune import (
-    __version__,
-    parent,  # noqa: F401  (notes who that is, before what is slow to import)
-)
+from finetune import __version__, parent
 from finetune.errors import FinetuneError
 from finetune.hub import go_offline_if_unreachable
 from finetune.recipe import dump, json_schema, load
@@ -30,6 +29,9 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 
 # How long a rank that fails waits for the others to fail as well.
 _PATIENCE_S = 10
+
+# How long one that has lost another waits for its launcher, which looks ten times a second, to see whom.
+_LOST_PATIENCE_S = 2.0
 
 # The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
 _LAUNCH_OPTIONS = {
@@ -164,7 +166,8 @@ def _train(parsed: argparse.Namespace) -> int:
 
     silence_libraries()
     try:
-        run = build(recipe, quiet=parsed.quiet)
+        with parent.needed(128 + signal.SIGTERM):
+            run = build(recipe, quiet=parsed.quiet)
         with run.stopper.listening():
             results = train(run)
             run.backend.close()
@@ -183,9 +186,13 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _say_failure(error: Exception) -> int:
-    """Prints what nobody foresaw, on the rank that it happened on; the others only say that they lost one."""
+    """Prints what nobody foresaw, on the rank that it happened on; the others only say that they lost one.
+
+    They wait before they do: then the launcher sees first which one it was, says so, and ends the rest.
+    """
     rank = os.environ.get("RANK", "0")
     if _group_exists() and any(sign in str(error) for sign in _LOST_PEER):
+        time.sleep(_LOST_PATIENCE_S)
         reason = " ".join(str(error).split())[:200]
         print(f"\nRank {rank} ends, because another rank is gone: {reason}", file=sys.stderr, flush=True)
         return 1

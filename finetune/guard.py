@@ -4,6 +4,7 @@ Everything that one rank sees alone is agreed by all before anyone acts on it: i
 """
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from finetune import parent
@@ -42,7 +44,7 @@ class Stopper:
         """Why this rank wants to stop, or None."""
         self._grace_s = grace_s
         self._since = 0.0
-        self._ignoring = False
+        self._listens = self._ignoring = False
 
     @property
     def requested(self) -> bool:
@@ -55,16 +57,26 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handles the signals meanwhile. Python allows that in the main thread only; elsewhere it does nothing."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._listens or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        # Python runs handlers between two of the main thread's instructions, which never comes while that waits for
+        # another rank. What the system writes to this pipe at once is read by a thread.
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
+        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        pipe_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        self._listens = True
         try:
             yield
         finally:
+            self._listens = False
             for number, handler in before.items():
                 if not self._ignoring:
                     signal.signal(number, handler)
+            signal.set_wakeup_fd(pipe_before)
+            os.close(told)
 
     def ignore(self) -> None:
         """From here on signals change nothing: all is saved, and the process is about to end with its own code."""
@@ -72,7 +84,14 @@ class Stopper:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def _handle(self, number: int, _: Any) -> None:
+    def _listen(self, heard: int) -> None:
+        with os.fdopen(heard, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                for number in numbers:
+                    if number in SIGNALS and not self._ignoring:
+                        self._handle(number)
+
+    def _handle(self, number: int) -> None:
         if self.reason is None:
             self._request(signal.Signals(number).name, 128 + number)
         elif time.monotonic() - self._since > _SAME_REQUEST_S:
@@ -85,6 +104,8 @@ class Stopper:
         timer.start()
 
     def _end(self, code: int) -> None:
+        if self._ignoring:
+            return
         # Not print: the main thread may be in the middle of one.
         text = (
             f"\nError: asked to stop ({self.reason}), but no checkpoint was complete within guard.grace_s = "
@@ -220,20 +241,23 @@ class Watch:
 def explain_memory(error: BaseException) -> MemoryFullError | None:
     """An out-of-memory error as a paragraph: what was held, and what lowers it; None for any other error."""
     text = str(error)
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in text:
+    full = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    )
+    if not full:
         return None
-    held = ""
     if torch.cuda.is_available():
-        gib = 2**30
+        held, most, place = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), "device"
         free, total = torch.cuda.mem_get_info()
-        held = (
-            f"Held by this process: {torch.cuda.memory_allocated() / gib:.2f} GiB, at most "
-            f"{torch.cuda.max_memory_allocated() / gib:.2f}; of the device's {total / gib:.2f} GiB "
-            f"{free / gib:.2f} are free. "
-        )
+    else:
+        machine, place = psutil.virtual_memory(), "machine"
+        held, most = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        free, total = machine.available, machine.total
+    gib = [f"{number / 2**30:.2f}" for number in (held, most, total, free)]
     rank, said = os.environ.get("RANK", "0"), " ".join(text.split())[:300]
     return MemoryFullError(
-        f"Out of memory on rank {rank}: {said} {held}Lower batch.micro_size (the global batch stays), set "
+        f"Out of memory on rank {rank}: {said} Held by this process: {gib[0]} GiB, at most {gib[1]}; of the "
+        f"{place}'s {gib[2]} GiB {gib[3]} are free. Lower batch.micro_size (the global batch stays), set "
         "model.gradient_checkpointing: true, lower data.sequence_length, train adapters (lora), or take a launch "
         "file of accelerate_configs/ that shards or offloads more."
     )

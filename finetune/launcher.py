@@ -18,6 +18,9 @@ from typing import Any
 
 from finetune.errors import BackendError, RecipeError
 
+# After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
+_HUNG_S = 25
+
 # What workers exit with when they were asked to stop and all is saved; the same as in `cli.py`.
 REQUEUE = 75
 
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # torchrun puts its own in place of the first two; Accelerate alone would end and leave its worker behind.
         signal.signal(number, _pass_on)
+    _kill_hung_workers_sooner()
     try:
         return _run(launch_command, parsed, marker)
     finally:
@@ -120,6 +124,17 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, marker: Path) -> in
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _kill_hung_workers_sooner() -> None:
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+
+    def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
+        close(self, death_sig, timeout)
+
+    PContext.close = sooner  # type: ignore[method-assign]
 
 
 def _pass_on(number: int, _: Any) -> None:

@@ -1,8 +1,10 @@
 """Builds the `Accelerator` for what the launch asks, on GPUs with NCCL and on machines without one with gloo."""
 
+import importlib
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -57,21 +59,44 @@ def start(launch: Launch, recipe: Recipe, settled: Settled) -> Accelerator:
             _enter_fsdp_on_gloo()
         if launch.uses_fsdp:
             settings["fsdp_plugin"] = _fsdp_plugin(launch)
-    accelerator = Accelerator(
-        # DeepSpeed's config has its own say, completed above.
-        mixed_precision="no" if launch.uses_deepspeed or settled.precision == "fp32" else settled.precision,
-        gradient_accumulation_steps=settled.accumulation,
-        cpu=cpu and launch.kind in ("single", "ddp"),
-        dataloader_config=DataLoaderConfiguration(),
-        kwargs_handlers=handlers,
-        log_with=list(recipe.log.trackers) or None,
-        project_dir=recipe.output.dir,
-        **settings,
-    )
+    with _meeting_anew():
+        accelerator = Accelerator(
+            # DeepSpeed's config has its own say, completed above.
+            mixed_precision="no" if launch.uses_deepspeed or settled.precision == "fp32" else settled.precision,
+            gradient_accumulation_steps=settled.accumulation,
+            cpu=cpu and launch.kind in ("single", "ddp"),
+            dataloader_config=DataLoaderConfiguration(),
+            kwargs_handlers=handlers,
+            log_with=list(recipe.log.trackers) or None,
+            project_dir=recipe.output.dir,
+            **settings,
+        )
     if not cpu:
         # Accelerate may turn TF32 on behind the recipe's back; fp32 means fp32.
         torch.backends.cuda.matmul.allow_tf32 = False
     return accelerator
+
+
+@contextmanager
+def _meeting_anew() -> Iterator[None]:
+    """Lets ranks that `--max_restarts` has started again leave their addresses under names of their own.
+
+    The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
+    attempts, so that a rank may find the address of one that is dead.
+    """
+    # Not `torch.distributed.rendezvous`, which is a function of that name.
+    distributed: Any = torch.distributed
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    create, attempt = rendezvous._create_c10d_store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def prefixed(*arguments: Any, **options: Any) -> Any:
+        return distributed.PrefixStore(f"finetune/attempt-{attempt}", create(*arguments, **options))
+
+    rendezvous._create_c10d_store = prefixed
+    try:
+        yield
+    finally:
+        rendezvous._create_c10d_store = create
 
 
 def _enter_fsdp_on_gloo() -> None:

@@ -1,0 +1,218 @@
+"""What a run survives: ranks and launchers that are killed, requests to stop, memory that runs out.
+
+`chaos.py` has what these tests and the longer loop of `make test-chaos` have in common.
+"""
+
+import fcntl
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos import Moment, Victim, ask, finish, kill, launched, straight
+from harness import LIMIT_S, ROOT, command, environment
+from nursery import Nursery, until
+from ranks import PARAGRAPH
+
+from finetune.cli import REQUEUE
+
+pytestmark = pytest.mark.xdist_group("survival")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    return straight(nursery, tmp_path_factory.mktemp("straight") / "victim")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Victim:
+    return Victim(tmp_path / "victim")
+
+
+def trouble(**what: Any) -> dict[str, str]:
+    return {"TROUBLE": json.dumps(what)}
+
+
+def said_by(victim: Victim) -> str:
+    """What a launched run has printed."""
+    return (victim.folder / "launched").read_text(errors="replace")
+
+
+@pytest.mark.parametrize("who", ["0", "1", "all"])
+def test_killed_ranks_cost_no_checkpoint_and_change_nothing(
+    nursery: Nursery, undisturbed: Victim, victim: Victim, who: str
+) -> None:
+    chance = random.Random(who)
+    for save in (1, 2):
+        moment = Moment(save, chance.uniform(0.0, 0.08))
+        assert "killed" in kill(nursery, victim, who, moment, 0.01)
+    finish(nursery, victim)
+    victim.check_end(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("number", "skews"),
+    [
+        (signal.SIGTERM, {1: 0.0}),
+        (signal.SIGUSR1, {0: 0.0, 1: 0.0}),
+        (signal.SIGINT, {0: 1.3, 1: 0.0}),
+        (signal.SIGTERM, {0: 0.0, 1: 0.15}),
+    ],
+    ids=["one", "all", "skewed", "skewed a little"],
+)
+def test_ranks_that_are_asked_to_stop_save_at_the_same_step(
+    nursery: Nursery, undisturbed: Victim, victim: Victim, number: signal.Signals, skews: dict[int, float]
+) -> None:
+    assert "stopped and saved" in ask(nursery, victim, number, skews, Moment(2, 0.01), 0.02)
+    finish(nursery, victim)
+    victim.check_end(undisturbed)
+
+
+def test_requests_that_come_when_all_is_saved_change_nothing(nursery: Nursery, victim: Victim) -> None:
+    with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(wait_s=0.02)) as ranks:
+        Moment(1, 0.0).wait(victim, lambda: None not in ranks.codes)
+        ranks.signal(signal.SIGTERM, 0)
+        # One is asked over and over until both have ended.
+        while None in ranks.codes:
+            ranks.signal(signal.SIGTERM, 1)
+        assert ranks.codes == [REQUEUE, REQUEUE], ranks.said()[-3000:]
+
+
+def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(nursery: Nursery, victim: Victim) -> None:
+    """Those of the first three seconds are one: a launcher passes on what its workers have received already."""
+    hung = victim.folder / "hung"
+    words = [str(victim.recipe), "guard.grace_s=1000"]
+    with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 9, "file": str(hung)})) as ranks:
+        until(hung.exists, LIMIT_S, ranks.said)
+        began = time.monotonic()
+        # Rank 0 is inside an all-reduce by now, or soon.
+        while ranks.code(0) is None:
+            ranks.signal(signal.SIGTERM, 0)
+            assert time.monotonic() - began < 60, "it never ended"
+        assert time.monotonic() - began >= 3
+        assert ranks.code(0) == 128 + signal.SIGTERM, ranks.said()[-3000:]
+        assert ranks.code(1) is None
+    victim.check()
+
+
+def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(nursery: Nursery, victim: Victim) -> None:
+    hung = victim.folder / "hung"
+    words = [str(victim.recipe), "guard.grace_s=0.5"]
+    with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 18, "file": str(hung)})) as ranks:
+        until(hung.exists, LIMIT_S, ranks.said)
+        ranks.signal(signal.SIGUSR1)
+        assert ranks.wait(60) == [128 + signal.SIGUSR1] * 2
+        said = PARAGRAPH.findall(ranks.said())
+        assert all(
+            "asked to stop (SIGUSR1), but no checkpoint was complete within guard.grace_s = 0.5 s" in s for s in said
+        )
+        assert len(said) == 2
+        assert "Traceback" not in ranks.said()
+    victim.check()
+    # Rank 1 hangs in step 10, whose all-reduce has told rank 0 that the first checkpoints can be sealed.
+    assert victim.newest() >= 3
+
+
+def test_memory_that_runs_out_is_one_paragraph(nursery: Nursery, victim: Victim) -> None:
+    with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(memory={"rank": 1, "at": 4})) as ranks:
+        codes = ranks.wait()
+        said = ranks.said(1)
+        assert (codes[1], codes[0] != 0) == (2, True)
+    assert "Traceback" not in said
+    paragraphs = PARAGRAPH.findall(said)
+    assert len(paragraphs) == 1, said
+    assert "Out of memory on rank 1: " in paragraphs[0]
+    assert f"you tried to allocate {4 * 2**58} bytes" in paragraphs[0]
+    held = re.search(r"Held by this process: ([\d.]+) GiB, at most ([\d.]+); of the \S+ ([\d.]+) GiB", paragraphs[0])
+    assert held is not None
+    assert 0 < float(held[1]) <= float(held[2]) + 0.01 <= float(held[3])
+    for key in ("batch.micro_size", "model.gradient_checkpointing", "data.sequence_length", "lora", "offloads"):
+        assert key in paragraphs[0]
+
+
+def test_a_failing_rank_speaks_first_and_a_hung_one_goes_with_it(victim: Victim) -> None:
+    """Within 30 s of its end, where a launcher looks after them."""
+    with launched(victim, **{"raise": {"rank": 0, "at": 9}, "hang": {"rank": 1, "at": 8}}) as process:
+        until(lambda: "RuntimeError" in said_by(victim), LIMIT_S, lambda: said_by(victim))
+        assert process.wait(30) == 1
+    said = said_by(victim)
+    errors = re.findall(r"^(?:Rank .*|The worker .*|Traceback.*|Error: .*|\w+Error: .*)$", said, re.MULTILINE)
+    trace = "Traceback (most recent call last):"
+    assert errors == ["Rank 0 failed:", trace, "RuntimeError: the task has had enough"]
+
+
+def test_a_killed_rank_is_named_and_the_launcher_starts_again_by_itself(
+    undisturbed: Victim, victim: Victim, tmp_path: Path
+) -> None:
+    """Plain `accelerate launch --max_restarts 1`, with a rank that kills itself in the first go only."""
+    words = command("ddp", str(victim.recipe))
+    words[words.index("launch") + 1 : words.index("launch") + 1] = ["--max_restarts", "1"]
+    once = trouble(kill={"rank": 1, "at": 20, "once": str(tmp_path / "once")})
+    done = subprocess.run(words, cwd=ROOT, env=environment(**once), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "once").exists()
+    starts = victim.facts()["starts"]
+    # Step 11 was its last, and the checkpoint of step 9 may have been under way.
+    assert len(starts) == 2
+    assert starts[1]["from_step"] in (6, 9)
+    victim.check_end(undisturbed)
+
+
+def test_a_killed_rank_is_what_is_reported(victim: Victim) -> None:
+    """Not the ranks that lost it, which end a moment later."""
+    with launched(victim, kill={"rank": 1, "at": 9}) as process:
+        assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+    said = said_by(victim)
+    assert "The worker of rank 1 was ended by SIGKILL" in said
+    assert "Traceback" not in said
+    assert "Rank 0" not in said
+
+
+def held(victim: Victim) -> bool:
+    """Whether a process holds the run directory."""
+    file = victim.directory / ".lock"
+    if not file.exists():
+        return False
+    handle = os.open(file, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def test_a_launcher_passes_requests_on_and_may_be_killed_at_any_time(undisturbed: Victim, victim: Victim) -> None:
+    with launched(victim, wait_s=0.02) as process:
+        assert Moment(1, 0.0).wait(victim, lambda: process.poll() is not None), said_by(victim)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == REQUEUE, said_by(victim)[-4000:]
+    victim.check()
+    stopped_at = victim.newest()
+    assert 3 <= stopped_at < victim.steps
+    # Its workers are still starting. Orphans that did not notice would go on for longer than the next run waits.
+    with launched(victim, wait_s=1.0) as process:
+        until(lambda: held(victim), LIMIT_S, lambda: said_by(victim))
+        process.kill()
+        with launched(victim) as again:
+            assert again.wait(LIMIT_S) == 0, said_by(victim)[-4000:]
+    starts = [start["from_step"] for start in victim.facts()["starts"]]
+    # The orphans took one step, saved it and ended, or never came that far.
+    assert starts[:2] == [0, stopped_at]
+    assert starts[-1] in (stopped_at, stopped_at + 1)
+    victim.check_end(undisturbed)
