@@ -1,0 +1,88 @@
+"""A checkpoint saved under ZeRO-3 on two ranks opens in a fresh process, by plain transformers or PEFT."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LIMIT_S, SHARED, Launcher, Result, environment
+from matrix import MODEL, STEPS, STOP, straight
+
+pytestmark = [
+    pytest.mark.xdist_group("zero3"),
+    pytest.mark.skipif(not (SHARED / "tinystories").is_dir(), reason="the shared data are not here"),
+]
+
+# Opens folders, and says how the logits of each differ from those of the first, and that it was alone.
+SCRIPT = """
+import json, os, sys
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+kind, base, *folders = sys.argv[1:]
+ids = torch.arange(3, 3 + 2 * 40).reshape(2, 40)
+logits = []
+
+def open_adapter(folder):
+    from peft import PeftModel
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+
+for folder in folders:
+    if kind == "full":
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    elif os.path.exists(folder + "/adapter_config.json"):
+        network = open_adapter(folder)
+    else:
+        # The whole network, adapters included, under PEFT's own names.
+        network = open_adapter(folders[1])
+        left = network.load_state_dict(load_file(folder + "/model.safetensors"), strict=False)
+        assert not left.unexpected_keys
+        assert left.missing_keys == ["base_model.model.lm_head.weight"], "only what is tied to the embedding"
+    with torch.no_grad():
+        logits.append(network.eval()(input_ids=ids).logits)
+if kind == "lora":
+    with torch.no_grad(), network.disable_adapter():
+        logits.append(network(input_ids=ids).logits)
+print(json.dumps({
+    "finite": all(bool(torch.isfinite(part).all()) for part in logits),
+    "differ": [float((part - logits[0]).abs().max()) for part in logits],
+    "ours": sorted(name for name in sys.modules if name.split(".")[0] == "finetune"),
+}))
+"""
+
+
+def opened(kind: str, *folders: Path) -> dict[str, Any]:
+    """What a process says that knows nothing of this toolkit."""
+    env = environment()
+    del env["PYTHONPATH"]
+    words = [sys.executable, "-c", SCRIPT, kind, MODEL, *map(str, folders)]
+    done = subprocess.run(words, env=env, cwd=folders[0], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def runs(launcher: Launcher) -> dict[str, Result]:
+    """One run a kind, saved in the middle and at its end."""
+    return {kind: run.check() for kind, run in straight(launcher, "zero3").items()}
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_fresh_process_opens_it(runs: dict[str, Result], kind: str) -> None:
+    """The last checkpoint's weights are those that the run ended with; the one in the middle has others."""
+    run = runs[kind]
+    assert (run.facts["runs"]["kind"], run.facts["runs"]["world_size"]) == ("zero3", 2)
+    middle, last = (run.directory / "checkpoints" / f"step-{step:08d}" / "model" for step in (STOP, STEPS))
+    assert not list(run.directory.rglob("*.bin")) + list(run.directory.rglob("*.pt"))
+    if kind == "full":
+        # One file a rank, and an index: that it opens is no accident of a single file.
+        assert len(list(last.glob("model-*-of-00002.safetensors"))) == 2
+    said = opened(kind, run.directory / "model", last, middle)
+    assert said["finite"]
+    assert said["ours"] == []
+    # Bit-equal: fp32 weights, the same process, the same order of sums.
+    assert said["differ"][:2] == [0.0, 0.0]
+    assert all(difference > 1e-3 for difference in said["differ"][2:]), said
