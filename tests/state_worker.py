@@ -100,8 +100,9 @@ class Trained:
             return float(self.model(loss_sum, torch.arange(LENGTH).reshape(1, -1)))
 
     def read(self, keep: Callable[[str], bool] = lambda _: True) -> Tensors:
-        pairs = self.backend.read_state(self.network, self.optimizer)
-        return {key: tensor.clone() for key, tensor in pairs if keep(key.partition("/")[2])}
+        # All ranks gather all, in step.
+        wholes = ((key, piece.gather()) for key, piece in self.backend.read_state(self.network, self.optimizer))
+        return {key: whole.clone() for key, whole in wholes if keep(key.partition("/")[2])}
 
     def write(self, keys: list[str], load: Callable[[str], torch.Tensor]) -> None:
         self.backend.write_state(self.network, self.optimizer, keys, load)

@@ -204,7 +204,7 @@ def small(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> tuple[nn.
 
 
 def copied(network: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in state.read(SINGLE, network, optimizer)}
+    return {key: piece.gather().clone() for key, piece in state.read(SINGLE, network, optimizer)}
 
 
 def test_numbers_come_back_as_what_they_were() -> None:
@@ -224,14 +224,14 @@ def test_numbers_come_back_as_what_they_were() -> None:
 
 def test_what_is_read_is_live_and_what_is_written_is_a_copy() -> None:
     network, optimizer = small(torch.optim.AdamW)
-    live = dict(state.read(SINGLE, network, optimizer))
-    assert live["parameter/0.weight"].data_ptr() == network[0].weight.data_ptr()
-    assert not live["parameter/0.weight"].requires_grad
+    live = dict(state.read(SINGLE, network, optimizer))["parameter/0.weight"].local
+    assert live.data_ptr() == network[0].weight.data_ptr()
+    assert not live.requires_grad
     have = copied(network, optimizer)
     state.write(SINGLE, network, optimizer, list(have), have.__getitem__)
     for tensor in have.values():
         tensor.fill_(7)
-    assert not any((tensor == 7).any() for _, tensor in state.read(SINGLE, network, optimizer))
+    assert not any((piece.local == 7).any() for _, piece in state.read(SINGLE, network, optimizer))
 
 
 @pytest.mark.parametrize("fused", [True, False])

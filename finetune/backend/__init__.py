@@ -14,14 +14,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.backend import deepspeed_config, launch, ops, prove, start, state
+from finetune.backend import deepspeed_config, launch, ops, pieces, prove, start, state
 from finetune.backend.launch import Launch
+from finetune.backend.pieces import Exchange, Piece
 from finetune.backend.prove import Proof
 from finetune.backend.settle import Settled, settle
 from finetune.errors import BackendError
 from finetune.recipe import Recipe
 
-__all__ = ["Backend", "Launch", "Proof", "Settled", "read_launch", "settle"]
+__all__ = ["Backend", "Exchange", "Launch", "Piece", "Proof", "Settled", "read_launch", "settle"]
 
 read_launch = launch.read
 
@@ -195,8 +196,8 @@ class Backend:
             torch.distributed.broadcast(values, src=0)
         return values
 
-    def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every trainable parameter and its optimiser state, whole, one at a time; see `state.read`."""
+    def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Piece]]:
+        """This rank's piece of every trainable parameter and its optimiser state, one at a time; see `state.read`."""
         self._reshard()
         return state.read(self.launch, network, optimizer)
 
@@ -204,8 +205,8 @@ class Backend:
         """Elements of each trainable parameter, whole, by name."""
         return state.sizes(network)
 
-    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a network has beside its trainable parameters, whole, one at a time, as `read_state` gives it.
+    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, Piece]]:
+        """What a network has beside its trainable parameters, one at a time, as `read_state` gives it.
 
         Keys are `frozen/NAME` and, for buffers that belong to the weights, `buffer/NAME`.
         """
@@ -215,7 +216,7 @@ class Backend:
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
-                yield f"buffer/{name}", buffer.detach()
+                yield f"buffer/{name}", pieces.undivided(buffer)
 
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
@@ -247,8 +248,9 @@ class Backend:
         self._reshard()
         trained = state.read(self.launch, network, self.optimizer, parameters_only=True)
         rest = ((name, state.frozen(self.launch, p)) for name, p in network.named_parameters() if not p.requires_grad)
-        for key, tensor in itertools.chain(trained, rest):
-            yield key.removeprefix(f"{state.PARAMETER}/"), tensor.cpu().clone() if self.is_main else None
+        for key, piece in itertools.chain(trained, rest):
+            whole = piece.gather()
+            yield key.removeprefix(f"{state.PARAMETER}/"), whole.cpu().clone() if self.is_main else None
 
     def wait(self) -> None:
         """Returns once every rank has called it."""

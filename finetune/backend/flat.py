@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from finetune.backend.pieces import Piece
 from finetune.errors import BackendError
 
 
@@ -62,8 +63,12 @@ class Flat:
         found: dict[str, Any] = self.optimizer.state.get(self.master, {})
         return found
 
-    def gather(self, part: Part, buffer: torch.Tensor) -> torch.Tensor:
-        """What lies in such a buffer of one parameter on all ranks, as one tensor on the device."""
+    def piece(self, part: Part, buffer: torch.Tensor) -> Piece:
+        """What lies in such a buffer of one parameter."""
+        ranks = tuple(distributed.get_process_group_ranks(self.ranks))
+        return Piece(part.shape, part.within(buffer), part.begin, ranks, lambda: self._gather(part, buffer))
+
+    def _gather(self, part: Part, buffer: torch.Tensor) -> torch.Tensor:
         from deepspeed.accelerator import get_accelerator
 
         whole = torch.zeros(part.shape, dtype=buffer.dtype, device=get_accelerator().current_device_name())

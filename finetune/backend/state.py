@@ -1,4 +1,4 @@
-"""Trained parameters and optimiser state, whole, one tensor at a time: read from any backend, written to any other."""
+"""Trained parameters and optimiser state, one tensor at a time: read from any backend, written to any other."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.backend import pieces
 from finetune.backend.flat import Flat, changing, flats, is_cpu_adam, reading, replay_cpu_adam, writing
 from finetune.backend.launch import Launch
+from finetune.backend.pieces import Piece
 from finetune.errors import BackendError, CheckpointError
 
 PARAMETER = "parameter"
@@ -20,19 +22,17 @@ def sizes(network: nn.Module) -> dict[str, int]:
 
 def read(
     launch: Launch, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every trainable parameter (its fp32 master) and its optimiser state, whole, one tensor at a time.
+) -> Iterator[tuple[str, Piece]]:
+    """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
 
-    All ranks must run through it, in step; no rank holds more than its share and one gathered tensor. State that
-    does not exist yet is left out.
+    All ranks run through it, and those that gather do so in step. State that does not exist yet is left out.
 
     Args:
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
 
     Yields:
-        `parameter/NAME` or `STATE/NAME`, and the tensor: on its device, and to be copied before the next one is asked
-        for, since it may be the very one that is trained.
+        `parameter/NAME` or `STATE/NAME`, and the piece, which lasts until the next one is asked for.
 
     Raises:
         CheckpointError: If the optimiser holds what cannot be written back whole.
@@ -43,14 +43,14 @@ def read(
         return
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
-        yield f"{PARAMETER}/{name}", _whole(parameter)
+        yield f"{PARAMETER}/{name}", pieces.of(parameter)
         for key, value in inner.state.get(parameter, {}).items():
             if value is None or parameters_only:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
             if launch.sharded and tensor.ndim and tensor.shape != parameter.shape:
                 raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", _whole(tensor)
+            yield f"{key}/{name}", pieces.of(tensor)
 
 
 def write(
@@ -80,21 +80,20 @@ def write(
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         whole = _loaded(load, f"{PARAMETER}/{name}", parameter.shape)
-        _local(parameter).copy_(_part(whole, parameter))
+        _local(parameter).copy_(pieces.part_of(whole, parameter))
         for key in states[name]:
             whole = load(f"{key}/{name}")
             inner.state[parameter][key] = _placed(whole, key, name, parameter, groups[id(parameter)], launch.sharded)
 
 
-def frozen(launch: Launch, parameter: Any) -> torch.Tensor:
-    """A parameter that is not trained, whole, to be copied at once; every rank must call it."""
+def frozen(launch: Launch, parameter: Any) -> Piece:
+    """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
     if launch.kind != "zero3":
-        return _whole(parameter)
+        return pieces.of(parameter)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        whole: torch.Tensor = parameter.detach().clone()
-    return whole
+        return pieces.undivided(parameter.detach().clone())
 
 
 def reshard(model: nn.Module) -> None:
@@ -145,23 +144,23 @@ def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | 
         accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
 
 
-def _read_flat(zero: Any, network: nn.Module, parameters_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_flat(zero: Any, network: nn.Module, parameters_only: bool) -> Iterator[tuple[str, Piece]]:
     for flat in flats(zero, network):
         with reading(zero, flat):
             for part in flat.parts:
-                yield f"{PARAMETER}/{part.name}", flat.gather(part, flat.master)
+                yield f"{PARAMETER}/{part.name}", flat.piece(part, flat.master)
                 for state, value in flat.state.items():
                     if value is None or parameters_only:
                         continue
                     key = f"{state}/{part.name}"
                     tensor = _as_tensor(value, key)
                     if tensor.shape == flat.master.shape:
-                        tensor = flat.gather(part, tensor)
-                    elif tensor.ndim:
+                        yield key, flat.piece(part, tensor)
+                        continue
+                    if tensor.ndim:
                         raise _not_held(key, tensor.shape, flat.master.shape)
-                    elif state == "step" and is_cpu_adam(flat.optimizer):
-                        tensor = tensor.float()
-                    yield key, tensor
+                    counted = state == "step" and is_cpu_adam(flat.optimizer)
+                    yield key, pieces.undivided(tensor.float() if counted else tensor)
 
 
 def _write_flat(
@@ -268,7 +267,7 @@ def _placed(whole: torch.Tensor, key: str, name: str, parameter: Any, group: dic
     if whole.shape == parameter.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-        _local(like).copy_(_part(whole, parameter))
+        _local(like).copy_(pieces.part_of(whole, parameter))
         return like
     if whole.ndim == 0:
         return _scalar(whole, key, group, parameter.device)
@@ -314,27 +313,8 @@ def _check_sharded(launch: Launch, name: str, parameter: Any) -> None:
         raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    """A tensor of torch's own backends, gathered if it is sharded."""
-    whole: torch.Tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        # Shards that rest in host memory are gathered where the process group is.
-        whole = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
-    return whole
-
-
 def _local(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor, in place."""
     tensor = tensor.detach()
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """What of a whole tensor belongs to this rank if it is sharded as another is; a view."""
-    if not hasattr(like, "device_mesh"):
-        return whole
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -1,8 +1,8 @@
 """Writes checkpoints: every rank its share, behind the training, whole or not at all.
 
-A save has two parts. The step waits for the first: each tensor is gathered in turn, and one rank keeps a copy in
-host memory. The second runs in a thread: the copies go to files in a staging folder, and to the disk. When every
-rank has written, which the ranks learn from the all-reduce of a later step, rank 0 writes the manifest and renames.
+A save has two parts. The step waits for the first: each rank copies its pieces to host memory. The second runs in a
+thread: tensors are put together one at a time, and go to files in a staging folder, and to the disk. When every rank
+has written, which the ranks learn from the all-reduce of a later step, rank 0 writes the manifest and renames.
 """
 
 import errno
@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from finetune.backend import Backend
 from finetune.checkpoint import folder as folders
 from finetune.checkpoint.load import newest
+from finetune.checkpoint.snapshot import Files, Snapshot
 from finetune.errors import CheckpointError
-from finetune.files import sync, write_json
+from finetune.files import sync
 
-Files = dict[str, dict[str, Any]]
 _INDEX = "model.safetensors.index.json"
 # How libraries in Rust tell the system's number for an error.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -41,50 +39,8 @@ class Outcome:
     """None if the checkpoint is there."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which rank keeps which tensor, and the file and name that it gets; the same on every rank."""
-
-    owners: dict[str, int]
-    """By parameter name."""
-    adapter_keys: dict[str, str] | None
-    """Names in `adapter_model.safetensors` by parameter, if only adapters are trained."""
-
-    @classmethod
-    def divide(cls, sizes: dict[str, int], world: int, adapter_keys: dict[str, str] | None) -> "Layout":
-        """Gives the largest tensors out first, each to the rank with the least so far.
-
-        PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
-        """
-        load = [0] * (1 if adapter_keys is not None else world)
-        owners = {}
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            owners[name] = load.index(min(load))
-            load[owners[name]] += max(1, sizes[name])
-        return cls(owners, adapter_keys)
-
-    def owner(self, key: str) -> int:
-        """The rank that keeps a tensor; what is not trained stays on rank 0."""
-        return self.owners.get(key.partition("/")[2], 0)
-
-    def place(self, key: str) -> tuple[str, str]:
-        """The file of a tensor, relative to the checkpoint, and its name in it."""
-        kind, _, name = key.partition("/")
-        used = sorted({0, *self.owners.values()})
-        number = f"-{used.index(self.owner(key)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
-        if kind not in ("parameter", "frozen", "buffer"):
-            return f"optimizer{number}.safetensors", key
-        if self.adapter_keys is not None:
-            return "model/adapter_model.safetensors", self.adapter_keys[name]
-        return f"model/model{number}.safetensors", name
-
-
 class Saver:
-    """Saves a run's state, one checkpoint at a time. Its methods are called by all ranks alike.
-
-    The copies in host memory stay for the next save, since fresh memory costs more time than the copying: per
-    rank its share of three fp32 numbers a trained parameter (with Adam).
-    """
+    """Saves a run's state, one checkpoint at a time. Its methods are called by all ranks alike."""
 
     def __init__(
         self,
@@ -106,10 +62,9 @@ class Saver:
             broken: Names of folders whose content was found damaged.
         """
         self._root, self._backend, self._describe, self._warn = root, backend, describe, warn
-        self._adapter_keys, self._keep_newest, self._keep_best = adapter_keys, keep, keep_best
+        self._keep_newest, self._keep_best = keep, keep_best
+        self._snapshot = Snapshot(backend, adapter_keys)
         self._broken = set(broken)
-        self._copies: dict[str, torch.Tensor] = {}
-        self._layout: Layout | None = None
         self._thread: threading.Thread | None = None
         self._sealing = False
         self._step: int | None = None
@@ -145,8 +100,8 @@ class Saver:
         """
         assert not self.active
         self._step, self._state = int(state["step"]), state
-        self._copy(network, optimizer)
-        self._run(self._write)
+        self._snapshot.take(network, optimizer)
+        self._run(lambda: self._snapshot.write(self._staging, self._part(self._backend.rank)))
 
     def settle(self, *, busy: bool, failed: bool) -> Outcome | None:
         """Takes the next step towards a whole checkpoint, if all ranks are ready for it.
@@ -189,8 +144,8 @@ class Saver:
                 self._error = error
             except BaseException as error:
                 number = _OS_ERROR.search(str(error))
-                if number is not None or isinstance(error, SafetensorError):
-                    self._error = OSError(int(number[1]) if number else None, str(error))
+                if number is not None:
+                    self._error = OSError(int(number[1]), str(error))
                 else:
                     self._fault = error
 
@@ -201,30 +156,6 @@ class Saver:
         if self._fault is not None:
             raise self._fault
 
-    def _copy(self, network: nn.Module, optimizer: Any) -> None:
-        """Gathers each tensor in turn, and keeps this rank's share."""
-        backend = self._backend
-        if self._layout is None:
-            self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
-        old, self._copies = self._copies, {}
-        for key, tensor in backend.read_state(network, optimizer):
-            self._keep(key, tensor, old)
-        if self._adapter_keys is None:
-            for key, tensor in backend.read_rest(network):
-                self._keep(key, tensor, old)
-        if backend.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _keep(self, key: str, tensor: torch.Tensor, old: dict[str, torch.Tensor]) -> None:
-        """Copies a tensor of this rank's share to host memory, in place of the last save's if there is one."""
-        assert self._layout is not None
-        if self._layout.owner(key) != self._backend.rank:
-            return
-        copy = old.get(key)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._copies[key] = copy.copy_(tensor, non_blocking=True)
-
     @property
     def _staging(self) -> Path:
         return self._target.with_name(self._target.name + folders.STAGING)
@@ -233,27 +164,6 @@ class Saver:
     def _target(self) -> Path:
         assert self._step is not None
         return self._root / folders.name_of(self._step)
-
-    def _write(self) -> None:
-        """This rank's tensors, on the disk, and a list of them."""
-        assert self._layout is not None
-        staging = self._staging
-        # Not their parents: below a mount that has vanished, that would fill the wrong disk.
-        staging.mkdir(exist_ok=True)
-        (staging / "model").mkdir(exist_ok=True)
-        contents: dict[str, dict[str, torch.Tensor]] = {}
-        tensors: dict[str, Any] = {}
-        for key, tensor in self._copies.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise OSError(errno.EDOM, f"{key} holds numbers that are not finite")
-            file, name = self._layout.place(key)
-            contents.setdefault(file, {})[name] = tensor
-            tensors[key] = {"file": file, "name": name, "shape": list(tensor.shape)}
-        files: Files = {}
-        for file, content in contents.items():
-            save_file(content, staging / file, metadata={"format": "pt"})
-            files |= folders.describe_file(staging, staging / file)
-        write_json(self._part(self._backend.rank), {"files": files, "tensors": tensors})
 
     def _part(self, rank: int) -> Path:
         return self._staging / f"part-{rank}.json"
@@ -303,7 +213,7 @@ class Saver:
 
     def _reason(self) -> str:
         """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
-        if self._error is not None and self._error.errno in (None, errno.EDOM):
+        if self._error is not None and self._error.errno == errno.EDOM:
             self._warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())

@@ -1,0 +1,212 @@
+"""A copy of the state in host memory, from which a checkpoint's files are written while training goes on."""
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.backend import Backend, Exchange, Piece
+from finetune.checkpoint import folder as folders
+from finetune.checkpoint.tensor_file import TensorFile
+from finetune.files import write_json
+
+Files = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank keeps which tensor, and the file and name that it gets; the same on every rank."""
+
+    owners: dict[str, int]
+    """By parameter name."""
+    adapter_keys: dict[str, str] | None
+    """Names in `adapter_model.safetensors` by parameter, if only adapters are trained."""
+
+    @classmethod
+    def divide(cls, sizes: dict[str, int], world: int, adapter_keys: dict[str, str] | None) -> "Layout":
+        """Gives the largest tensors out first, each to the rank with the least so far.
+
+        PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
+        """
+        load = [0] * (1 if adapter_keys is not None else world)
+        owners = {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += max(1, sizes[name])
+        return cls(owners, adapter_keys)
+
+    def owner(self, key: str) -> int:
+        """The rank that keeps a tensor; what is not trained stays on rank 0."""
+        return self.owners.get(key.partition("/")[2], 0)
+
+    def place(self, key: str) -> tuple[str, str]:
+        """The file of a tensor, relative to the checkpoint, and its name in it."""
+        kind, _, name = key.partition("/")
+        used = sorted({0, *self.owners.values()})
+        number = f"-{used.index(self.owner(key)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
+        if kind not in ("parameter", "frozen", "buffer"):
+            return f"optimizer{number}.safetensors", key
+        if self.adapter_keys is not None:
+            return "model/adapter_model.safetensors", self.adapter_keys[name]
+        return f"model/model{number}.safetensors", name
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of which this rank has kept its piece, or which it is going to put together."""
+
+    key: str
+    owner: int
+    shape: tuple[int, ...]
+    begin: int
+    copy: torch.Tensor
+    ranks: tuple[int, ...]
+
+
+class Snapshot:
+    """This rank's pieces of the state, and the files that it writes.
+
+    Sharded tensors are put together by the rank that keeps them, one at a time and not before they are written, so
+    that a step waits for nothing but the copies. Their memory stays for the next save, since fresh memory costs more
+    time than the copying: a rank's share of three fp32 numbers a trained parameter (with Adam).
+    """
+
+    def __init__(self, backend: Backend, adapter_keys: dict[str, str] | None) -> None:
+        self._backend, self._adapter_keys = backend, adapter_keys
+        self._layout: Layout | None = None
+        self._entries: list[_Entry] = []
+        self._exchange: Exchange | None = None
+        # Where each rank's piece of each sharded tensor begins, and its elements: (rank, key, 2).
+        self._spans: dict[str, list[list[int]]] = {}
+
+    def take(self, network: nn.Module, optimizer: Any) -> None:
+        """Copies this rank's pieces, in place of those of the last time. All ranks call it."""
+        backend = self._backend
+        if self._layout is None:
+            self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
+        old = {entry.key: entry.copy for entry in self._entries}
+        self._entries = []
+        spans: dict[str, tuple[int, int]] = {}
+        for key, piece in self._read(network, optimizer):
+            if piece.ranks:
+                spans[key] = (piece.begin, piece.local.numel())
+            owner = self._layout.owner(key)
+            if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
+                copy = _copy(piece.local, old.get(key))
+                self._entries.append(_Entry(key, owner, piece.shape, piece.begin, copy, piece.ranks))
+        if spans.keys() != self._spans.keys():
+            self._agree(spans)
+        if backend.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def write(self, staging: Path, part: Path) -> None:
+        """Writes this rank's tensors to files, puts these on the disk, and lists them in `part`.
+
+        A rank that cannot write still sends and takes pieces, so that no other waits for it.
+
+        Raises:
+            OSError: If a file cannot be written, or a tensor is not finite (`EDOM`).
+        """
+        problem: OSError | None = None
+        files: dict[str, TensorFile] = {}
+        try:
+            # Not their parents: below a mount that has vanished, that would fill the wrong disk.
+            staging.mkdir(exist_ok=True)
+            (staging / "model").mkdir(exist_ok=True)
+            self._open(staging, files)
+        except OSError as error:
+            problem = error
+        try:
+            for entry, whole in self._wholes():
+                try:
+                    if problem is None:
+                        self._put(entry, whole, files)
+                except OSError as error:
+                    problem = error
+        finally:
+            for file in files.values():
+                file.close()
+        if problem is not None:
+            raise problem
+        described: Files = {}
+        for name in files:
+            described |= folders.describe_file(staging, staging / name)
+        write_json(part, {"files": described, "tensors": self._listed()})
+
+    def _read(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Piece]]:
+        yield from self._backend.read_state(network, optimizer)
+        if self._adapter_keys is None:
+            yield from self._backend.read_rest(network)
+
+    def _agree(self, spans: dict[str, tuple[int, int]]) -> None:
+        """Tells all ranks which piece of which tensor lies where."""
+        backend = self._backend
+        table = torch.zeros(backend.world, len(spans), 2, dtype=torch.int64, device=backend.device)
+        table[backend.rank] = torch.tensor(list(spans.values()), dtype=torch.int64, device=backend.device)
+        self._spans = dict(zip(spans, backend.sum(table).transpose(0, 1).tolist(), strict=True))
+        if self._exchange is None:
+            self._exchange = Exchange()
+
+    def _mine(self) -> Iterator[_Entry]:
+        return (entry for entry in self._entries if entry.owner == self._backend.rank)
+
+    def _open(self, staging: Path, files: dict[str, TensorFile]) -> None:
+        assert self._layout is not None
+        contents: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for entry in self._mine():
+            file, name = self._layout.place(entry.key)
+            contents.setdefault(file, {})[name] = (entry.copy.dtype, entry.shape)
+        for file, content in contents.items():
+            files[file] = TensorFile(staging / file, content)
+
+    def _put(self, entry: _Entry, whole: torch.Tensor, files: dict[str, TensorFile]) -> None:
+        assert self._layout is not None
+        if whole.is_floating_point() and not bool(torch.isfinite(whole).all()):
+            raise OSError(errno.EDOM, f"{entry.key} holds numbers that are not finite")
+        file, name = self._layout.place(entry.key)
+        files[file].write(name, whole)
+
+    def _wholes(self) -> Iterator[tuple[_Entry, torch.Tensor]]:
+        """The tensors that this rank keeps, as one dimension; pieces of others are sent on the way, in equal order."""
+        rank = self._backend.rank
+        room = max((torch.Size(e.shape).numel() * e.copy.itemsize for e in self._mine() if e.ranks), default=0)
+        scratch = torch.empty(room, dtype=torch.uint8)
+        for entry in self._entries:
+            if not entry.ranks:
+                yield entry, entry.copy
+            elif entry.owner == rank:
+                size = torch.Size(entry.shape).numel() * entry.copy.itemsize
+                whole = scratch[:size].view(entry.copy.dtype)
+                self._put_together(entry, whole)
+                yield entry, whole
+            elif entry.copy.numel():
+                assert self._exchange is not None
+                self._exchange.send(entry.copy, entry.owner)
+
+    def _put_together(self, entry: _Entry, whole: torch.Tensor) -> None:
+        assert self._exchange is not None
+        for rank in entry.ranks:
+            begin, size = self._spans[entry.key][rank]
+            if rank == entry.owner:
+                whole[begin : begin + size] = entry.copy
+            elif size:
+                self._exchange.receive(whole[begin : begin + size], rank)
+
+    def _listed(self) -> dict[str, Any]:
+        assert self._layout is not None
+        found = {}
+        for entry in self._mine():
+            file, name = self._layout.place(entry.key)
+            found[entry.key] = {"file": file, "name": name, "shape": list(entry.shape)}
+        return found
+
+
+def _copy(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """A copy in host memory, in place of an older one if that has its size."""
+    if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
+        old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return old.copy_(tensor, non_blocking=True)
