@@ -49,25 +49,28 @@ def save_model(
             network that is no Hugging Face model: its tensors are written under their own names.
 
     Raises:
-        CheckpointError: If the folder cannot be written, on rank 0.
+        CheckpointError: On every rank, if the folder cannot be written.
     """
     network = unwrap(model)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in backend.full_parameters(network):
         if tensor is not None:
             tensors[name] = tensor
+    problem: str | None = None
     if backend.is_main:
         kept = set(network.state_dict())
         tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
         try:
             _write(network, tensors, skeleton, tokenizer, directory)
-        except CheckpointError:
-            raise  # an OSError too, but it has said what is wrong
+        except CheckpointError as error:
+            problem = str(error)  # an OSError too, but it has said what is wrong
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
+            problem = (
                 f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
-            ) from error
-    backend.wait()
+            )
+    problem = backend.tell(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def _write(

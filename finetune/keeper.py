@@ -104,9 +104,9 @@ class Keeper:
         self._saver.start(network, optimizer, state)
         if must or not self._section.asynchronous:
             outcome = self._saver.finish()
-            self._report(outcome)
             if must:
                 checkpoints.require(outcome, self._root)
+            self._report(outcome)
 
     def finish(self) -> None:
         """Waits for a save under way, and puts the journals on the disk."""

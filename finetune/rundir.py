@@ -105,7 +105,7 @@ class RunDirectory:
 
     def agreed(self, backend: Backend) -> dict[str, Any] | None:
         """`previous` as rank 0 has read it, on every rank: it alone holds the directory. Every rank must call it."""
-        previous: dict[str, Any] | None = _told(backend, self.previous)
+        previous: dict[str, Any] | None = backend.tell(self.previous)
         return previous
 
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class RunDirectory:
             except OSError as error:
                 place = f"{Path(error.filename).name}: " if error.filename else ""
                 problem = f"output.dir: cannot write to {self.path}: {place}{error.strerror or error}."
-        problem = _told(backend, problem)
+        problem = backend.tell(problem)
         if problem is not None:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
@@ -190,14 +190,6 @@ class RunDirectory:
                 f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
                 "share."
             )
-
-
-def _told(backend: Backend, value: Any) -> Any:
-    """Rank 0's value, as JSON has it, on every rank."""
-    text = json.dumps(value).encode()
-    size = int(backend.broadcast(torch.tensor([len(text)], device=backend.device)).item())
-    content = torch.tensor(list(text) if backend.is_main else [0] * size, dtype=torch.uint8, device=backend.device)
-    return json.loads(bytes(backend.broadcast(content).tolist()))
 
 
 def _started_again() -> bool:

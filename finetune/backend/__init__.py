@@ -5,6 +5,7 @@ each the same way whatever runs underneath.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -195,6 +196,13 @@ class Backend:
         if self.world > 1:
             torch.distributed.broadcast(values, src=0)
         return values
+
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value, as JSON has it, on every rank; every rank must call it."""
+        text = json.dumps(value).encode()
+        size = int(self.broadcast(torch.tensor([len(text)], device=self.device)).item())
+        content = torch.tensor(list(text) if self.is_main else [0] * size, dtype=torch.uint8, device=self.device)
+        return json.loads(bytes(self.broadcast(content).tolist()))
 
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Piece]]:
         """This rank's piece of every trainable parameter and its optimiser state, one at a time; see `state.read`."""
