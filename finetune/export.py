@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.adapters import adapter_config
+from finetune.adapters import adapter_config, adapter_keys
 from finetune.backend import Backend
 from finetune.errors import CheckpointError
 from finetune.models import unwrap
@@ -42,7 +42,7 @@ def save_model(
 ) -> None:
     """Gathers the weights on rank 0, one tensor at a time, and writes them as safetensors with what belongs to them.
 
-    Every rank must call it. The folder appears whole or not at all.
+    Every rank must call it. The folder appears whole or not at all. Of a network with adapters it is the adapter.
 
     Args:
         skeleton: The same network on the meta device; it is filled and written with `save_pretrained`. None for a
@@ -52,14 +52,11 @@ def save_model(
         CheckpointError: On every rank, if the folder cannot be written.
     """
     network = unwrap(model)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in backend.full_parameters(network):
-        if tensor is not None:
-            tensors[name] = tensor
+    adapted = adapter_config(network) is not None
+    gathered = backend.full_parameters(network, trained_only=adapted)
+    tensors = {name: tensor for name, tensor in gathered if tensor is not None}
     problem: str | None = None
     if backend.is_main:
-        kept = set(network.state_dict())
-        tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
         try:
             _write(network, tensors, skeleton, tokenizer, directory)
         except CheckpointError as error:
@@ -83,21 +80,19 @@ def _write(
     staging = directory.with_name(directory.name + ".staging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
-    if isinstance(skeleton, PreTrainedModel):
-        assert isinstance(network, PreTrainedModel)
-        missing, unexpected = skeleton.load_state_dict(tensors, strict=False, assign=True)
-        skeleton.tie_weights()
-        absent = [name for name in missing if skeleton.get_parameter_or_buffer(name).is_meta]
-        if absent or unexpected:
-            raise CheckpointError(
-                f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
-                "Nothing was written."
-            )
-        if skeleton.can_generate():
-            skeleton.generation_config = network.generation_config
-        skeleton.save_pretrained(staging)
+    if adapter_config(network) is not None:
+        keys = adapter_keys(network)
+        named = {keys[name]: tensor for name, tensor in tensors.items()}
+        save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        describe(network, None, staging)
     else:
-        save_file(tensors, staging / "model.safetensors")
+        kept = set(network.state_dict())
+        tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
+        if isinstance(skeleton, PreTrainedModel):
+            _fill(network, skeleton, tensors)
+            skeleton.save_pretrained(staging)
+        else:
+            save_file(tensors, staging / "model.safetensors")
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
     for path in staging.rglob("*"):
@@ -106,3 +101,18 @@ def _write(
                 os.fsync(file.fileno())
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)
+
+
+def _fill(network: nn.Module, skeleton: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Gives the trained weights to the network that is written."""
+    assert isinstance(network, PreTrainedModel)
+    missing, unexpected = skeleton.load_state_dict(tensors, strict=False, assign=True)
+    skeleton.tie_weights()
+    absent = [name for name in missing if skeleton.get_parameter_or_buffer(name).is_meta]
+    if absent or unexpected:
+        raise CheckpointError(
+            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
+            "Nothing was written."
+        )
+    if skeleton.can_generate():
+        skeleton.generation_config = network.generation_config

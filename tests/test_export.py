@@ -18,12 +18,13 @@ class OneProcess:
     def __init__(self, without: str = "") -> None:
         self.without = without
 
-    def full_parameters(self, network: torch.nn.Module):
+    def full_parameters(self, network: torch.nn.Module, *, trained_only: bool = False):
         for name, parameter in network.named_parameters():
             if name != self.without:
                 yield name, parameter.detach().clone()
 
-    def wait(self) -> None: ...
+    def tell(self, value: object) -> object:
+        return value
 
 
 def tiny() -> torch.nn.Module:

@@ -245,7 +245,9 @@ class Backend:
         if self.launch.uses_fsdp and self.model is not None:
             state.reshard(self.model)
 
-    def full_parameters(self, network: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def full_parameters(
+        self, network: nn.Module, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
 
         Every rank must run through it, in step.
@@ -255,7 +257,8 @@ class Backend:
         """
         self._reshard()
         trained = state.read(self.launch, network, self.optimizer, parameters_only=True)
-        rest = ((name, state.frozen(self.launch, p)) for name, p in network.named_parameters() if not p.requires_grad)
+        others = () if trained_only else network.named_parameters()
+        rest = ((name, state.frozen(self.launch, p)) for name, p in others if not p.requires_grad)
         for key, piece in itertools.chain(trained, rest):
             whole = piece.gather()
             yield key.removeprefix(f"{state.PARAMETER}/"), whole.cpu().clone() if self.is_main else None
