@@ -34,6 +34,8 @@ from finetune.cli import REQUEUE
 from finetune.files import read_lines
 
 STEPS, KEEP = 24, 2
+# Whole tensors on each rank; and pieces, which the ranks send each other while a checkpoint is written.
+CONFIGS = ("ddp", "fsdp")
 # Those of a line that a clock or the system's memory shows.
 _TIMES = {"tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "peak_memory_gib", "mfu"}
 
@@ -52,6 +54,7 @@ class Victim:
     """A run that is disturbed, and what has been seen of it."""
 
     folder: Path
+    config: str = "ddp"
     steps: int = STEPS
     whole: dict[str, float | None] = field(default_factory=dict)
     """Every checkpoint that was ever there, with its validation loss."""
@@ -151,7 +154,7 @@ def launched(victim: Victim, **trouble: Any) -> Iterator[subprocess.Popen[bytes]
     """
     with (victim.folder / "launched").open("ab") as out:
         process = subprocess.Popen(
-            by_finetune("ddp", str(victim.recipe)),
+            by_finetune(victim.config, str(victim.recipe)),
             cwd=ROOT,
             env=environment(TROUBLE=json.dumps(trouble)),
             stdin=subprocess.DEVNULL,
@@ -203,9 +206,9 @@ class Moment:
         return f"{1000 * self.delay_s:.0f} ms after {place}"
 
 
-def straight(nursery: Nursery, folder: Path) -> Victim:
+def straight(nursery: Nursery, folder: Path, config: str = "ddp") -> Victim:
     """A run that nobody disturbs."""
-    victim = Victim(folder)
+    victim = Victim(folder, config)
     finish(nursery, victim)
     victim.check()
     return victim
@@ -214,7 +217,7 @@ def straight(nursery: Nursery, folder: Path) -> Victim:
 def finish(nursery: Nursery, victim: Victim) -> None:
     """Starts a run and lets it come to its end; it must go on from the newest checkpoint."""
     newest = victim.newest()
-    with nursery.start("ddp", victim.said, str(victim.recipe)) as ranks:
+    with nursery.start(victim.config, victim.said, str(victim.recipe)) as ranks:
         codes = ranks.wait()
         demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.said()[-3000:]}")
     begun = victim.facts()["starts"][-1]["from_step"]
@@ -227,9 +230,8 @@ def kill(nursery: Nursery, victim: Victim, who: str, moment: Moment, wait_s: flo
     Args:
         who: `0`, `1` or `all`.
     """
-    with nursery.start(
-        "ddp", victim.said, str(victim.recipe), env={"TROUBLE": json.dumps({"wait_s": wait_s})}
-    ) as ranks:
+    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
+    with nursery.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         during = ", ".join(victim.staged())
         ranks.signal(signal.SIGKILL, *([0, 1] if who == "all" else [int(who)]))
@@ -268,9 +270,8 @@ def ask(nursery: Nursery, victim: Victim, number: int, skews: dict[int, float], 
     Args:
         skews: How long after the moment each rank is asked, in seconds; ranks that are not named are not.
     """
-    with nursery.start(
-        "ddp", victim.said, str(victim.recipe), env={"TROUBLE": json.dumps({"wait_s": wait_s})}
-    ) as ranks:
+    trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
+    with nursery.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         since, newest = time.monotonic(), victim.newest()
         for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
@@ -322,17 +323,17 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
     wanted = {"kill": kills, "signal": signals}
     victim = Victim(root / "none")
     try:
-        reference = straight(nursery, root / "straight")
+        references = {config: straight(nursery, root / f"straight-{config}", config) for config in CONFIGS}
         while done != wanted:
             kind = chance.choice([kind for kind in done if done[kind] < wanted[kind]])
-            victim = Victim(root / f"{kind}-{sum(done.values()) + late}")
+            victim = Victim(root / f"{kind}-{sum(done.values()) + late}", chance.choice(CONFIGS))
             left = wanted[kind] - done[kind]
             case = kill_case(nursery, chance, victim, left) if kind == "kill" else signal_case(nursery, chance, victim)
             for line in case:
                 too_late = line.endswith("too late")
                 late, done[kind] = late + too_late, done[kind] + (not too_late)
-                print(f"{sum(done.values()):4d} {victim.folder.name}: {line}", flush=True)
-            victim.check_end(reference)
+                print(f"{sum(done.values()):4d} {victim.folder.name} {victim.config}: {line}", flush=True)
+            victim.check_end(references[victim.config])
             shutil.rmtree(victim.folder)
     except (Lie, AssertionError, folders.CheckpointError) as error:
         sys.exit(f"LIE in {victim.folder} (kept), seed {seed}: {error}")
