@@ -4,6 +4,7 @@
 part of them.
 """
 
+import json
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -67,7 +68,13 @@ class Distance:
     weights: float
     """Largest relative difference of a final tensor."""
     bits: bool
-    """Whether losses, gradient norms and final weights are equal to the bit."""
+    """Whether losses, gradient norms, final weights and all that the last checkpoint holds are equal to the bit."""
+
+
+def saved(run: Result) -> dict[str, str]:
+    """Digests of the tensors' files of a run's last checkpoint: its optimiser's state too, which ends in no model."""
+    manifest = json.loads((run.directory / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text())
+    return {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name.endswith(".safetensors")}
 
 
 def distance(whole: Result, part: Result) -> Distance:
@@ -78,6 +85,7 @@ def distance(whole: Result, part: Result) -> Distance:
     norms, other_norms = (np.array([step["grad_norm"] for step in steps]) for steps in (second_half, part.steps))
     same = bool((losses == others).all() and (norms == other_norms).all())
     same = same and all(torch.equal(tensor, part.weights[name]) for name, tensor in whole.weights.items())
+    same = same and saved(whole) == saved(part)
     return Distance(float((np.abs(losses - others) / losses).max()), weight_difference(whole, part), same)
 
 

@@ -222,6 +222,14 @@ def test_numbers_come_back_as_what_they_were() -> None:
     assert all(torch.equal(have[key], again[key]) for key in have)
 
 
+def test_the_order_is_no_matter_of_how_state_was_filled() -> None:
+    """Ranks send each other pieces by it, and each of them may have read a checkpoint's keys in its own order."""
+    network, optimizer = small(torch.optim.AdamW)
+    have = copied(network, optimizer)
+    state.write(SINGLE, network, optimizer, list(have)[::-1], have.__getitem__)
+    assert list(copied(network, optimizer)) == list(have)
+
+
 def test_what_is_read_is_live_and_what_is_written_is_a_copy() -> None:
     network, optimizer = small(torch.optim.AdamW)
     live = dict(state.read(SINGLE, network, optimizer))["parameter/0.weight"].local

@@ -44,7 +44,7 @@ def read(
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         yield f"{PARAMETER}/{name}", pieces.of(parameter)
-        for key, value in inner.state.get(parameter, {}).items():
+        for key, value in _in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
@@ -149,7 +149,7 @@ def _read_flat(zero: Any, network: nn.Module, parameters_only: bool) -> Iterator
         with reading(zero, flat):
             for part in flat.parts:
                 yield f"{PARAMETER}/{part.name}", flat.piece(part, flat.master)
-                for state, value in flat.state.items():
+                for state, value in _in_order(flat.state):
                     if value is None or parameters_only:
                         continue
                     key = f"{state}/{part.name}"
@@ -220,6 +220,11 @@ def _buffer(flat: Flat, state: str, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
         return old.zero_()
     return torch.zeros_like(flat.master.detach(), dtype=dtype)
+
+
+def _in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
+    """State in the same order on every rank: that of the dictionary is the order in which a resume filled it."""
+    return sorted(held.items())
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

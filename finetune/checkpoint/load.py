@@ -112,11 +112,11 @@ def restore(
         CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
     """
     with checkpoint.held, _opened(checkpoint) as tensors:
-        wanted = {
+        wanted = [
             key
             for key in tensors.places
             if not key.startswith(("frozen/", "buffer/")) and (with_optimizer or key.startswith("parameter/"))
-        }
+        ]
         backend.write_state(network, optimizer, wanted, tensors.load)
         buffers = dict(network.named_buffers())
         for key in tensors.places:

@@ -1,6 +1,7 @@
 """A copy of the state in host memory, from which a checkpoint's files are written while training goes on."""
 
 import errno
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ class Snapshot:
             if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
                 copy = _copy(piece.local, old.get(key))
                 self._entries.append(_Entry(key, owner, piece.shape, piece.begin, copy, piece.ranks))
-        if spans.keys() != self._spans.keys():
+        if spans:
             self._agree(spans)
         if backend.device.type == "cuda":
             torch.cuda.synchronize()
@@ -143,8 +144,14 @@ class Snapshot:
             yield from self._backend.read_rest(network)
 
     def _agree(self, spans: dict[str, tuple[int, int]]) -> None:
-        """Tells all ranks which piece of which tensor lies where."""
+        """Tells all ranks which piece of which tensor lies where; they must go through them in the same order."""
         backend = self._backend
+        order = zlib.crc32("\n".join(spans).encode())
+        largest, smallest = backend.max(torch.tensor([order, -order], device=backend.device)).tolist()
+        if largest != -smallest:
+            raise RuntimeError("ranks go through the tensors of the state in different orders")
+        if spans.keys() == self._spans.keys():
+            return
         table = torch.zeros(backend.world, len(spans), 2, dtype=torch.int64, device=backend.device)
         table[backend.rank] = torch.tensor(list(spans.values()), dtype=torch.int64, device=backend.device)
         self._spans = dict(zip(spans, backend.sum(table).transpose(0, 1).tolist(), strict=True))
