@@ -121,6 +121,7 @@ FAILURES = {
     "read-only": (OSError(errno.EROFS, os.strerror(errno.EROFS)), os.strerror(errno.EROFS)),
     "forbidden": (PermissionError(errno.EACCES, os.strerror(errno.EACCES)), os.strerror(errno.EACCES)),
     "stale": (OSError(errno.ESTALE, os.strerror(errno.ESTALE)), os.strerror(errno.ESTALE)),
+    "without a number": (OSError("the storage sulks"), "the storage sulks"),
     "another library": (Exception(f"{FULL} (os error 28)"), FULL),
 }
 

@@ -112,13 +112,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _open_manifest(folder: Path, how: int = os.O_RDONLY) -> int:
     file = folder / MANIFEST
-    try:
+    with _named(file, missing=f"{folder} has no {MANIFEST}, so it was never finished"):
         _size(file)
         return os.open(file, how)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it was never finished") from error
+
+
+@contextmanager
+def _named(file: Path, *, missing: str) -> Iterator[None]:
+    """Turns the system's errors about a file into ours."""
+    try:
+        yield
     except CheckpointError:
-        raise
+        raise  # an OSError too
+    except FileNotFoundError as error:
+        raise CheckpointError(missing) from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
 
@@ -149,14 +156,8 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> None:
         known = isinstance(facts, dict) and isinstance(facts.get("bytes"), int)
         if not known or not isinstance(facts.get("xxh3_128"), str):
             raise CheckpointError(f"{folder / MANIFEST} has no size and digest for {name}")
-        try:
+        with _named(file, missing=f"{file} is missing"):
             size = _size(file)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing") from error
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         if size != facts["bytes"]:
             raise CheckpointError(f"{file} has {size:,} bytes instead of {facts['bytes']:,}")
     for place, folders, names in os.walk(folder):
@@ -183,10 +184,8 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
     _check_listing(folder, files)
     for name, facts in sorted(files.items())[share::shares]:
         file = folder / name
-        try:
+        with _named(file, missing=f"{file} is missing"):
             found = digest(file)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         if found != facts["xxh3_128"]:
             raise CheckpointError(f"{file} was changed after it was written: its digest does not match")
 

@@ -213,7 +213,7 @@ class Saver:
 
     def _reason(self) -> str:
         """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
-        if self._error is not None and self._error.errno == errno.EDOM:
+        if self._error is not None and self._error.errno in (None, errno.EDOM):
             self._warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
