@@ -295,10 +295,10 @@ def _names(record: Any) -> str:
 
 def _paths(value: Any, prefix: str) -> Iterator[str]:
     """The paths of what a record holds; of a list the first item's."""
-    if isinstance(value, Mapping) and prefix.count(".") < 3:
+    if isinstance(value, Mapping) and prefix.count(".") < 4:
         for key, inner in value.items():
             yield from _paths(inner, f"{prefix}{key}.")
-    elif isinstance(value, list) and value and prefix.count(".") < 3:
+    elif isinstance(value, list) and value and prefix.count(".") < 4:
         yield from _paths(value[0], f"{prefix}0.")
     else:
         yield prefix[:-1]

@@ -77,13 +77,14 @@ def cut_right(example: Example, room: int, special: Collection[int]) -> Example:
     mask = example.mask[:room]
     if not mask[1:].any():
         return left_out(Facts(too_long=1))
-    last = int(example.ids[room - 1])
-    lost = _runs(example.mask) - _runs(mask) + int(mask[-1] and example.mask[room])
-    end = last if mask[-1] and last in special else None
-    end = end if lost else example.end
+    gone = _runs(example.mask) - _runs(mask)
+    lost = gone + int(mask[-1] and example.mask[room])
+    last = int(example.ids[:room][np.flatnonzero(mask)[-1]])
+    end = (last if last in special else None) if lost else example.end
     supervised = int(mask[1:].sum())
     facts = replace(example.facts, tokens=room, supervised=supervised, ended=int(end is not None), cut=1)
-    return Example(example.ids[:room], mask, replace(facts, answers_cut=lost), end)
+    facts = replace(facts, answers=example.facts.answers - gone, answers_cut=lost)
+    return Example(example.ids[:room], mask, facts, end)
 
 
 def _runs(mask: Mask) -> int:
