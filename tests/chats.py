@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.data.broken import Tolerance
 from finetune.data.chat import ChatEncoder
@@ -120,7 +120,7 @@ def example(conversation: Conversation, template: str | None = None, **keys: Any
     return encoder(template, **keys).encode(conversation.to_json().encode(), "here")
 
 
-def learned(made: Example) -> list[str]:
+def learned(made: Example, reader: PreTrainedTokenizerBase | None = None) -> list[str]:
     """The runs of learned tokens, as text."""
     runs: list[list[int]] = []
     before = False
@@ -130,7 +130,7 @@ def learned(made: Example) -> list[str]:
         if target:
             runs[-1].append(token)
         before = target
-    return [tokenizer().decode(run) for run in runs]
+    return [(reader or tokenizer()).decode(run) for run in runs]
 
 
 _words = st.sampled_from([*SPECIALS, "<|im_", "end|>", "\n", " ", "assistant", "user", "\ufdd0", "\ufdd1", "é世🌍"])

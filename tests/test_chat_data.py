@@ -200,6 +200,7 @@ def test_the_loss_is_over_learned_tokens_only(folder: Path, tmp_path: Path) -> N
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(10))])
     rows = np.arange(len(train(data)))
     batch = train(data).batch(rows)
+
     def network(**_: Any) -> Any:
         return type("Output", (), {"logits": torch.zeros(*batch["targets"].shape, len(tokenizer()))})
 

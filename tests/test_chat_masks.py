@@ -1,18 +1,23 @@
 """What is learned of a conversation: exactly its answers and the tokens that end them, however it is found."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 from chats import CHATML, LLAMA3, MISTRAL, SPECIALS, STYLES, TALKS, THINKING, encoder, example, learned, talk, tokenizer
 from chats import unmarked as without_marks
+from harness import SHARED
 from hypothesis import given, settings
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from finetune.data.broken import BrokenConversation
+from finetune.data.broken import BrokenConversation, Tolerance
+from finetune.data.chat import ChatEncoder
 from finetune.data.conversations import Conversation
-from finetune.data.templates import PLAIN
+from finetune.data.templates import PLAIN, Template, find_template
 from finetune.errors import DataError
+from finetune.recipe import ChatSection
 
 EXCHANGES = talk("Hello", "The answer", "what is", "forty two", system="there")
 
@@ -78,13 +83,6 @@ def test_special_tokens_in_messages_are_characters(text: str) -> None:
 
 
 def test_a_vocabulary_that_holds_a_special_token_as_a_word_is_refused() -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from finetune.data.broken import Tolerance
-    from finetune.data.chat import ChatEncoder
-    from finetune.data.templates import Template
-    from finetune.recipe import ChatSection
-
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
@@ -276,3 +274,30 @@ def test_masks_are_of_numpy_and_as_long_as_tokens() -> None:
     made: Any = example(EXCHANGES, CHATML)
     assert made.mask.dtype == np.bool_
     assert made.mask.size == made.ids.size
+
+
+# ---------------------------------------------------------------- a real tokenizer
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("template", [PLAIN, MISTRAL], ids=["plain", "mistral"])
+def test_a_tokenizer_that_puts_spaces_before_texts(template: str, marked: bool) -> None:
+    """Llama's own does, also behind special tokens; ids are those of transformers."""
+    llama = AutoTokenizer.from_pretrained(str(SHARED / "stories260K"))
+    llama.chat_template = template if marked else without_marks(template)
+    found = find_template(llama, None, {})
+    chat = ChatEncoder(llama, found, ChatSection(), row_length=9999, around=(None, None), tolerance=Tolerance(False))
+    records = json.loads((SHARED / "instruct" / "fastchat_dummy_conversation.json").read_text())[:60]
+    talks = [talk(*[turn["value"] for turn in record["conversations"]]) for record in records]
+    talks += [talk(text, "yes </s> no") for text in ("Hello </s> there", "</s>", "a</s>b <s>", " </s>\n", "é\n\n</s>")]
+    for conversation in talks:
+        made = chat.encode(conversation.to_json().encode(), "here")
+        theirs = llama.apply_chat_template(
+            conversation.messages, sanitize_control_tokens=True, tokenize=True, return_dict=False
+        )
+        assert made.ids.tolist() == theirs
+        said = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
+        # Its decoder leaves out a space before a special token.
+        found_texts = [text.strip().replace(" </s>", "</s>") for text in learned(made, llama)]
+        assert found_texts == [f"{text}</s>".replace(" </s>", "</s>") for text in said]
