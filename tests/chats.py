@@ -86,7 +86,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(["Hello there, what is the answer? The answer is forty two. user assistant"] * 9, trainer)
+    said = "Hello there, what is the answer? The answer is forty two. user assistant\n\n\nuser"
+    made.train_from_iterator([said] * 9, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token="<|begin_of_text|>",

@@ -264,10 +264,36 @@ def test_dates_stand_still() -> None:
     assert tokenizer().decode(made.ids.tolist()).startswith("26 July 2024 2024")
 
 
-def test_straddling_tokens_are_counted() -> None:
-    merged = tokenizer().backend_tokenizer.encode("\n\n", add_special_tokens=False).ids
-    made = example(talk("Hello", "\n\n\nanswer"), CHATML)
-    assert made.facts.shared == int(len(merged) == 1)
+@pytest.mark.parametrize("template", [CHATML, without_marks(CHATML)])
+def test_answers_that_begin_inside_a_token_are_counted(template: str) -> None:
+    """Line breaks of the prompt and of the answer become one token, which is learned."""
+    made = example(talk("Hello", "\n\n\nanswer"), template)
+    assert made.facts.shared == 1
+    assert learned(made) == ["\n\n\n\nanswer<|im_end|>"]
+    assert example(talk("Hello", "answer"), template).facts.shared == 0
+
+
+TOOLS = CHATML.replace(
+    "message.content + '<|im_end|>'",
+    "(message.content or '') + ('<s>' + message.tool_calls | tojson + '</s>' if message.tool_calls else '')"
+    " + '<|im_end|>'",
+)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_calls_of_tools_are_learned(marked: bool) -> None:
+    """With special tokens of their own, and tools that the template is told of."""
+    call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "tool_calls": call},
+        {"role": "tool", "content": "<s>5"},
+        {"role": "assistant", "content": "Five."},
+    ]
+    template = "{{ tools[0].name }}\n" + (TOOLS if marked else without_marks(TOOLS))
+    made = example(Conversation(messages, [1] * 4, [{"name": "add"}], 1), template)
+    assert learned(made) == [f"<s>{json.dumps(call)}</s><|im_end|>", "Five.<|im_end|>"]
+    assert tokenizer().decode(made.ids.tolist()).startswith("add<|im_start|>")
 
 
 def test_masks_are_of_numpy_and_as_long_as_tokens() -> None:
