@@ -90,6 +90,26 @@ def test_a_system_prompt_of_its_own() -> None:
     assert found.completion == 2
 
 
+@pytest.mark.parametrize("turns", [{"messages": OPENED}, {"conversations": [{"from": "human", "value": "Hello"}]}])
+def test_a_system_prompt_beside_the_turns(turns: dict[str, Any]) -> None:
+    found = read({"system": "Be brief.", **turns})
+    assert found.messages[:2] == [{"role": "system", "content": "Be brief."}, OPENED[0]]
+    assert len(found.weights) == len(found.messages)
+    assert "two system turns" in refusal({"system": "a", "messages": [{"role": "system", "content": "b"}, *OPENED]})
+    assert read({"system": "", "messages": OPENED}).messages == OPENED
+
+
+def test_an_input_means_something_in_one_format_only() -> None:
+    assert read({"question": "Hello", "answer": "Hi", "input": 7}).messages == OPENED
+    paths = {"user": "question", "assistant": "answer", "input": "input"}
+    assert read({"question": "A", "answer": "C", "input": "B"}, fields=paths).messages[0]["content"] == "A\n\nB"
+
+
+def test_no_calls_are_no_answer() -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": []}
+    assert "'content' must be a text, got nothing" in refusal({"messages": [*OPENED[:1], turn]})
+
+
 def test_tools_and_weights() -> None:
     call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
     turns = [

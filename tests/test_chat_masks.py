@@ -327,3 +327,10 @@ def test_a_tokenizer_that_puts_spaces_before_texts(template: str, marked: bool) 
         # Its decoder leaves out a space before a special token.
         found_texts = [text.strip().replace(" </s>", "</s>") for text in learned(made, llama)]
         assert found_texts == [f"{text}</s>".replace(" </s>", "</s>") for text in said]
+
+
+def test_an_empty_mark_learns_nothing() -> None:
+    """Even where the line breaks on both sides of it are one token."""
+    nothing = CHATML.replace("message.content + '<|im_end|>' }}{% endgeneration", "'' }}{% endgeneration")
+    assert nothing != CHATML
+    assert example(talk("Hello", "answer"), nothing).facts.unsupervised == 1

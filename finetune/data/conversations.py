@@ -137,6 +137,9 @@ class RecordForm:
                 "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {_kind(turns)}."
             )
         messages, weights = self._turns(turns, where)
+        if system := self._text(record, "system", where):
+            messages.insert(0, {"role": "system", "content": system})
+            weights.insert(0, 1)
         return Conversation(messages, weights, self._tools(record, where), _completion(messages))
 
     def _pair(self, record: Mapping[str, Any], where: str) -> Conversation:
@@ -167,7 +170,7 @@ class RecordForm:
                     "record, or set the source's `format`.",
                 )
             message = {"role": self._role(turn[who], place)}
-            message |= {key: turn[key] for key in _KEPT if turn.get(key) is not None}
+            message |= {key: turn[key] for key in _KEPT if turn.get(key)}
             if turn.get(what) is not None or "tool_calls" not in message:
                 message["content"] = _content(turn.get(what, _ABSENT), what, turn, place)
             messages.append(message)
@@ -209,6 +212,8 @@ class RecordForm:
         return self._paths.get(key) or _OPTIONAL[key]
 
     def _value(self, record: Mapping[str, Any], key: str, where: str) -> Any:
+        if key == "input" and key not in self._paths:
+            return None  # a common name, which means this in Alpaca's format only
         path = self._path(key)
         value = find(record, path)
         if value is not _ABSENT:

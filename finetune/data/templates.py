@@ -159,9 +159,12 @@ def answers(
     """
     if template.marked:
         text, spans = template.render_marked(messages, tools, where)
-        return text, _by_marks(template, messages, tools, spans, wanted, where)
-    text = template.render(messages, tools, where)
-    return text, {n: [_by_prefix(template, messages, tools, text, n, special, where)] for n in wanted}
+        found = _by_marks(template, messages, tools, spans, wanted, where)
+    else:
+        text = template.render(messages, tools, where)
+        found = {n: [_by_prefix(template, messages, tools, text, n, special, where)] for n in wanted}
+    # Nothing is marked where a mark closes at once, even if that is in the midst of a token.
+    return text, {n: [(start, end) for start, end in places if start < end] for n, places in found.items()}
 
 
 def _by_marks(
