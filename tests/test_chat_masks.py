@@ -334,3 +334,26 @@ def test_an_empty_mark_learns_nothing() -> None:
     nothing = CHATML.replace("message.content + '<|im_end|>' }}{% endgeneration", "'' }}{% endgeneration")
     assert nothing != CHATML
     assert example(talk("Hello", "answer"), nothing).facts.unsupervised == 1
+
+
+def test_marks_within_macros() -> None:
+    """Where transformers' own count of characters begins anew."""
+    inside = (
+        "{%- macro turn(m) %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{%- if m.role == 'assistant' %}\n  {%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\n"
+        "{%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endmacro %}"
+        "{%- for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    made = example(EXCHANGES, inside)
+    assert made.ids.tolist() == example(EXCHANGES, CHATML).ids.tolist()
+    assert learned(made) == ["The answer<|im_end|>", "forty two<|im_end|>"]
+
+
+def test_marks_that_change_the_text_are_refused() -> None:
+    trimmed = CHATML.replace("{{ message.content + '<|im_end|>' }}", "{{ message.content }}").replace(
+        "{%- generation %}", "{%- filter trim %}{% generation %}"
+    )
+    trimmed = trimmed.replace("{% endgeneration %}", "{% endgeneration %}{% endfilter %}{{ '<|im_end|>' }}")
+    assert learned(example(EXCHANGES, trimmed)) == ["The answer", "forty two"]
+    with pytest.raises(DataError, match=r"here: .* writes another text around its \{% generation %\} marks"):
+        example(talk("Hello", " the answer "), trimmed)

@@ -8,6 +8,7 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.broken import BrokenConversation
+from finetune.data.literals import Marks, marks_for
 from finetune.errors import DataError
 
 Message = Mapping[str, Any]
@@ -36,7 +38,7 @@ PLAIN = """\
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 """The template that ships: words in plain text, so that any tokenizer can read it, and marks."""
 
-_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 # Templates that write today's date would give other rows each day. Llama 3's own date stands for all of them.
 _NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE = datetime.date(2024, 7, 26)
@@ -60,21 +62,30 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool = False) -> str:
         """A conversation as text; with `prompt`, up to where an answer would begin."""
-        return self._render(messages, tools, where, prompt=prompt)[0]
+        return self._render(_fix_date(self.text), messages, tools, where, prompt=prompt)
 
     def render_marked(self, messages: Sequence[Message], tools: Any, where: str) -> tuple[str, list[Span]]:
-        """A conversation as text, and the parts of it that are marked."""
-        return self._render(messages, tools, where, prompt=False)
+        """A conversation as text, and the parts of it that are marked.
 
-    def _render(self, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool) -> tuple[str, list[Span]]:
+        Raises:
+            DataError: If the template does something to what it marks.
+        """
+        # Transformers counts characters while a template writes, and begins anew in macros and the like.
+        text = self.render(messages, tools, where)
+        marks = marks_for(text)
+        marked = self._render(_show_marks(_fix_date(self.text), marks), messages, tools, where, prompt=False)
+        clean, spans, _ = marks.remove(marked)
+        if clean != text or marked.count(marks.open) != marked.count(marks.close):
+            raise DataError(
+                f"{where}: the chat template ({self.name}) writes another text around its {{% generation %}} marks "
+                "than without them, so that it cannot be told what is marked. Move filters, such as `trim`, into them."
+            )
+        return text, spans
+
+    def _render(self, template: str, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool) -> str:
         try:
-            texts, spans = render_jinja_template(
-                [list(messages)],
-                tools=tools,
-                chat_template=_fix_date(self.text),
-                return_assistant_tokens_mask=self.marked,
-                add_generation_prompt=prompt,
-                **self.variables,
+            texts, _ = render_jinja_template(
+                [list(messages)], tools=tools, chat_template=template, add_generation_prompt=prompt, **self.variables
             )
         except Exception as error:  # Whatever a template does with what it did not expect.
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -84,7 +95,7 @@ class Template:
                 f"{where}: the chat template ({self.name}) refuses this conversation: {reason}. Its roles are {roles}. "
                 "Mend the record, or name another template as chat.template.",
             ) from error
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
+        return str(texts[0])
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variables: Mapping[str, Any]) -> Template:
@@ -238,5 +249,17 @@ def _short(text: str) -> str:
     return line if len(line) <= _SHOWN else line[:_SHOWN] + " …"
 
 
+@lru_cache
+def _show_marks(text: str, marks: Marks) -> str:
+    """A template that writes a character where a mark opens or closes, and treats white space as before."""
+
+    def show(mark: re.Match[str]) -> str:
+        character = marks.close if mark["end"] else marks.open
+        return f"{{%{mark['left']} set finetune_mark = 0 %}}{{{{ '{character}' }}}}{{% set finetune_mark = 0 {mark['right']}%}}"
+
+    return _MARK.sub(show, text)
+
+
+@lru_cache
 def _fix_date(text: str) -> str:
     return _NOW.sub(lambda match: repr(_DATE.strftime(match["format"])), text)
