@@ -356,6 +356,17 @@ def test_broken_conversations(folder: Path, tmp_path: Path) -> None:
         assert "line 7, turn 1: the role is 'narrator'" in said
 
 
+def test_broken_conversations_are_counted_once(folder: Path, tmp_path: Path) -> None:
+    """Though training a tokenizer reads them first, and validation has its own."""
+    sources = [[written(tmp_path / f"{name}.jsonl", [*pairs(6), BROKEN[number]])] for number, name in enumerate("ab")]
+    keys: dict[str, Any] = {"tokenizer": {"vocab_size": 300}, "checks": {"max_broken": 0.5}, "validation": sources[1]}
+    report = prepared(folder, sources[0], {"template": "plain"}, **keys).report
+    assert report.train is not None
+    assert report.validation is not None
+    assert report.train.broken == {"unknown role": 1}
+    assert report.validation.broken == {"empty answer": 1}
+
+
 def test_what_the_template_refuses_is_broken(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "strict.jinja"
     template.write_text(

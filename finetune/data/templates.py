@@ -255,7 +255,8 @@ def _show_marks(text: str, marks: Marks) -> str:
 
     def show(mark: re.Match[str]) -> str:
         character = marks.close if mark["end"] else marks.open
-        return f"{{%{mark['left']} set finetune_mark = 0 %}}{{{{ '{character}' }}}}{{% set finetune_mark = 0 {mark['right']}%}}"
+        nothing = "set finetune_mark = 0"  # a block, so that white space around it goes as it did
+        return f"{{%{mark['left']} {nothing} %}}{{{{ '{character}' }}}}{{% {nothing} {mark['right']}%}}"
 
     return _MARK.sub(show, text)
 
