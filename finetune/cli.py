@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, what in _LAUNCH_OPTIONS.items():
         verb.add_argument(f"--{option}", help=f"{what}, instead of the launch file's")
     _recipe_arguments(verb)
-    _recipe_arguments(verbs.add_parser("data", help="prepare a recipe's data and print its report"))
+    verb = verbs.add_parser("data", help="prepare a recipe's data and print its report")
+    verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
+    _recipe_arguments(verb)
     _recipe_arguments(verbs.add_parser("show", help="print the whole recipe, defaults included"))
     verb = verbs.add_parser("audit", help="prove from a run's ledger that each row of each epoch was used exactly once")
     verb.add_argument("run", help="a run directory, such as runs/sample")
@@ -224,7 +226,16 @@ def _data(parsed: argparse.Namespace) -> None:
     go_offline_if_unreachable()
     from finetune.data import prepare
 
-    print("\n".join(prepare(recipe).report.lines()))
+    prepared = prepare(recipe)
+    print("\n".join(prepared.report.lines()))
+    if parsed.show:
+        from rich.console import Console
+
+        from finetune.data.show import examples
+
+        console = Console(soft_wrap=True, highlight=False)
+        for line in examples(prepared, parsed.show, coloured=console.is_terminal and not console.no_color):
+            console.print(line)
 
 
 def _show(parsed: argparse.Namespace) -> None:

@@ -18,9 +18,11 @@ from pydantic import ValidationError
 from finetune.errors import RecipeError
 from finetune.running import SampleSection
 from finetune.section import Section
-from finetune.sections import DataSection, LoraSection, ModelSection, Recipe, Source
+from finetune.sections import ChatSection, ChecksSection, DataSection, LoraSection, ModelSection, Recipe, Source
 
 __all__ = [
+    "ChatSection",
+    "ChecksSection",
     "DataSection",
     "LoraSection",
     "ModelSection",
@@ -171,6 +173,23 @@ def _conflicts(recipe: Recipe) -> Iterable[str]:
         yield "data.packing: sequence_classification reads one document a row; set `padded`"
     if recipe.sample is not None and recipe.task.name == "sequence_classification":
         yield "sample: a classifier writes no text; remove the section"
+    yield from _chat_conflicts(recipe)
+
+
+def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
+    """Problems between conversations and the rest."""
+    if recipe.chat is None:
+        for side in ("train", "validation"):
+            for number, source in enumerate(getattr(recipe.data, side)):
+                if source.format != "auto" or source.fields:
+                    yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
+        return
+    if recipe.task.name == "sequence_classification":
+        yield "chat: a classifier reads no conversations; remove the section"
+    if recipe.data.packing == "wrapped":
+        yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
+    if recipe.data.lowercase:
+        yield "data.lowercase: conversations are read as they are written; remove it"
 
 
 def divisors(number: int) -> list[int]:

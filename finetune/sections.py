@@ -122,6 +122,11 @@ class Source(Section):
     """Which split of a hub data set or of a saved `datasets` directory."""
     text_field: str = "text"
     """The field that holds a document's text."""
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
+    """With a `chat` section: how records say a conversation. `auto`: told by the fields of the first record."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """With a `chat` section: where fields lie that the format does not find, as paths such as
+    `{user: instruction, assistant: instances.0.output}` or `{messages: chat.turns}`."""
     label_field: str = "label"
     """The field that holds a document's class; read by sequence classification only."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -172,6 +177,44 @@ class DataSection(Section):
     """Where prepared tokens are kept; safe to delete."""
     num_workers: PositiveInt | None = None
     """Processes that tokenise. Left out: one a core."""
+
+
+class ChatSection(Section):
+    """Conversations: how they are written, and what of them is learned."""
+
+    template: str | None = None
+    """The chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """More variables of the template, such as `enable_thinking: false`."""
+    train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
+    """What is learned: every answer, the last one only, all answers behind the last user turn (or the
+    completion, where the record has one), or every token. Answers with `weight: 0` never are."""
+    end_token: Literal["template", "add"] = "template"
+    """How answers end: as the template writes and marks them, or always with a special token that is learned:
+    the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""
+    too_long: Literal["drop", "cut_left", "cut_right"] = "drop"
+    """What becomes of conversations longer than a row: left out, or without their oldest exchanges (the system
+    message stays), or without their end. One that keeps no answer is left out. The data report counts them."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
+
+
+class ChecksSection(Section):
+    """What the data report may say; anything else ends the run before the first step."""
+
+    max_broken: Fraction = 0.0
+    """Largest share of conversations that are left out because they are broken: an unknown role, an empty answer,
+    a missing field, or refused by the template. At 0 the first one is an error, with its place."""
+    max_unsupervised: Fraction = 1.0
+    """Largest share of conversations that are left out because there is nothing to learn from."""
+    max_too_long: Fraction = 1.0
+    """Largest share of documents that lost something, or were left out, because they are longer than a row."""
+    max_overlap: Fraction = 1.0
+    """Largest share of validation documents that are training documents too."""
+    min_supervised: Fraction = 0.0
+    """Smallest share of tokens that are learned."""
+    min_ended: Fraction = 0.0
+    """Smallest share of examples whose last answer ends in a special token that is learned."""
 
 
 class TaskSection(Section):
@@ -261,6 +304,9 @@ class Recipe(Section):
     """Left out: every weight is trained."""
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
+    chat: ChatSection | None = None
+    """Left out: sources hold documents, not conversations."""
+    checks: ChecksSection = ChecksSection()
     batch: BatchSection = BatchSection()
     length: LengthSection = LengthSection()
     optim: OptimSection = OptimSection()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="the shared data are 
 
 # Keys that the mathematics depend on: another value, and what the recipe must say for the key to count at all.
 LORA = {"lora": {}}
+CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
 MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "task.name": ("own_task:mlp", {}),
@@ -39,6 +40,8 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "source.sample": (20, {"source.path": None, "source.sample": 30}),
     "source.path": ("other.jsonl", {}),
     "source.text_field": ("story", {}),
+    "source.format": ("pairs", CHAT),
+    "source.fields": ({"user": "other", "assistant": "answer"}, CHAT),
     "source.weight": (2.0, {}),
     "source.limit": (30, {}),
     "data.validation_fraction": (0.3, {}),
@@ -51,6 +54,12 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.lowercase": (True, {}),
     "data.add_bos": (False, {}),
     "data.add_eos": (False, {}),
+    "chat.template": ("other.jinja", CHAT),
+    "chat.template_args": ({"bos_token": "x"}, CHAT),
+    "chat.train_on": ("last", CHAT),
+    "chat.end_token": ("add", CHAT),
+    "chat.too_long": ("cut_left", CHAT),
+    "chat.roles": ({"agent": "assistant"}, CHAT),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),
@@ -76,6 +85,12 @@ FREE: dict[str, Any] = {
     "data.validation": [{"sample": 20}],
     "data.cache_dir": None,
     "data.num_workers": 2,
+    "checks.max_broken": 0.1,
+    "checks.max_unsupervised": 0.9,
+    "checks.max_too_long": 0.9,
+    "checks.max_overlap": 0.9,
+    "checks.min_supervised": 0.001,
+    "checks.min_ended": 0.001,
     "batch.micro_size": 1,
     "length.steps": 77,
     "length.epochs": 3.0,
@@ -117,7 +132,7 @@ SEVERAL |= {"optim.args": {"optim.args", "optim.args.eps"}, "model.config": {"mo
 
 def reported(key: str) -> set[str]:
     """Under which names a difference is told."""
-    return {"data"} if key.split(".")[0] in ("data", "tokenizer", "source") else SEVERAL.get(key, {key})
+    return {"data"} if key.split(".")[0] in ("data", "tokenizer", "source", "chat") else SEVERAL.get(key, {key})
 
 
 def keys_of(section: Any, prefix: str = "") -> set[str]:
@@ -146,6 +161,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("train", 61), ("other", 51)):
         stories = [{"text": f" Story {i}. The Cat {i} sat.", "story": f"A dog {i} ran."} for i in range(count)]
         (made / f"{name}.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
+    talks = [{"question": f"q{i}", "other": f"o{i}", "answer": f"a{i}"} for i in range(61)]
+    (made / "chats.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (made / "other.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
     return made
 
 
@@ -165,6 +185,8 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         if section == "source":
             source[name] = value
+        elif key == "chat.template" and value != "plain":
+            tree["chat"] = {**(tree.get("chat") or {}), "template": str(folder / value)}
         elif section == "length":
             tree["length"] = {name: value}
         elif key == "data.cache_dir":

@@ -293,6 +293,18 @@ def test_dump_and_load_round_trip(
     assert load(file) == recipe
 
 
+def test_docs_say_of_every_key_what_its_docstring_says() -> None:
+    text = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    missing = []
+    for section in _sections():
+        for key, facts in section.model_fields.items():
+            meaning = " ".join((facts.description or "").split()).replace("|", "\\|")
+            row = rf"^\| `{key}` \|.*\| {re.escape(meaning)}"
+            if not re.search(row, text, re.MULTILINE) and section is not Recipe:
+                missing.append(f"{section.__name__}.{key}")
+    assert not missing
+
+
 def _sections() -> list[type[Section]]:
     return sorted(Section.__subclasses__(), key=lambda section: section.__name__)
 
@@ -381,7 +393,7 @@ def test_recipe_dry_run(file: Path, tmp_path: Path) -> None:
     more = [f"output.dir={tmp_path / 'run'}"]
     if recipe.model.name is not None:
         # What another run has made, or lies on the hub.
-        more += [f"model.name={SHARED / 'stories260K'}"]
+        more += [f"model.name={SHARED / 'stories260K'}", "data.sequence_length=512"]  # as many as it can
     code, output = run([sys.executable, "scripts/train.py", str(file), *more, "--dry-run"], env=environment())
     assert code == 0, output
     assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output

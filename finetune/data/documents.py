@@ -36,6 +36,8 @@ class Chosen(NamedTuple):
     copies: int
     """Times that it counts in an epoch, at least 1."""
     label: int | str | None
+    where: str
+    """File and line, for error messages."""
 
 
 def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
@@ -49,6 +51,8 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
     whole, part = divmod(corpus.weight, 1.0)
     held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
     for document in corpus.documents():
+        if corpus.form is not None and not document.text:
+            continue  # broken, and counted where it was read
         text = document.text.strip() if rules.strip else document.text
         text = text.lower() if rules.lowercase else text
         try:
@@ -65,4 +69,4 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
             copies += 1
         if copies:
             held_out = digest < held_below
-            yield Chosen(data, digest, held_out, 1 if held_out else copies, document.label)
+            yield Chosen(data, digest, held_out, 1 if held_out else copies, document.label, document.where)

@@ -7,10 +7,13 @@ and holds at most T pairs.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from finetune.data.masks import MaskFile
 
 Int64s = npt.NDArray[np.int64]
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -101,12 +104,26 @@ def fill(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Pac
     )
 
 
-def save(packed: Packed, folder: Path) -> dict[str, Any]:
-    """Writes the arrays to a folder and returns the rest as JSON-able facts, for `load` and for reports."""
+def save(packed: Packed, folder: Path, mask: "MaskFile | None" = None) -> dict[str, Any]:
+    """Writes the arrays to a folder and returns the rest as JSON-able facts, for `load` and for reports.
+
+    With a mask, how many targets each row has is written too: a step must know before it reads.
+    """
     for name in _ARRAYS:
         np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
     counts = {name: getattr(packed, name) for name in _COUNTS}
-    return {"rows": packed.num_rows, "pairs": int(packed.lengths.sum()), **counts}
+    pairs = targets = int(packed.lengths.sum())
+    if mask is not None:
+        of_segments = mask.counts(packed.starts, packed.lengths)
+        of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
+        np.save(folder / "targets.npy", of_rows, allow_pickle=False)
+        targets = int(of_rows.sum())
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **counts}
+
+
+def load_targets(folder: Path) -> Int64s:
+    """Targets of each row, as `save` has written them."""
+    return map_array(folder / "targets.npy")
 
 
 def load(folder: Path, facts: dict[str, Any]) -> Packed:

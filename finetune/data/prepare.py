@@ -6,17 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import packing, tokenizer, tokens
+from finetune.data.broken import Tolerance
 from finetune.data.cache import Cache, Entry
+from finetune.data.chat import ChatEncoder
+from finetune.data.checks import check
 from finetune.data.classes import ClassList
+from finetune.data.conversations import RecordForm
 from finetune.data.documents import Rules
 from finetune.data.encoding import Encoder
 from finetune.data.progress import documents_bar
-from finetune.data.report import DataReport, SourceReport, SplitReport
+from finetune.data.report import DataReport, SplitReport, split_report
 from finetune.data.rows import Classes, Rows
 from finetune.data.sources import Corpus, open_source
+from finetune.data.templates import find_template
 from finetune.errors import DataError
 from finetune.files import digest_of
 from finetune.recipe import DataSection, Recipe, Source
@@ -80,6 +86,7 @@ class _Preparation:
         self._labelled = recipe.task.name == "sequence_classification"
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
+        self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
 
     def run(self) -> PreparedData:
         began = time.monotonic()
@@ -96,6 +103,7 @@ class _Preparation:
         held_out = data.validation_fraction if data.train and not data.validation else 0.0
         train_corpora, train_rules = self._open(data.train), self._rules(held_out)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
+        self._encoder = self._find_encoder()
         self._wrapping = tokenizer.wrapping(self._tokenizer) if self._labelled else tokenizer.Wrapping((), ())
 
         train = validation = None
@@ -126,28 +134,40 @@ class _Preparation:
                 f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
                 "data.sequence_length."
             )
+        report = DataReport(
+            sequence_length=data.sequence_length,
+            packing=data.packing,
+            vocabulary=tokenizer.num_ids(self._tokenizer),
+            train=self._report(train) if train else None,
+            validation=self._report(validation, against=train) if validation else None,
+            seconds=time.monotonic() - began,
+            reused=self._reused,
+        )
+        check(report, self._recipe.checks)
         return PreparedData(
             train=train_rows,
             validation=validation_rows if validation_rows is not None and len(validation_rows) else None,
             tokenizer=self._tokenizer,
             num_labels=classes.count if classes else None,
             label_names=classes.names if classes else (),
-            report=DataReport(
-                sequence_length=data.sequence_length,
-                packing=data.packing,
-                vocabulary=tokenizer.num_ids(self._tokenizer),
-                train=self._report(train) if train else None,
-                validation=self._report(validation) if validation else None,
-                seconds=time.monotonic() - began,
-                reused=self._reused,
-            ),
+            report=report,
             digest=first.digest,
         )
 
     def _open(self, sources: Sequence[Source]) -> list[Corpus]:
-        return [open_source(source, labelled=self._labelled) for source in sources]
+        return [open_source(source, labelled=self._labelled, form=self._form(source)) for source in sources]
+
+    def _form(self, source: Source) -> RecordForm | None:
+        chat = self._recipe.chat
+        if chat is None:
+            return None
+        named = (source.format, source.fields, chat.roles, source.text_field)
+        return RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
 
     def _rules(self, held_out: float) -> Rules:
+        if self._recipe.chat is not None:
+            # What is hashed and kept is JSON, and what is said in it stays as it is.
+            return Rules(False, False, held_out, False)
         return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
@@ -188,26 +208,54 @@ class _Preparation:
         entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
         return tokenizer.open_folder(entry.folder)
 
-    def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> tuple[Entry, str]:
+    def _find_encoder(self) -> Encoder | ChatEncoder:
+        chat = self._recipe.chat
+        if chat is None:
+            return Encoder(self._tokenizer, num_workers=self._data.num_workers)
+        template = find_template(self._tokenizer, chat.template, chat.template_args)
+        if chat.template is not None:
+            # What is trained is what the saved tokenizer writes.
+            self._tokenizer.chat_template = template.text
+        return ChatEncoder(
+            self._tokenizer,
+            template,
+            chat,
+            row_length=self._data.sequence_length,
+            around=self._around(),
+            tolerance=self._tolerance,
+        )
+
+    def _around(self) -> tuple[int | None, int | None]:
+        """What goes before and behind a document of plain text."""
         # A classifier's special tokens go around the text when a batch is built, behind any truncation.
         bos = self._tokenizer.bos_token_id if self._data.add_bos and not self._labelled else None
         eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
+        return bos, eos
+
+    def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> tuple[Entry, str]:
+        # A template writes what goes around a conversation.
+        bos, eos = self._around() if self._recipe.chat is None else (None, None)
 
         def build(folder: Path) -> dict[str, Any]:
+            self._tolerance.reset()  # training a tokenizer has read the same records
             with documents_bar("tokenising", quiet=self._quiet) as advance:
-                return tokens.write(
+                counts = tokens.write(
                     folder,
                     corpora,
                     rules,
-                    Encoder(self._tokenizer, num_workers=self._data.num_workers),
+                    self._encoder,
                     num_ids=tokenizer.num_ids(self._tokenizer),
                     bos=bos,
                     eos=eos,
                     advance=advance,
                 )
+            return {**counts, "broken": dict(self._tolerance.counts), "first_broken": self._tolerance.first}
 
-        identity = tokenizer.identity(self._tokenizer)
-        digest = digest_of({"texts": self._key(corpora, rules), "tokenizer": identity, "bos": bos, "eos": eos})
+        key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos}
+        key["tokenizer"] = tokenizer.identity(self._tokenizer)
+        if isinstance(self._encoder, ChatEncoder):
+            key["chat"] = self._encoder.key()
+        digest = digest_of(key)
         return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
 
     def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:
@@ -241,13 +289,14 @@ class _Preparation:
                 packed = packing.pad(file.offsets, data.sequence_length, data.long_documents)
             else:
                 packed = packing.fill(file.offsets, data.sequence_length, data.long_documents)
-            return packing.save(packed, folder)
+            return packing.save(packed, folder, file.mask)
 
         digest = digest_of(key)
         return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
 
     def _token_file(self, entry: Entry, side: str) -> tokens.TokenFile:
-        return tokens.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled)
+        masked = self._recipe.chat is not None
+        return tokens.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> Rows:
         file = self._token_file(side.entry, side.side)
@@ -263,25 +312,23 @@ class _Preparation:
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
+            mask=file.mask,
+            row_targets=packing.load_targets(side.rows_entry.folder) if file.mask else None,
         )
 
-    def _report(self, side: _Side) -> SplitReport:
-        counts, made = side.counts, side.rows_entry.facts
-        places = made["rows"] * self._data.sequence_length
-        used = made["pairs"] + made["rows"] * sum(map(len, self._wrapping))
-        return SplitReport(
-            documents=counts["documents"],
-            tokens=counts["tokens"],
-            rows=made["rows"],
-            targets=used,
-            useful_share=used / places if places else 0.0,
-            empty=counts["empty"] + made["empty"],
-            duplicates=counts["duplicates"],
-            over_long=made["over_long"],
-            truncated=made["truncated"],
-            dropped=made["dropped"],
-            remainder_rows=made["remainder_rows"],
-            sources=tuple(SourceReport(**source) for source in counts["sources"]),
+    def _report(self, side: _Side, against: _Side | None = None) -> SplitReport:
+        own = self._token_file(side.entry, side.side).digests
+        shared = 0
+        if against is not None and against.entry is not side.entry:
+            shared = int(np.isin(own, self._token_file(against.entry, against.side).digests).sum())
+        return split_report(
+            side.entry.facts,
+            side.side,
+            side.rows_entry.facts,
+            row_length=self._data.sequence_length,
+            around=sum(map(len, self._wrapping)),
+            overlap=shared,
+            name_of=self._tokenizer.convert_ids_to_tokens,
         )
 
 

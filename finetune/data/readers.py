@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.conversations import RecordForm
 from finetune.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -18,6 +19,7 @@ class Document(NamedTuple):
     """A text as it was found."""
 
     text: str
+    """Of a conversation its JSON; empty where a broken one is left out."""
     label: int | str | None
     """None where no label was asked for."""
     where: str
@@ -30,6 +32,13 @@ class Fields(NamedTuple):
     text: str
     label: str | None
     """None where labels are not wanted."""
+    form: RecordForm | None = None
+    """How records become conversations; None where they are documents."""
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The fields that are read; None for all."""
+        return None if self.form else list(dict.fromkeys(name for name in (self.text, self.label) if name is not None))
 
 
 def read_file(path: Path, fields: Fields) -> Iterator[Document]:
@@ -58,6 +67,8 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     Raises:
         DataError: If a field is missing, the text is no text, or the label is no class.
     """
+    if fields.form is not None:
+        return Document(fields.form.read(record, where), None, where)
     if isinstance(record, str) and fields.label is None:
         return Document(record, None, where)
     if not isinstance(record, Mapping):
@@ -91,14 +102,21 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     Raises:
         DataError: Naming the fields that are there instead.
     """
+    if fields.form is not None:
+        return
     names = list(present)
     for key, field in (("text_field", fields.text), ("label_field", fields.label)):
         if field is not None and field not in names:
             raise DataError(
                 f"{where}: there is no field '{field}'; the fields are "
                 f"{', '.join(map(str, names)) or 'none'}. "
-                f"Name one of them as the source's `{key}`."
+                f"Name one of them as the source's `{key}`{_or_chat(names)}."
             )
+
+
+def _or_chat(names: Iterable[str]) -> str:
+    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
+    return ", or give the recipe a `chat` section if these are conversations" if spoken else ""
 
 
 def _read_txt(path: Path, fields: Fields) -> Iterator[Document]:
@@ -114,12 +132,12 @@ def _read_txt(path: Path, fields: Fields) -> Iterator[Document]:
         if line.strip() != END_OF_TEXT:
             lines.append(line.replace("\r\n", "\n"))
             continue
-        yield Document("".join(lines), None, f"{path}, line {first}")
+        yield document_of("".join(lines), fields, f"{path}, line {first}")
         lines.clear()
         first = number + 1
     rest = "".join(lines)
     if rest.strip():
-        yield Document(rest, None, f"{path}, line {first}")
+        yield document_of(rest, fields, f"{path}, line {first}")
 
 
 def _read_jsonl(path: Path, fields: Fields) -> Iterator[Document]:
@@ -251,9 +269,8 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         require_fields(file.schema_arrow.names, fields, str(path))
-        columns = [name for name in fields if name is not None]
         number = 0
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=fields.columns):
             for record in batch.to_pylist():
                 number += 1
                 yield document_of(record, fields, f"{path}, row {number}")

@@ -1,6 +1,7 @@
 """What the data turned out to be, for people and as JSON."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -11,6 +12,36 @@ class SourceReport:
     name: str
     documents: int
     tokens: int
+    format: str = ""
+    """Of conversations, how they are written."""
+
+
+@dataclass(frozen=True)
+class ChatReport:
+    """What is learned of conversations. Copies by weight are not counted."""
+
+    examples: int
+    """Conversations that are learned from."""
+    answers: int
+    """Their answers that are learned."""
+    supervised_share: float
+    """Tokens that are learned / all tokens."""
+    ended_share: float
+    """Examples whose last answer ends in a special token that is learned / `examples`."""
+    ends: dict[str, int]
+    """Which tokens these are, and of how many examples."""
+    unsupervised: int
+    """Conversations left out because nothing of them is learned."""
+    too_long: int
+    """Conversations left out because they are longer than a row."""
+    cut: int
+    """Conversations that lost turns or their end."""
+    answers_cut: int
+    """Answers that lost their end, or all of them."""
+    refused: int
+    """Conversations left out because the template refuses them."""
+    shared: int
+    """Answers whose first token holds a part of what comes before: at inference it is another token."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +56,7 @@ class SplitReport:
     targets: int
     """Inputs that carry a target; for classification the tokens that are read."""
     useful_share: float
-    """`targets` / (`rows` x `sequence_length`)."""
+    """Places that hold an input with a token behind it / (`rows` x `sequence_length`)."""
     empty: int
     """Documents that give nothing to learn from: no text, or a single token."""
     duplicates: int
@@ -39,6 +70,14 @@ class SplitReport:
     remainder_rows: int
     """Rows left out because they are incomplete."""
     sources: tuple[SourceReport, ...]
+    overlap: int = 0
+    """Validation documents that are training documents too."""
+    broken: dict[str, int] = field(default_factory=dict)
+    """Conversations left out because they are broken, by what is wrong with them."""
+    first_broken: str | None = None
+    """What is wrong with the first."""
+    chat: ChatReport | None = None
+    """None for documents."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +123,95 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         (split.truncated, "documents truncated"),
         (split.dropped, "documents left out as too long"),
         (split.remainder_rows, "incomplete rows left out"),
+        (split.overlap, "documents that are training documents too"),
+        *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
     ]
+    if split.chat is not None:
+        lines.append(_chat_line(split.chat))
+        notes += _chat_notes(split.chat)
     found = [f"{count:,} {what}" for count, what in notes if count]
     if found:
         lines.append(f"    {', '.join(found)}")
-    if len(split.sources) > 1:
-        lines.extend(f"    {s.name}: {s.documents:,} documents, {s.tokens:,} tokens" for s in split.sources)
+    if len(split.sources) > 1 or split.chat is not None:
+        lines.extend(
+            f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
+            for s in split.sources
+        )
     return lines
+
+
+def _chat_line(chat: ChatReport) -> str:
+    ends = ", ".join(f"{name!r} {count:,}" for name, count in chat.ends.items())
+    return (
+        f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
+        f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
+    )
+
+
+def _chat_notes(chat: ChatReport) -> list[tuple[int, str]]:
+    return [
+        (chat.unsupervised, "conversations left out (nothing to learn)"),
+        (chat.too_long, "conversations left out as too long"),
+        (chat.cut, "conversations cut"),
+        (chat.answers_cut, "answers cut"),
+        (chat.shared, "answers that begin inside a token of the prompt"),
+    ]
+
+
+def split_report(
+    facts: dict[str, Any],
+    side: str,
+    made: dict[str, Any],
+    *,
+    row_length: int,
+    around: int,
+    overlap: int,
+    name_of: Callable[[int], Any],
+) -> SplitReport:
+    """Puts a side's facts together.
+
+    Args:
+        facts: Of the token folder.
+        side: Of the split.
+        made: Facts of the rows.
+        row_length: T.
+        around: Special tokens around each document of a classifier.
+        overlap: Documents that are training documents too.
+        name_of: The text of a token.
+    """
+    counts = facts[side]
+    places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
+    chat = _chat_report(counts["chat"], counts["ends"], name_of) if counts["chat"] else None
+    # What was left out on purpose has no tokens either.
+    left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
+    # Records of a source belong to neither side before they are read: said once, with the training side.
+    own = side == "train"
+    return SplitReport(
+        documents=counts["documents"],
+        tokens=counts["tokens"],
+        rows=made["rows"],
+        targets=made["targets"] + made["rows"] * around,
+        useful_share=used / places if places else 0.0,
+        empty=counts["empty"] + made["empty"] - left_out,
+        duplicates=counts["duplicates"],
+        over_long=made["over_long"],
+        truncated=made["truncated"],
+        dropped=made["dropped"],
+        remainder_rows=made["remainder_rows"],
+        sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        overlap=overlap,
+        broken=facts["broken"] if own else {},
+        first_broken=facts["first_broken"] if own else None,
+        chat=chat,
+    )
+
+
+def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
+    return ChatReport(
+        examples=facts["examples"],
+        answers=facts["answers"],
+        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
+        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
+        ends={str(name_of(int(token))): count for token, count in ends.items()},
+        **{name: facts[name] for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "shared")},
+    )

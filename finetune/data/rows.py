@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from finetune.data.masks import MaskFile
 from finetune.data.packing import Int64s, Packed
 from finetune.data.tokenizer import Wrapping
 from finetune.data.tokens import Tokens
@@ -44,6 +45,10 @@ class Rows:
     """Whether batches are always T wide; else as wide as their longest row, in steps of 8."""
     classes: Classes | None = None
     """None for language modelling."""
+    mask: MaskFile | None = None
+    """Which tokens are targets; None where all are."""
+    row_targets: Int64s | None = None
+    """With a mask: targets of each row, (rows,)."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -51,12 +56,16 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         """Inputs that carry a target, over all rows."""
+        if self.row_targets is not None:
+            return int(self.row_targets.sum())
         return len(self) if self.classes is not None else int(self.packed.lengths.sum())
 
     def num_targets(self, rows: npt.NDArray[np.integer]) -> int:
         """Targets that `batch(rows)` holds, without reading it."""
         if self.classes is not None:
             return int(rows.size)
+        if self.row_targets is not None:
+            return int(self.row_targets[rows].sum())
         return int(self._widths[rows].sum())
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
@@ -67,7 +76,7 @@ class Rows:
 
         Returns:
             For language modelling `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the
-            token that follows the input, -100 where there is none. Where documents share rows also
+            token that follows the input, -100 where there is none or it is not learned. Where documents share rows also
             `position_ids`, which restart at each document and at the padding. There is no attention mask: it
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
@@ -88,6 +97,8 @@ class Rows:
         targets = np.full(rows.size * width, IGNORED, np.int64)
         inputs[place] = self.tokens[source]
         targets[place] = self.tokens[source + 1]
+        if self.mask is not None:
+            targets[place[~self.mask[source + 1]]] = IGNORED
         batch = {"input_ids": inputs, "targets": targets}
         if self.restarts:
             batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()

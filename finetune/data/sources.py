@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.data.conversations import RecordForm
 from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
 from finetune.data.sample import GENERATOR_VERSION, stories
 from finetune.errors import DataError
@@ -29,6 +30,8 @@ class Corpus:
     """Changes when the documents change, and not with where the files lie."""
     _read: Callable[[], Iterator[Document]]
     _limit: int | None
+    form: RecordForm | None = None
+    """How records become conversations; None where they are documents."""
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.
@@ -39,13 +42,18 @@ class Corpus:
         return itertools.islice(self._read(), self._limit)
 
 
-def open_source(source: Source, *, labelled: bool) -> Corpus:
+def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None) -> Corpus:
     """Finds what a source names and fingerprints it; reads no documents yet.
+
+    Args:
+        source: Of the recipe.
+        labelled: Whether documents have classes.
+        form: How records become conversations, if they do.
 
     Raises:
         DataError: If there is no such source, or it is in no known format.
     """
-    fields = Fields(source.text_field, source.label_field if labelled else None)
+    fields = Fields(source.text_field, source.label_field if labelled else None, form)
     if source.sample is not None:
         count = source.sample
         content: Any = {"sample": count, "version": GENERATOR_VERSION}
@@ -58,8 +66,9 @@ def open_source(source: Source, *, labelled: bool) -> Corpus:
         assert source.hub is not None
         name = source.hub
         content, read = _open_hub(source, source.hub, fields)
-    fingerprint = {"content": content, "fields": list(fields), "weight": source.weight, "limit": source.limit}
-    return Corpus(name, source.weight, fingerprint, read, source.limit)
+    taken = form.fingerprint() if form else [fields.text, fields.label]
+    fingerprint = {"content": content, "fields": taken, "weight": source.weight, "limit": source.limit}
+    return Corpus(name, source.weight, fingerprint, read, source.limit, form)
 
 
 Opened = tuple[Any, Callable[[], Iterator[Document]]]
@@ -132,7 +141,7 @@ def _open_hub(source: Source, name: str, fields: Fields) -> Opened:
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
     require_fields(dataset.column_names, fields, name)
-    columns = [field for field in dict.fromkeys(fields) if field is not None]
+    columns = fields.columns or list(dataset.column_names)
     number = 0
     for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
         for values in zip(*(batch[column] for column in columns), strict=True):

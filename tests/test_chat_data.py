@@ -1,0 +1,510 @@
+"""Conversations from recipe to rows: packed with masked targets, counted exactly, reported and refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import CHATML, STYLES, THINKING, example, learned, talk, tokenizer
+from chats import unmarked as without_marks
+from harness import ROOT, SHARED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune import cli, tasks
+from finetune import recipe as recipes
+from finetune.data import IGNORED, PreparedData, Rows, prepare
+from finetune.data.masks import MaskFile, pack
+from finetune.data.templates import PLAIN
+from finetune.errors import DataError, RecipeError
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+FASTCHAT = {"path": str(SHARED / "instruct" / "fastchat_dummy_conversation.json")}
+GSM8K = {"path": str(SHARED / "instruct" / "gsm8k_train.jsonl"), "limit": 300}
+SEEDS = {
+    "path": str(SHARED / "instruct" / "self_instruct_seed_tasks.jsonl"),
+    "fields": {"user": "instruction", "input": "instances.0.input", "assistant": "instances.0.output"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a template of its own, and templates as files."""
+    made = tmp_path_factory.mktemp("chats")
+    reader = tokenizer()
+    reader.chat_template = CHATML
+    reader.save_pretrained(str(made / "tokenizer"))
+    for name, (template, _) in STYLES.items():
+        (made / f"{name}.jinja").write_text(template)
+        (made / f"{name}_unmarked.jinja").write_text(without_marks(template))
+    (made / "thinking.jinja").write_text(without_marks(THINKING))
+    return made
+
+
+def recipe(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **keys: Any) -> recipes.Recipe:
+    checks, seed = keys.pop("checks", {}), keys.pop("tokenizer", str(folder / "tokenizer"))
+    tree = {
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"name": seed} if isinstance(seed, str) else seed,
+        "chat": {} if chat is None else chat,
+        "checks": checks,
+        "data": {
+            "train": sources,
+            "validation_fraction": 0.0,
+            "sequence_length": 512,
+            "cache_dir": str(folder / "cache"),
+            **keys,
+        },
+        "length": {"steps": 1},
+    }
+    return recipes.validate(tree)
+
+
+def prepared(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **keys: Any) -> PreparedData:
+    return prepare(recipe(folder, sources, chat, **keys), quiet=True)
+
+
+def train(data: PreparedData) -> Rows:
+    assert data.train is not None
+    return data.train
+
+
+def written(path: Path, conversations: list[list[tuple[str, str]] | dict[str, Any]]) -> dict[str, Any]:
+    records = [
+        {"messages": [{"role": role, "content": text} for role, text in c]} if isinstance(c, list) else c
+        for c in conversations
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"path": str(path)}
+
+
+def pairs(number: int) -> list[Any]:
+    return [[("user", f"What is {n}?"), ("assistant", f"The answer is {n * n}.")] for n in range(number)]
+
+
+def learned_runs(data: PreparedData, rows: Rows) -> list[str]:
+    """What the batches teach, run by run; a new document begins a new run."""
+    found = []
+    for row in range(len(rows)):
+        batch = {name: values[0].tolist() for name, values in rows.batch(np.array([row])).items()}
+        run: list[int] = []
+        for target in [*batch["targets"], IGNORED]:
+            if target != IGNORED:
+                run.append(target)
+            elif run:
+                found.append(data.tokenizer.decode(run))
+                run = []
+    return found
+
+
+def refusal(*arguments: Any, **keys: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prepared(*arguments, **keys)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+# ---------------------------------------------------------------- rows
+
+
+@needs_shared
+@pytest.mark.parametrize("style", [*STYLES, "chatml_unmarked"])
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_rows_teach_the_answers_and_their_ends(folder: Path, style: str, packing: str) -> None:
+    """Of 500 real conversations, and nothing else."""
+    data = prepared(folder, [FASTCHAT], {"template": str(folder / f"{style}.jinja")}, packing=packing)
+    records = json.loads(Path(FASTCHAT["path"]).read_text())
+    spoken = STYLES[style.removesuffix("_unmarked")][1]
+    expected = [spoken(t["value"]) for record in records for t in record["conversations"] if t["from"] == "gpt"]
+    assert sorted(learned_runs(data, train(data))) == sorted(expected)
+
+
+@needs_shared
+@pytest.mark.parametrize("source", [FASTCHAT, GSM8K, SEEDS], ids=["sharegpt", "pairs", "nested"])
+def test_targets_are_counted_without_reading_them(folder: Path, source: dict[str, Any]) -> None:
+    totals = set()
+    for packing in ("documents", "padded"):
+        data = prepared(folder, [source], {"template": "plain"}, packing=packing, sequence_length=1024)
+        rows, report = train(data), data.report.train
+        chosen = np.arange(len(rows))
+        batch = rows.batch(chosen)
+        assert rows.num_targets(chosen) == int((batch["targets"] != IGNORED).sum()) == rows.num_tokens
+        for row in chosen[:20]:
+            alone = rows.batch(np.array([row]))
+            assert rows.num_targets(np.array([row])) == int((alone["targets"] != IGNORED).sum()) > 0
+        assert report is not None
+        assert report.targets == rows.num_tokens
+        assert report.chat is not None
+        assert report.targets == pytest.approx(report.chat.supervised_share * report.tokens)
+        totals.add((rows.num_tokens, report.tokens, report.chat.examples))
+    assert len(totals) == 1, "packing moves rows, not what is learned"
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=25),
+    packing=st.sampled_from(["documents", "padded"]),
+    weight=st.sampled_from([1.0, 2.0]),
+)
+def test_packed_rows_have_the_targets_of_their_examples(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, lengths: list[Any], packing: str, weight: float
+) -> None:
+    talks = [(f"{n} " + "what " * asked, "the answer " * told) for n, (asked, told) in enumerate(lengths)]
+    place = tmp_path_factory.mktemp("talks")
+    source = written(place / "a.jsonl", [[("user", a.strip()), ("assistant", b.strip())] for a, b in talks])
+    data = prepared(
+        folder, [{**source, "weight": weight}], packing=packing, sequence_length=400, cache_dir=str(place / "cache")
+    )
+    examples = [example(talk(a.strip(), b.strip()), CHATML) for a, b in talks]
+    assert train(data).num_tokens == weight * sum(made.facts.supervised for made in examples)
+    expected = [run for made in examples for run in learned(made)] * int(weight)
+    assert sorted(learned_runs(data, train(data))) == sorted(expected)
+
+
+def test_documents_in_a_row_are_apart(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(20))])
+    batch = train(data).batch(np.arange(len(train(data))))
+    starts = (batch["position_ids"] == 0) & (batch["input_ids"] == tokenizer().convert_tokens_to_ids("<|im_start|>"))
+    assert int(starts.sum()) == 20
+    # The token behind a document's last input is its own, and its first token is nobody's target.
+    assert "<|im_start|>" not in "".join(learned_runs(data, train(data)))
+
+
+def test_the_mask_is_a_bit_a_token(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(200))], cache_dir=str(tmp_path / "cache"))
+    (mask,) = (tmp_path / "cache").glob("tokens-*/train.mask")
+    assert data.report.train is not None
+    assert mask.stat().st_size == -(-data.report.train.tokens // 8)
+    assert not list((tmp_path / "cache").glob("tokens-*/*.loose"))
+
+
+@given(bits=st.lists(st.booleans(), min_size=2, max_size=100), data=st.data())
+def test_mask_file(tmp_path_factory: pytest.TempPathFactory, bits: list[bool], data: Any) -> None:
+    place = tmp_path_factory.mktemp("mask")
+    (place / "loose").write_bytes(np.array(bits, np.bool_).tobytes())
+    pack(place / "loose", place / "mask")
+    mask = MaskFile(place / "mask")
+    assert mask[np.arange(len(bits))].tolist() == bits
+    start = data.draw(st.integers(0, len(bits) - 2))
+    length = data.draw(st.integers(1, len(bits) - 1 - start))
+    counted = mask.counts(np.array([start, 0]), np.array([length, len(bits) - 1]))
+    assert counted.tolist() == [sum(bits[start + 1 : start + length + 1]), sum(bits[1:])]
+
+
+def test_the_loss_is_over_learned_tokens_only(folder: Path, tmp_path: Path) -> None:
+    data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(10))])
+    rows = np.arange(len(train(data)))
+    batch = train(data).batch(rows)
+
+    def network(**_: Any) -> Any:
+        return type("Output", (), {"logits": torch.zeros(*batch["targets"].shape, len(tokenizer()))})
+
+    loss = tasks.CAUSAL_LM.loss_sum(network, batch)  # type: ignore[arg-type]
+    assert loss.item() / train(data).num_targets(rows) == pytest.approx(np.log(len(tokenizer())), rel=1e-5)
+
+
+def test_padding_that_is_the_end_token_leaves_ends_learned(folder: Path, tmp_path: Path) -> None:
+    reader = tokenizer()
+    place = tmp_path / "same"
+    reader.save_pretrained(str(place))
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "</s>"}))
+    source = written(tmp_path / "a.jsonl", pairs(5))
+    data = prepared(folder, [source], {"template": "plain"}, tokenizer=str(place), packing="padded")
+    assert data.tokenizer.pad_token_id == data.tokenizer.eos_token_id
+    assert [text.endswith("</s>") for text in learned_runs(data, train(data))] == [True] * 5
+    assert train(data).num_tokens == sum(
+        len(data.tokenizer(text)["input_ids"]) for text in learned_runs(data, train(data))
+    )
+
+
+def test_text_beside_conversations(folder: Path, tmp_path: Path) -> None:
+    """All of a text is learned; a long one goes on in another row."""
+    (tmp_path / "a.txt").write_text("what is the answer " * 100)
+    sources = [{"path": str(tmp_path / "a.txt")}, written(tmp_path / "a.jsonl", pairs(3))]
+    data = prepared(folder, sources, sequence_length=100)
+    runs = learned_runs(data, train(data))
+    assert sum("The answer is" in run for run in runs) == 3
+    assert data.report.train is not None
+    assert data.report.train.over_long == 1
+    assert [source.format for source in data.report.train.sources] == ["text", "messages"]
+    assert "".join(run for run in runs if "The answer" not in run).count("answer") >= 98
+
+
+def test_a_tokenizer_is_trained_on_what_is_said(folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", pairs(50))
+    data = prepared(folder, [source], {"template": "plain"}, tokenizer={"vocab_size": 300})
+    assert "messages" not in json.dumps(data.tokenizer.get_vocab())
+    assert len(data.tokenizer.tokenize("The answer is")) < len("The answer is") / 2
+    # What is saved with the model is what it was trained with.
+    assert data.tokenizer.chat_template == PLAIN
+
+
+# ---------------------------------------------------------------- report and checks
+
+
+def test_the_report_counts(folder: Path, tmp_path: Path) -> None:
+    long = [("user", "what"), ("assistant", "the answer " * 200)]
+    silent = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}
+    source = written(tmp_path / "a.jsonl", [*pairs(6), *pairs(1), long, silent, [("user", "nobody answers")]])
+    data = prepared(folder, [source], sequence_length=100)
+    report = data.report.train
+    assert report is not None
+    assert report.chat is not None
+    assert (report.documents, report.duplicates, report.empty) == (7, 1, 0)
+    assert (report.chat.examples, report.chat.answers, report.chat.too_long, report.chat.unsupervised) == (7, 7, 1, 2)
+    assert report.chat.ends == {"<|im_end|>": 7}
+    text = "\n".join(data.report.lines())
+    for part in (
+        "7 examples",
+        "100.0% end in",
+        "1 conversations left out as too long",
+        "2 conversations left out (nothing",
+    ):
+        assert part in text
+    assert json.loads(json.dumps(data.report.to_dict()))["train"]["chat"]["examples"] == 7
+    # The same from the cache.
+    again = prepared(folder, [source], sequence_length=100).report
+    assert again.reused
+    assert again.train == report
+
+
+def test_too_long(folder: Path, tmp_path: Path) -> None:
+    turns = [("user", "what is"), ("assistant", "the answer " * 10)]
+    source = written(
+        tmp_path / "a.jsonl", [[("system", "Hello"), *turns * 4], turns, [turns[0], ("assistant", "a " * 90)]]
+    )
+    found = {}
+    for too_long in ("drop", "cut_left", "cut_right"):
+        data = prepared(folder, [source], {"too_long": too_long}, sequence_length=100)
+        assert data.report.train is not None
+        chat = data.report.train.chat
+        assert chat is not None
+        found[too_long] = (chat.examples, chat.too_long, chat.cut, chat.answers_cut > 0)
+        assert data.report.train.over_long == 0
+    assert found == {"drop": (1, 2, 0, False), "cut_left": (2, 1, 1, False), "cut_right": (3, 0, 2, True)}
+
+
+@pytest.mark.parametrize(
+    ("chat", "checks", "says"),
+    [
+        ({}, {"min_supervised": 0.9}, "% of the tokens are learned, and checks.min_supervised is 0.9"),
+        ({}, {"max_too_long": 0.05}, "1 of 7 documents are longer than a row, and checks.max_too_long is 0.05"),
+        ({}, {"max_unsupervised": 0.0}, "1 of 7 conversations hold nothing to learn, and checks.max_unsupervised is 0"),
+        ({}, {"max_overlap": 0.5}, "validation: 3 of 4 documents are training documents too"),
+        ({"template": "no_end"}, {"min_ended": 1.0}, "0.0% of the examples end in a special token that is learned"),
+    ],
+)
+def test_checks(folder: Path, tmp_path: Path, chat: Any, checks: Any, says: str) -> None:
+    if chat:
+        chat = {"template": str(tmp_path / "no_end.jinja")}
+        bare = CHATML.replace(
+            "message.content + '<|im_end|>' }}{% endgeneration %}", "message.content }}{% endgeneration %}"
+        )
+        assert bare != CHATML
+        (tmp_path / "no_end.jinja").write_text(bare)
+    long = [("user", "what"), ("assistant", "the answer " * 200)]
+    sources = [written(tmp_path / "a.jsonl", [*pairs(5), long, [("user", "nobody")]])]
+    other = [written(tmp_path / "b.jsonl", [*pairs(3), [("user", "no"), ("assistant", "yes")]])]
+    prepared(folder, sources, chat, validation=other, sequence_length=100)
+    assert says in refusal(folder, sources, chat, checks=checks, validation=other, sequence_length=100)
+
+
+def test_overlap_of_texts_is_counted_too(tmp_path: Path) -> None:
+    for name, numbers in (("a", range(5)), ("b", range(3, 9))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"Story {n}."}) + "\n" for n in numbers))
+    tree = {
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocab_size": 270},
+        "data": {
+            "train": [{"path": str(tmp_path / "a.jsonl")}],
+            "validation": [{"path": str(tmp_path / "b.jsonl")}],
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "length": {"steps": 1},
+    }
+    data = prepare(recipes.validate(tree), quiet=True)
+    assert data.report.validation is not None
+    assert data.report.validation.overlap == 2
+    assert "2 documents that are training documents too" in "\n".join(data.report.lines())
+
+
+BROKEN: list[Any] = [
+    [("narrator", "x")],
+    [("user", "a"), ("assistant", "")],
+    {"other": 1},
+    [("system", "a"), ("system", "b"), ("user", "a"), ("assistant", "b")],
+]
+
+
+def test_broken_conversations(folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", [*pairs(6), *BROKEN])
+    assert "a.jsonl, line 7, turn 1: the role is 'narrator'" in refusal(folder, [source])
+    data = prepared(folder, [source], checks={"max_broken": 0.5})
+    assert data.report.train is not None
+    assert data.report.train.broken == {"unknown role": 1, "empty answer": 1, "missing field": 1, "system turns": 1}
+    assert "1 conversations left out (empty answer)" in "\n".join(data.report.lines())
+    assert data.report.train.documents == 6
+    for bound in (0.3, 0.0):  # the second one finds the rows in the cache
+        said = refusal(folder, [source], checks={"max_broken": bound})
+        assert "4 of 10 conversations are broken (1 unknown role, 1 empty answer, 1 missing field" in said
+        assert "line 7, turn 1: the role is 'narrator'" in said
+
+
+def test_broken_conversations_are_counted_once(folder: Path, tmp_path: Path) -> None:
+    """Though training a tokenizer reads them first, and validation has its own."""
+    sources = [[written(tmp_path / f"{name}.jsonl", [*pairs(6), BROKEN[number]])] for number, name in enumerate("ab")]
+    keys: dict[str, Any] = {"tokenizer": {"vocab_size": 300}, "checks": {"max_broken": 0.5}, "validation": sources[1]}
+    report = prepared(folder, sources[0], {"template": "plain"}, **keys).report
+    assert report.train is not None
+    assert report.validation is not None
+    assert report.train.broken == {"unknown role": 1}
+    assert report.validation.broken == {"empty answer": 1}
+
+
+def test_what_the_template_refuses_is_broken(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('No tools first') }}{% endif %}\n" + CHATML
+    )
+    source = written(tmp_path / "a.jsonl", [*pairs(6), [("tool", "x"), ("assistant", "a")]])
+    chat = {"template": str(template)}
+    said = refusal(folder, [source], chat)
+    assert "a.jsonl, line 7: the chat template" in said
+    assert "refuses this conversation: No tools first. Its roles are tool, assistant." in said
+    data = prepared(folder, [source], chat, checks={"max_broken": 0.2})
+    assert data.report.train is not None
+    assert data.report.train.broken == {"refused by the template": 1}
+    assert data.report.train.empty == 0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_all_labels_masked(folder: Path, tmp_path: Path) -> None:
+    silent = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}
+    said = refusal(folder, [written(tmp_path / "a.jsonl", [silent] * 3)])
+    assert "3 conversations have no token that is learned (all labels are masked)" in said
+    nowhere = tmp_path / "nowhere.jinja"
+    nowhere.write_text(CHATML.replace("message.content + '<|im_end|>' }}{% endgeneration", "'' }}{% endgeneration"))
+    said = refusal(folder, [written(tmp_path / "b.jsonl", pairs(4))], {"template": str(nowhere)})
+    assert "4 conversations have no token that is learned" in said
+
+
+def test_a_syntax_error_has_its_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jinja").write_text("{% for m in messages %}\n{{ m.content }}\n{% endfr %}\n")
+    said = refusal(folder, [written(tmp_path / "a.jsonl", pairs(2))], {"template": str(tmp_path / "bad.jinja")})
+    assert f"The chat template ({tmp_path / 'bad.jinja'}) has a syntax error in line 3: " in said
+    assert "The line is `{% endfr %}`." in said
+
+
+def test_no_template(folder: Path, tmp_path: Path) -> None:
+    reader = tokenizer()
+    reader.chat_template = None
+    reader.save_pretrained(str(tmp_path / "bare"))
+    source = written(tmp_path / "a.jsonl", pairs(2))
+    said = refusal(folder, [source], tokenizer=str(tmp_path / "bare"))
+    assert "has no chat template. Set chat.template to a Jinja file, or to `plain`" in said
+    assert "cannot be read: No such file" in refusal(folder, [source], {"template": "nope.jinja"})
+
+
+def test_a_template_that_rewrites_history(folder: Path, tmp_path: Path) -> None:
+    thoughts = [("user", "a"), ("assistant", "<think>x</think>y"), ("user", "b"), ("assistant", "<think>x</think>z")]
+    source = written(tmp_path / "a.jsonl", [thoughts])
+    template = {"template": str(folder / "thinking.jinja")}
+    assert "a.jsonl, line 1, turn 2: the chat template" in refusal(folder, [source], template)
+    data = prepared(folder, [source], {**template, "train_on": "last"})
+    assert learned_runs(data, train(data)) == ["<think>x</think>z<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"data": {"packing": "wrapped"}}, "`wrapped` cuts through conversations"),
+        ({"data": {"lowercase": True}}, "data.lowercase: conversations are read as they are written"),
+        ({"task": {"name": "sequence_classification"}}, "a classifier reads no conversations"),
+        ({"chat": None, "data": {"train": [{"sample": 3, "format": "alpaca"}]}}, "add `chat: {}`"),
+        ({"chat": {"roles": {"x": "narrator"}}}, "'system', 'user', 'assistant' or 'tool', got \"narrator\""),
+    ],
+)
+def test_recipes_that_cannot_be(folder: Path, tree: dict[str, Any], says: str) -> None:
+    whole = recipe(folder, [{"sample": 3}]).model_dump(mode="json")
+    for key, value in tree.items():
+        whole[key] = {**whole[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(RecipeError, match=says.replace("{", r"\{")):
+        recipes.validate(whole)
+
+
+# ---------------------------------------------------------------- cache
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chat": {"template": "plain"}},
+        {"chat": {"template_args": {"x": 1}}},
+        {"chat": {"train_on": "last"}},
+        {"chat": {"end_token": "add"}},
+        {"chat": {"too_long": "cut_left"}},
+        {"chat": {"roles": {"x": "user"}}},
+        {"sequence_length": 256},
+    ],
+)
+def test_what_shapes_rows_makes_others(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    source = written(tmp_path / "a.jsonl", pairs(4))
+    keys = {key: value for key, value in change.items() if key != "chat"}
+    one = prepared(folder, [source])
+    assert prepared(folder, [source], checks={"max_overlap": 0.1}).digest == one.digest
+    assert prepared(folder, [source], change.get("chat"), **keys).digest != one.digest
+
+
+def test_another_template_in_the_same_file(folder: Path, tmp_path: Path) -> None:
+    file, source = tmp_path / "t.jinja", written(tmp_path / "a.jsonl", pairs(4))
+    file.write_text(CHATML)
+    one = prepared(folder, [source], {"template": str(file)})
+    assert prepared(folder, [source]).digest == one.digest, "the tokenizer's own says the same"
+    file.write_text(CHATML.replace("assistant\\n", "assistant: "))
+    assert prepared(folder, [source], {"template": str(file)}).digest != one.digest
+
+
+# ---------------------------------------------------------------- what people see
+
+
+def test_show(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written(tmp_path / "a.jsonl", pairs(4))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipes.dump(recipe(folder, [source], packing="padded")))
+    assert cli.main(["data", str(file), "--show", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if "<|im_start|>" in line]
+    assert len(shown) == 2
+    assert shown[0].startswith("<|im_start|>|")
+    assert shown[0].endswith("[<|im_end|>]\\n|")
+    inside = "".join(part.split("]")[0] for part in shown[0].split("[")[1:])
+    assert inside == "The answer is 0.<|im_end|>"
+    assert any(line.startswith("example 1: ") and line.endswith("learned") for line in lines)
+
+
+def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
+    from finetune.data.show import examples
+
+    data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(2))])
+    _, _, line = list(examples(data, 1, coloured=True))
+    green = "".join(line.plain[span.start : span.end] for span in line.spans if "green" in str(span.style))
+    assert green == "The answer is 0.<|im_end|>"
+
+
+def test_the_command_line_says_one_paragraph(folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", BROKEN[:1])
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipes.dump(recipe(folder, [source])))
+    code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "data", str(file)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == cli.USER_ERROR
+    assert "Traceback" not in done.stderr
+    assert "the role is 'narrator'" in done.stderr
