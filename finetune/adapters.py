@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Head = Literal["causal_lm", "sequence_classification"]
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
-_LINEAR = ("Linear", "Conv1D")
+_LINEAR = ("Linear", "Conv1D", "Linear4bit")
 
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune import adapters
+from finetune import adapters, quantization
 from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
@@ -178,7 +178,9 @@ def _config_from_name(section: ModelSection) -> PretrainedConfig:
 
 
 def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
-    """A network in fp32 in training mode: pretrained weights, or random ones drawn from `recipe.seed`.
+    """A network in training mode, in fp32, its linear weights quantised if the recipe says so.
+
+    Its weights are pretrained, or random ones drawn from `recipe.seed`.
 
     Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
 
@@ -197,12 +199,14 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
                 config=config,
                 revision=section.revision,
                 trust_remote_code=section.trust_remote_code,
+                quantization_config=quantization.loading_config(recipe),
                 **options,
             )
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(
             f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
         ) from error
+    quantization.quantise(network, recipe)
     whole: nn.Module = adapters.attach(network, recipe, head)
     if section.gradient_checkpointing:
         if not network.supports_gradient_checkpointing:
