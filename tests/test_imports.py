@@ -27,14 +27,15 @@ ALLOWED: dict[str, set[str]] = {
     "backend": {"errors", "recipe"},
     "data": {"errors", "files", "recipe"},
     "adapters": {"errors", "recipe"},
-    "models": {"adapters", "errors", "recipe"},
+    "quantization": {"recipe"},
+    "models": {"adapters", "errors", "quantization", "recipe"},
     "optim": {"errors", "recipe"},
     "tasks": {"adapters", "data", "errors", "models", "optim", "recipe"},
     "evaluate": {"backend", "tasks"},
     "generate": {"backend", "recipe", "tasks"},
     "checkpoint": {"backend", "errors", "files"},
     "export": {"adapters", "backend", "errors", "models"},
-    "metrics": {"backend", "files"},
+    "metrics": {"backend", "files", "quantization"},
     "rundir": {"backend", "errors", "files", "recipe"},
     "length": {"errors", "recipe", "tasks"},
     "identity": {"errors", "files", "length", "recipe", "tasks"},
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "metrics",
         "models",
         "optim",
+        "quantization",
         "recipe",
         "rehearsal",
         "resume",
@@ -173,7 +175,7 @@ def test_who_imports_what_is_special() -> None:
         return {name_of(f) for f in FILES if any(n.split(".")[0] == library for n in imported(tree_of(f)))}
 
     assert importers("peft") <= {"adapters"}
-    assert importers("bitsandbytes") <= {"models"}
+    assert importers("bitsandbytes") <= {"quantization"}
     assert importers("deepspeed") <= {"backend"}
     assert importers("accelerate") <= {"backend", "launcher"}
 
