@@ -188,24 +188,7 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    options = {"dtype": torch.float32, "attn_implementation": section.attention}
-    torch.manual_seed(recipe.seed)
-    try:
-        if section.name is None:
-            network = _AUTO[head].from_config(config, **options)
-        else:
-            network = _AUTO[head].from_pretrained(
-                section.name,
-                config=config,
-                revision=section.revision,
-                trust_remote_code=section.trust_remote_code,
-                quantization_config=quantization.loading_config(recipe),
-                **options,
-            )
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(
-            f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
-        ) from error
+    network = plain(recipe, config, head, loading=quantization.loading_config(recipe))
     quantization.quantise(network, recipe)
     whole: nn.Module = adapters.attach(network, recipe, head)
     if section.gradient_checkpointing:
@@ -214,6 +197,46 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
         # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
         network.activation_checkpointing_enable({"use_reentrant": False})
     return whole.train()
+
+
+def plain(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    head: Head,
+    *,
+    dtype: torch.dtype = torch.float32,
+    loading: Any | None = None,
+) -> PreTrainedModel:
+    """The network that a recipe starts from, without adapters.
+
+    Args:
+        dtype: Of its weights. In the one that they are stored in they are mapped from their files, not copied.
+        loading: How to quantise weights as they are read; None leaves them as they are.
+
+    Raises:
+        RecipeError: If weights are missing or the architecture cannot do what is asked.
+    """
+    section = recipe.model
+    options = {"dtype": dtype, "attn_implementation": section.attention}
+    torch.manual_seed(recipe.seed)
+    try:
+        network: PreTrainedModel
+        if section.name is None:
+            network = _AUTO[head].from_config(config, **options)
+        else:
+            network = _AUTO[head].from_pretrained(
+                section.name,
+                config=config,
+                revision=section.revision,
+                trust_remote_code=section.trust_remote_code,
+                quantization_config=loading,
+                **options,
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(
+            f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
+        ) from error
+    return network
 
 
 def skeleton(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
