@@ -158,6 +158,7 @@ def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     with torch.no_grad(), warnings.catch_warnings():
         # peft says of each module that it was merged already.
         warnings.simplefilter("ignore")
+        module: Any
         for module in network.modules():
             if hasattr(module, "lora_A") and hasattr(module, "merge"):
                 weight = module.get_base_layer().weight
@@ -207,7 +208,9 @@ def describe_adapter(source: Path, folder: Path, *, base: str, revision: str | N
     try:
         config = PeftConfig.from_pretrained(str(source))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step.") from error
+        raise CheckpointError(
+            f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step."
+        ) from error
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     config.save_pretrained(str(folder))
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from finetune import __version__, parent
+from finetune.artefacts import verbs as verbs_of_artefacts
 from finetune.errors import FinetuneError
 from finetune.hub import go_offline_if_unreachable
 from finetune.recipe import dump, json_schema, load
@@ -58,19 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("audit", help="prove from a run's ledger that each row of each epoch was used exactly once")
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
-    verb = verbs.add_parser("export", help="write a run's adapter or merged model, and prove that it is what was trained")
-    verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
-    verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
-    verb.add_argument("--to", metavar="DIR", help="the new folder; RUN/exports/KIND if left out")
-    verb.add_argument("--step", type=int, help="the checkpoint's step; the last one if left out")
-    verb.add_argument("--base", help="where the base lies now, if not where the recipe says")
-    verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
-    verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
+    verbs_of_artefacts.add(verbs)
     verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
     verbs.add_parser("ops", help="build native ops ahead of the first run that needs them")
     parsed = parser.parse_args(arguments)
     run = {"launch": _launch, "data": _data, "show": _show, "audit": _audit, "schema": _schema, "ops": _ops}
-    run["export"] = _export
+    for name in ("export", "generate", "evaluate"):
+        run["eval" if name == "evaluate" else name] = _artefacts(getattr(verbs_of_artefacts, name))
     return _guarded(run[parsed.verb], parsed)
 
 
@@ -254,19 +249,15 @@ def _audit(parsed: argparse.Namespace) -> int:
     return 0 if found.holds else 1
 
 
-def _export(parsed: argparse.Namespace) -> None:
-    go_offline_if_unreachable()
-    from finetune.artefacts.write import export
-    from finetune.quiet import silence_libraries
+def _artefacts(verb: Callable[[argparse.Namespace, Callable[[str], None]], None]) -> Callable[..., None]:
+    def run(parsed: argparse.Namespace) -> None:
+        go_offline_if_unreachable()
+        from finetune.quiet import silence_libraries
 
-    silence_libraries()
-    to = Path(parsed.to) if parsed.to else None
-    options = {"to": to, "step": parsed.step, "base": parsed.base, "shard_size": parsed.shard_size}
-    export(Path(parsed.run), parsed.kind, _say, **options)
+        silence_libraries()
+        verb(parsed, lambda text: print(text, end="", flush=True))
 
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+    return run
 
 
 def _schema(parsed: argparse.Namespace) -> None:

@@ -22,7 +22,9 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         from peft import PeftModel
 
         more = {"num_labels": ask["num_labels"]} if ask["num_labels"] is not None else {}
-        base, told = auto.from_pretrained(ask["base"], revision=ask["revision"], output_loading_info=True, **more, **options)
+        base, told = auto.from_pretrained(
+            ask["base"], revision=ask["revision"], output_loading_info=True, **more, **options
+        )
         if ask["dequantize"]:
             base = base.dequantize()
         # A classifier's head is in the adapter, not in its base.

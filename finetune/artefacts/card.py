@@ -61,7 +61,9 @@ def _licence(base_folder: Path | None) -> dict[str, Any]:
 
 def _origin(source: Source, kind: str) -> str:
     recipe = source.recipe
-    base = f"`{recipe.model.name}`" if recipe.model.name else f"a {(recipe.model.config or {}).get('model_type')} network"
+    base = (
+        f"`{recipe.model.name}`" if recipe.model.name else f"a {(recipe.model.config or {}).get('model_type')} network"
+    )
     how = "All weights of" if recipe.lora is None else f"A LoRA adapter of rank {recipe.lora.rank} for"
     if recipe.model.quantization is not None:
         how = f"A QLoRA adapter of rank {recipe.lora.rank if recipe.lora else 0} ({recipe.model.quantization}) for"
@@ -78,4 +80,6 @@ def _place(origin: Any) -> str:
 def _counts(facts: dict[str, Any]) -> dict[str, Any]:
     """Plain figures of the data report."""
     train = facts.get("data", {}).get("train") or {}
-    return {key: value for key, value in train.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    return {
+        key: value for key, value in train.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

@@ -99,9 +99,10 @@ def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool)
         return _whole(source, recipe, head, torch.float32).eval()
     if not quantised:
         recipe = _unquantised(recipe)
-    network = models.build(recipe, tasks.config_of(recipe, ready), head)
+    network: nn.Module = models.build(recipe, tasks.config_of(recipe, ready), head)
     adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
-    return network.eval()
+    network.eval()
+    return network
 
 
 def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
@@ -127,10 +128,10 @@ def dequantised(network: PreTrainedModel) -> PreTrainedModel:
     """The network itself, or with plain weights if it was stored quantised."""
     if not is_quantised(network.config):
         return network
-    whole: Any = network.dequantize()  # type: ignore[no-untyped-call]
+    whole: Any = network.dequantize()
     if hasattr(whole.config, "quantization_config"):
         del whole.config.quantization_config
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 def is_quantised(config: PretrainedConfig) -> bool:

@@ -188,10 +188,12 @@ def judge(folder: Path, answer: dict[str, Any], probe: Probe, figures: Figures) 
     if figures.loss is not None and figures.trained_loss is not None:
         far = far or not abs(figures.loss - figures.trained_loss) <= figures.limits[1]
     if far or not answer["finite"] or not away <= _ROUNDING[figures.dtype]:
-        loss = "" if figures.loss is None else f" and a loss of {figures.loss:.5f} instead of {figures.trained_loss:.5f}"
-        what = f"{name}, by {away:.1e} of its largest number" if away else "none: the configuration must"
+        loss = (
+            "" if figures.loss is None else f" and a loss of {figures.loss:.5f} instead of {figures.trained_loss:.5f}"
+        )
+        what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
             f"Opened in a fresh process, {folder} gives logits that differ by {figures.distance:.1e} of the largest "
-            f"(allowed: {figures.limits[0]:.0e}){loss} (allowed: {figures.limits[1]:.0e}). The tensor that differs most "
-            f"is {what} (allowed: {_ROUNDING[figures.dtype]:.0e})."
+            f"(allowed: {figures.limits[0]:.0e}){loss} (allowed: {figures.limits[1]:.0e}). The tensor that differs "
+            f"most is {what} (allowed: {_ROUNDING[figures.dtype]:.0e})."
         )

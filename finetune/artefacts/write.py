@@ -227,8 +227,8 @@ def _check_kind(found: Source, kind: str) -> None:
         return
     if found.recipe.lora is None:
         raise RecipeError(
-            f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as merged "
-            "or --as merged-16bit."
+            f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as "
+            "merged or --as merged-16bit."
         )
     if found.recipe.model.name is None:
         raise RecipeError(
