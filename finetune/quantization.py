@@ -36,12 +36,13 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
     Those of a network that was loaded by `loading_config` are quantised already.
     """
     section = recipe.model
-    if section.quantization is None:
+    stored = getattr(network, "is_loaded_in_4bit", False)  # by the recipe, or because it lies on the disk like that
+    if section.quantization is None and not stored:
         return
     import bitsandbytes as bnb
 
     head = network.get_output_embeddings()
-    if not getattr(network, "is_loaded_in_4bit", False):
+    if not stored:
         for name, module in list(network.named_modules()):
             if type(module) is not nn.Linear or module is head:
                 continue

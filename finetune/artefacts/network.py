@@ -92,17 +92,20 @@ def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool)
 
     Args:
         recipe: With the base to take.
-        quantised: Whether a base that the recipe quantises is.
+        quantised: Whether a base that was quantised in training is.
     """
     head = head_of(source)
     if recipe.lora is None:
-        return _whole(source, recipe, head, torch.float32).eval()
-    if not quantised:
-        recipe = _unquantised(recipe)
-    network: nn.Module = models.build(recipe, tasks.config_of(recipe, ready), head)
+        whole: nn.Module = _whole(source, recipe, head, torch.float32)
+        return whole.train(mode=False)
+    config = tasks.config_of(recipe, ready)
+    network: nn.Module
+    if quantised:
+        network = models.build(recipe, config, head)
+    else:
+        network = adapters.attach(dequantised(models.plain(_unquantised(recipe), config, head)), recipe, head)
     adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
-    network.eval()
-    return network
+    return network.train(mode=False)
 
 
 def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
@@ -131,6 +134,8 @@ def dequantised(network: PreTrainedModel) -> PreTrainedModel:
     whole: Any = network.dequantize()
     if hasattr(whole.config, "quantization_config"):
         del whole.config.quantization_config
+    # How packed weights were read; written back by it, plain ones would not be.
+    whole.__dict__.pop("_weight_conversions", None)
     return whole
 
 
@@ -158,6 +163,14 @@ def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
 def base_folder(recipe: Recipe) -> Path | None:
     """Where the base's files lie; None if there is none."""
     return None if recipe.model.name is None else _folder(recipe)
+
+
+def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `save_pretrained` writes, which some architectures compute with otherwise."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(network, state).items()}
 
 
 def free() -> None:
@@ -191,8 +204,8 @@ def _check_names(source: Source, skeleton: nn.Module) -> None:
     # Both: an architecture that is stored under other names than it computes with.
     if missing and not unexpected:
         raise CheckpointError(
-            f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or take "
-            "another step."
+            f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
+            "take another step."
         )
 
 

@@ -101,7 +101,7 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
     model = network.merged(job.source, job.recipe, job.ready, dtype)
     _say_base(job, say)
     model.generation_config = _ending(model, job.ready.tokenizer)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = network.written_shapes(model)
     ties = dict(model.all_tied_weights_keys)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
@@ -170,7 +170,7 @@ def _how(job: _Job) -> dict[str, Any]:
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
         "num_labels": _num_labels(job) if adapter else None,
-        "dequantize": False,
+        "dequantize": _quantised(job) == "stored",
     }
 
 
@@ -182,20 +182,31 @@ def _num_labels(job: _Job) -> int | None:
 
 def _notes(job: _Job, task: tasks.Task, probe: prove.Probe) -> tuple[str, ...]:
     """For a base that was quantised in training: how far what is written is from what was trained."""
-    kind = job.recipe.model.quantization
+    kind = _quantised(job)
     if kind is None:
         return ()
     model = network.trained(job.source, job.recipe, job.ready, quantised=True)
     away, loss = prove.distance(model, probe, task)
-    text = f"The base was quantised ({kind}) in training: from that, its logits differ by {away:.1e} of the largest"
+    text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
     if loss is not None and probe.loss is not None:
-        text += f", and its loss was {loss:.5f}, where the unquantised base has {probe.loss:.5f}"
+        text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
     return (f"{text}. That is the quantisation's distance, not the export's.",)
 
 
 def _say_base(job: _Job, say: Say) -> None:
-    if job.recipe.model.quantization is not None:
-        say(f"Merged onto the unquantised {job.recipe.model.name or 'base'}, though it was trained on a quantised one.")
+    kind, base = _quantised(job), job.recipe.model.name or "base"
+    if kind == "stored":
+        say(f"Merged onto the dequantised {base}: it is stored quantised, and what it was before is not at hand.")
+    elif kind is not None:
+        say(f"Merged onto the unquantised {base}; it was trained on the quantised one ({kind}).")
+
+
+def _quantised(job: _Job) -> str | None:
+    """How the base was quantised in training: as the recipe says, or `stored` so; None if it was not."""
+    if job.recipe.lora is None:
+        return None
+    stored = network.is_quantised(network.config_of(job.source, job.recipe, job.ready))
+    return "stored" if stored else job.recipe.model.quantization
 
 
 def _ending(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
