@@ -166,7 +166,7 @@ def base_folder(recipe: Recipe) -> Path | None:
 
 
 def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that `save_pretrained` writes, which some architectures compute with otherwise."""
+    """Names and shapes of what `save_pretrained` writes; some architectures compute with others."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}

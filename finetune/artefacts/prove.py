@@ -158,6 +158,8 @@ def worst_of(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, floa
             continue
         wanted = expected[name].float()
         scale = float(wanted.abs().max()) or 1.0
+        if tensor.shape != wanted.shape:
+            return name, float("inf")
         away = float((tensor.float() - wanted).abs().max()) / scale
         if not away <= worst[1]:
             worst = (name, away)

@@ -67,6 +67,9 @@ def export(
         if reason is not None:
             say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
         job = _Job(found, recipe, ready, kind, shard_size)
+        if recipe.lora is not None:
+            file = found.weights / network.ADAPTER
+            look.check_adapter(network.load_tensors(file), file)
         staging = _staging(target)
         try:
             lines = _written(job, staging, say)
@@ -117,7 +120,6 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
 def _adapter(job: _Job, staging: Path, say: Say) -> prove.Figures:
     weights = job.source.weights
     tensors = network.load_tensors(weights / network.ADAPTER)
-    look.check_adapter(tensors, weights / network.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / network.ADAPTER, {"format": "pt"})
     adapters.describe_adapter(weights, staging, base=str(job.recipe.model.name), revision=job.recipe.model.revision)
     if job.ready.tokenizer is not None:
