@@ -101,7 +101,10 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
     place = opened.open_place(str(places["adapter"]))
     with pytest.raises(DataError, match="--chat needs a tokenizer with a chat template, and this one has none"):
         talk.generate(place, "Hello", talk.Manner(3), lambda text: None, chat=True)
-    place.tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    place.tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
     ids = talk._chat(place.tokenizer, "Hello")
     # Its own begin-of-text is the only one.
     assert ids[0] == 1

@@ -57,6 +57,7 @@ def export(
     Raises:
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
+    network.return_memory_at_once()
     found = source.find(place, step)
     with found.held:
         target = to if to is not None else found.run / "exports" / kind
