@@ -78,7 +78,8 @@ class Figures:
 def ask(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longest: int) -> Probe:
     """Runs the trained network on fixed tokens and on some validation rows."""
     generator = torch.Generator().manual_seed(0)
-    shape = (_PROBE[0], min(_PROBE[1], longest))
+    # Without padding tokens, classifiers of some architectures take single rows only.
+    shape = (_PROBE[0] if task.text else 1, min(_PROBE[1], longest))
     tensors = {"probe.input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
     options: dict[str, Any] = {"use_cache": False} if task.text else {}
     if not task.text:

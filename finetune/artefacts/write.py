@@ -104,7 +104,8 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
     dtype = _dtype(job)
     model = network.merged(job.source, job.recipe, job.ready, dtype)
     _say_base(job, say)
-    model.generation_config = _ending(model, job.ready.tokenizer)
+    if model.can_generate():
+        model.generation_config = _ending(model, job.ready.tokenizer)
     expected = network.written_shapes(model)
     ties = dict(model.all_tied_weights_keys)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
