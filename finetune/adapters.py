@@ -5,13 +5,16 @@ peft is imported where it is used: that takes a second, which a run without adap
 
 import re
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import RecipeError
+from finetune.errors import CheckpointError, RecipeError
 from finetune.recipe import LoraSection, Recipe, hint
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 Head = Literal["causal_lm", "sequence_classification"]
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
-_LINEAR = ("Linear", "Conv1D")
+_LINEAR = ("Linear", "Conv1D", "Linear4bit")
 
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:
@@ -116,6 +119,108 @@ def adapter_keys(network: nn.Module) -> dict[str, str]:
 def adapter_key(network: nn.Module, name: str) -> str:
     """One of `adapter_keys`."""
     return adapter_keys(network)[name]
+
+
+def fill(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
+    """Gives a network's adapters the values of an adapter file.
+
+    Args:
+        tensors: By their keys in the file.
+        place: The file, for the message.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected or of another shape.
+    """
+    keys = adapter_keys(network)
+    missing, unexpected = sorted(set(keys.values()) - set(tensors)), sorted(set(tensors) - set(keys.values()))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{place} does not fit the recipe's adapters: {len(missing)} tensors are missing "
+            f"({', '.join(missing[:3]) or 'none'}), {len(unexpected)} are unexpected "
+            f"({', '.join(unexpected[:3]) or 'none'}). Take the adapter and the recipe of one run."
+        )
+    state = network.state_dict()
+    for name, key in keys.items():
+        if state[name].shape != tensors[key].shape:
+            raise CheckpointError(
+                f"{place}: {key} has shape {list(tensors[key].shape)}, where the model has {list(state[name].shape)}. "
+                "Take the model that the adapter was trained on."
+            )
+        state[name].copy_(tensors[key])
+
+
+def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """The network with its adapters merged into the weights, and the weights in `dtype`.
+
+    Computed in fp32, one module at a time, and rounded once.
+    """
+    adapted: Any = network
+    with torch.no_grad(), warnings.catch_warnings():
+        # peft says of each module that it was merged already.
+        warnings.simplefilter("ignore")
+        module: Any
+        for module in network.modules():
+            if hasattr(module, "lora_A") and hasattr(module, "merge"):
+                weight = module.get_base_layer().weight
+                weight.data = weight.data.float()
+                module.merge()
+                weight.data = weight.data.to(dtype)
+        if _is_adapted(network):
+            adapted = adapted.merge_and_unload()
+        merged: PreTrainedModel = adapted
+        for parameter in merged.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return merged.requires_grad_(False)
+
+
+def put_on(network: nn.Module, folder: str) -> nn.Module:
+    """A network with the adapter that lies in a folder.
+
+    Raises:
+        CheckpointError: If the adapter does not fit.
+    """
+    from peft import PeftModel
+
+    try:
+        adapted: nn.Module = PeftModel.from_pretrained(network, folder)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"The adapter in {folder} does not fit its base: {' '.join(str(error).split())[:400]}"
+        ) from error
+    return adapted
+
+
+def config_of(network: nn.Module) -> Any:
+    """The configuration of the transformers network inside."""
+    inner = transformer(network)
+    assert inner is not None
+    return inner.config
+
+
+def describe_adapter(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
+    """Writes an adapter's configuration into another folder, with the place of its base.
+
+    Raises:
+        CheckpointError: If there is none to read.
+    """
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(source))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step."
+        ) from error
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    config.save_pretrained(str(folder))
+
+
+@contextmanager
+def switched_off(network: nn.Module) -> Iterator[None]:
+    """The network as it was before it had adapters."""
+    adapted: Any = network
+    with adapted.disable_adapter():
+        yield
 
 
 def _is_adapted(network: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from finetune import __version__, parent
+from finetune.artefacts import verbs as verbs_of_artefacts
 from finetune.errors import FinetuneError
 from finetune.hub import go_offline_if_unreachable
 from finetune.recipe import dump, json_schema, load
@@ -60,10 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("audit", help="prove from a run's ledger that each row of each epoch was used exactly once")
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
+    verbs_of_artefacts.add(verbs)
     verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
     verbs.add_parser("ops", help="build native ops ahead of the first run that needs them")
     parsed = parser.parse_args(arguments)
     run = {"launch": _launch, "data": _data, "show": _show, "audit": _audit, "schema": _schema, "ops": _ops}
+    for name in ("export", "generate", "evaluate"):
+        run["eval" if name == "evaluate" else name] = _artefacts(getattr(verbs_of_artefacts, name))
     return _guarded(run[parsed.verb], parsed)
 
 
@@ -254,6 +258,17 @@ def _audit(parsed: argparse.Namespace) -> int:
         if first <= entry.step + 1 <= last:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
     return 0 if found.holds else 1
+
+
+def _artefacts(verb: Callable[[argparse.Namespace, Callable[[str], None]], None]) -> Callable[..., None]:
+    def run(parsed: argparse.Namespace) -> None:
+        go_offline_if_unreachable()
+        from finetune.quiet import silence_libraries
+
+        silence_libraries()
+        verb(parsed, lambda text: print(text, end="", flush=True))
+
+    return run
 
 
 def _schema(parsed: argparse.Namespace) -> None:

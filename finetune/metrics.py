@@ -14,6 +14,7 @@ from torch import nn
 
 from finetune.backend import Backend
 from finetune.files import Journal
+from finetune.quantization import num_weights
 
 # Dense bf16 peaks in FLOP/s by a part of the device's name, from the makers' data sheets (without sparsity).
 _PEAK_BF16 = {
@@ -51,7 +52,7 @@ def flops_per_target(network: nn.Module, sequence_length: int) -> float:
     if text is not None and not getattr(text, "tie_word_embeddings", False):
         looked_up = {id(p) for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     products = sum(
-        (6.0 if p.requires_grad else 4.0) * getattr(p, "ds_numel", p.numel())
+        (6.0 if p.requires_grad else 4.0) * num_weights(p)
         for name, p in network.named_parameters()
         # The frozen one beside a module that is trained whole, which runs in its place.
         if id(p) not in looked_up and ".original_module." not in name

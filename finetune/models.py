@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune import adapters
+from finetune import adapters, quantization
 from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
@@ -178,7 +178,9 @@ def _config_from_name(section: ModelSection) -> PretrainedConfig:
 
 
 def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
-    """A network in fp32 in training mode: pretrained weights, or random ones drawn from `recipe.seed`.
+    """A network in training mode, in fp32, its linear weights quantised if the recipe says so.
+
+    Its weights are pretrained, or random ones drawn from `recipe.seed`.
 
     Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
 
@@ -186,9 +188,39 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    options = {"dtype": torch.float32, "attn_implementation": section.attention}
+    network = plain(recipe, config, head, loading=quantization.loading_config(recipe))
+    quantization.quantise(network, recipe)
+    whole: nn.Module = adapters.attach(network, recipe, head)
+    if section.gradient_checkpointing:
+        if not network.supports_gradient_checkpointing:
+            raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
+        # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
+        network.activation_checkpointing_enable({"use_reentrant": False})
+    return whole.train()
+
+
+def plain(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    head: Head,
+    *,
+    dtype: torch.dtype = torch.float32,
+    loading: Any | None = None,
+) -> PreTrainedModel:
+    """The network that a recipe starts from, without adapters.
+
+    Args:
+        dtype: Of its weights. In the one that they are stored in they are mapped from their files, not copied.
+        loading: How to quantise weights as they are read; None leaves them as they are.
+
+    Raises:
+        RecipeError: If weights are missing or the architecture cannot do what is asked.
+    """
+    section = recipe.model
+    options = {"dtype": dtype, "attn_implementation": section.attention}
     torch.manual_seed(recipe.seed)
     try:
+        network: PreTrainedModel
         if section.name is None:
             network = _AUTO[head].from_config(config, **options)
         else:
@@ -197,19 +229,14 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
                 config=config,
                 revision=section.revision,
                 trust_remote_code=section.trust_remote_code,
+                quantization_config=loading,
                 **options,
             )
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(
             f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
         ) from error
-    whole: nn.Module = adapters.attach(network, recipe, head)
-    if section.gradient_checkpointing:
-        if not network.supports_gradient_checkpointing:
-            raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
-        # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
-        network.activation_checkpointing_enable({"use_reentrant": False})
-    return whole.train()
+    return network
 
 
 def skeleton(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:

@@ -32,6 +32,10 @@ class ModelSection(Section):
     """Start from random weights: `model_type` plus the architecture's own sizes, in its own key names."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """The attention implementation that the architecture is asked to use."""
+    quantization: Literal["nf4", "fp4"] | None = None
+    """Hold the frozen linear weights in 4 bits (QLoRA, Dettmers et al. 2023); needs `lora`. `nf4` is the better one."""
+    double_quantization: bool = True
+    """Quantise the scales of the 4-bit weights as well: 0.516 bytes a weight instead of 0.563."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
@@ -324,3 +328,19 @@ class Recipe(Section):
     a GPU has it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the first weights, the order of rows, and dropout."""
+
+    @model_validator(mode="after")
+    def _quantised_is_frozen(self) -> Self:
+        if self.model.quantization is None:
+            return self
+        if self.lora is None:
+            raise ValueError(
+                f"model.quantization: weights in 4 bits ({self.model.quantization}) cannot be trained. Add a `lora` "
+                "section, whose adapters are, or leave quantization out"
+            )
+        if self.lora.init == "pissa":
+            raise ValueError(
+                "lora.init: `pissa` takes singular vectors out of the weights, which model.quantization has packed. "
+                "Take another init, or leave quantization out"
+            )
+        return self

@@ -202,6 +202,22 @@ def _classifier_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
     return (_class_scores(network, batch).argmax(-1) == batch["targets"]).sum()
 
 
+def head_of(recipe: Recipe) -> adapters.Head | None:
+    """What a built-in task's network puts out; None for a task of one's own."""
+    found: dict[str, adapters.Head] = {
+        "causal_lm": "causal_lm",
+        "sequence_classification": "sequence_classification",
+    }
+    return found.get(recipe.task.name)
+
+
+def config_of(recipe: Recipe, ready: TaskData) -> Any:
+    """The configuration of the network that a built-in task builds."""
+    if head_of(recipe) == "sequence_classification":
+        return _classifier_config(recipe, ready)
+    return models.resolve_config(recipe, tokenizer=ready.tokenizer)
+
+
 CAUSAL_LM = Task(
     build_data=_build_data,
     build_model=_build_causal_lm,

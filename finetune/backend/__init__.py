@@ -77,6 +77,11 @@ class Backend:
     def is_main(self) -> bool:
         return bool(self.accelerator.is_main_process)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products are computed in."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
     def facts(self) -> dict[str, Any]:
         """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
         asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
@@ -96,6 +101,13 @@ class Backend:
             raise BackendError(
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
                 "finetune.models.materialise does."
+            )
+        lighter = self.launch.uses_fsdp and self.launch.mixed_precision in ("bf16", "fp16")
+        if (lighter or self._casts_weights()) and any(hasattr(p, "quant_state") for p in model.parameters()):
+            raise BackendError(
+                f"{self.launch.ds_place or self.launch.file} asks for weights in 16 bit, and a cast would destroy the "
+                '4-bit ones that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
+                "recipe's precision already has products computed in 16 bit."
             )
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
@@ -131,8 +143,7 @@ class Backend:
         if not self.launch.sharded or self.precision == "fp32" or self._casts_weights():
             # Not a disabled autocast, which would switch off the wrapper's.
             return nullcontext()
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
-        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
     def _casts_weights(self) -> bool:
         """Whether DeepSpeed itself turns the network's weights into 16 bit, and autocast would get in its way."""

@@ -1,6 +1,6 @@
 """Checkpoints with one layout, written and read by every backend on any number of processes."""
 
-from finetune.checkpoint.folder import clean, listed, name_of, read_manifest, read_state, step_of, verify
+from finetune.checkpoint.folder import clean, listed, name_of, read_manifest, read_state, reading, step_of, verify
 from finetune.checkpoint.load import Checkpoint, find, newest, restore, verified
 from finetune.checkpoint.save import Outcome, Saver, require
 
@@ -15,6 +15,7 @@ __all__ = [
     "newest",
     "read_manifest",
     "read_state",
+    "reading",
     "require",
     "restore",
     "step_of",

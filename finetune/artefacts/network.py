@@ -1,0 +1,254 @@
+"""Builds networks from what a run left: the one that was trained, and the one that is written."""
+
+import ctypes
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from finetune import adapters, models, tasks
+from finetune.adapters import Head
+from finetune.artefacts.source import Source
+from finetune.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.identity import base_of
+from finetune.recipe import Recipe
+from finetune.tasks import TaskData
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ADAPTER = "adapter_model.safetensors"
+
+
+def head_of(source: Source) -> Head:
+    """What the network puts out.
+
+    Raises:
+        RecipeError: If the task is one of the user's own, whose networks only it can open.
+    """
+    head = tasks.head_of(source.recipe)
+    if head is None:
+        raise RecipeError(
+            f"task.name is '{source.recipe.task.name}', a task of your own, and nothing but its code can open its "
+            f"network in a fresh process. Exports are for causal_lm and sequence_classification; the weights lie in "
+            f"{source.weights}."
+        )
+    return head
+
+
+def data_of(source: Source) -> tuple[TaskData, str | None]:
+    """The run's data, and why there are none: then there is a tokenizer only."""
+    try:
+        return tasks.find(source.recipe).build_data(source.recipe, True), None
+    except (FinetuneError, OSError) as error:
+        reason = " ".join(str(error).split())
+    tokenizer = AutoTokenizer.from_pretrained(source.weights) if list(source.weights.glob("tokenizer*")) else None
+    return TaskData(train=None, tokenizer=tokenizer), reason
+
+
+def with_base(source: Source, base: str | None) -> Recipe:
+    """The run's recipe, with its base at another place if that holds the same model.
+
+    Raises:
+        RecipeError: If it is another model than the run began with.
+    """
+    recipe = source.recipe
+    if recipe.model.name is None:
+        if base is not None:
+            raise RecipeError(
+                f"--base is {base}, but {source.run} began from random weights, which its recipe draws again. Leave "
+                "--base out."
+            )
+        return recipe
+    if base is not None:
+        section = recipe.model.model_copy(update={"name": base, "revision": None})
+        recipe = recipe.model_copy(update={"model": section})
+    recorded = source.facts.get("base")
+    if recorded is None:
+        raise CheckpointError(
+            f"{source.run / 'run.json'} does not say which base the run began with, so nothing can be merged onto it "
+            "safely. Restore the file from a copy."
+        )
+    try:
+        found = base_of(recipe)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"The base {recipe.model.name} cannot be read: {' '.join(str(error).split())}") from error
+    assert found is not None
+    # A folder of the hub's cache is named after the commit that it holds.
+    if recorded["digest"] not in (found["digest"], Path(found["name"]).resolve().name):
+        raise RecipeError(
+            f"{source.run} was trained on {recorded['name']} (digest {recorded['digest'][:16]}), but {found['name']} "
+            f"has other content (digest {found['digest'][:16]}): merged onto another base, an adapter says nothing "
+            "that training said. Name the one that it was trained on with --base."
+        )
+    return recipe
+
+
+def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool) -> nn.Module:
+    """The network as it was trained, in fp32, from the checkpoint and the base.
+
+    Args:
+        recipe: With the base to take.
+        quantised: Whether a base that was quantised in training is.
+    """
+    head = head_of(source)
+    if recipe.lora is None:
+        whole: nn.Module = _whole(source, recipe, head, torch.float32)
+        return whole.train(mode=False)
+    config = tasks.config_of(recipe, ready)
+    network: nn.Module
+    if quantised:
+        network = models.build(recipe, config, head)
+    else:
+        network = adapters.attach(dequantised(models.plain(_unquantised(recipe), config, head)), recipe, head)
+    adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    return network.train(mode=False)
+
+
+def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
+    """The network with whatever was trained in its weights, in `dtype`.
+
+    Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
+    """
+    head = head_of(source)
+    if recipe.lora is None:
+        return adapters.merge(_whole(source, recipe, head, _stored(source.weights)), dtype)
+    recipe = _unquantised(recipe)
+    config = tasks.config_of(recipe, ready)
+    # Singular vectors are taken out of the weights, in their dtype.
+    exact = recipe.lora is not None and recipe.lora.init == "pissa"
+    at = torch.float32 if exact or recipe.model.name is None else _stored(_folder(recipe))
+    network = dequantised(models.plain(recipe, config, head, dtype=at))
+    adapted = adapters.attach(network, recipe, head)
+    adapters.fill(adapted, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    return adapters.merge(adapted, dtype)
+
+
+def dequantised(network: PreTrainedModel) -> PreTrainedModel:
+    """The network itself, or with plain weights if it was stored quantised."""
+    if not is_quantised(network.config):
+        return network
+    whole: Any = network.dequantize()
+    if hasattr(whole.config, "quantization_config"):
+        del whole.config.quantization_config
+    # How packed weights were read; written back by it, plain ones would not be.
+    whole.__dict__.pop("_weight_conversions", None)
+    return whole
+
+
+def is_quantised(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, mapped.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or take another step.") from error
+
+
+def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
+    """The configuration of the network that is written."""
+    return tasks.config_of(recipe, ready) if recipe.lora is not None else models.resolve_config(_from(source, recipe))
+
+
+def base_folder(recipe: Recipe) -> Path | None:
+    """Where the base's files lie; None if there is none."""
+    return None if recipe.model.name is None else _folder(recipe)
+
+
+def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what `save_pretrained` writes; some architectures compute with others."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(network, state).items()}
+
+
+def return_memory_at_once() -> None:
+    """Has the C library give each freed tensor's memory back, instead of keeping it in pieces of a growing heap.
+
+    Without this, merging a small model's many tensors held three copies of it. Where there is no such call, nothing
+    happens. Source: mallopt(3), M_MMAP_THRESHOLD.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(-3, 1 << 20)
+
+
+def free() -> None:
+    """Gives the memory of networks that are no longer needed back; they refer to themselves."""
+    gc.collect()
+
+
+def _unquantised(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
+
+
+def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    """A network of which everything was trained, from the folder that has it all."""
+    recipe = _from(source, recipe)
+    config = models.resolve_config(recipe)
+    _check_names(source, models.skeleton(config, head))
+    return models.plain(recipe, config, head, dtype=dtype)
+
+
+def _from(source: Source, recipe: Recipe) -> Recipe:
+    there = {"name": str(source.weights), "revision": None, "config": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
+
+
+def _check_names(source: Source, skeleton: nn.Module) -> None:
+    assert isinstance(skeleton, PreTrainedModel)
+    found = {name for file in source.files for name in names_of(file)}
+    tied = set(skeleton.all_tied_weights_keys)
+    missing = sorted(set(skeleton.state_dict()) - found - tied)
+    unexpected = sorted(found - set(skeleton.state_dict()))
+    # Both: an architecture that is stored under other names than it computes with.
+    if missing and not unexpected:
+        raise CheckpointError(
+            f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
+            "take another step."
+        )
+
+
+def names_of(file: Path) -> list[str]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be opened: {error}. Restore it, or take another step.") from error
+
+
+def _folder(recipe: Recipe) -> Path:
+    """Where the base's files lie."""
+    name = str(recipe.model.name)
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(name, "config.json", revision=recipe.model.revision))).parent
+
+
+def _stored(folder: Path) -> torch.dtype:
+    """The widest floating type that a folder's weights are stored in: in it they are loaded without loss."""
+    found = set()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        found |= {facts["dtype"] for name, facts in header.items() if name != "__metadata__"}
+    return next((dtype for name, dtype in _FLOATS.items() if name in found), torch.float32)

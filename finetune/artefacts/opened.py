@@ -1,0 +1,122 @@
+"""Opens whatever holds a network: a run, a checkpoint, an adapter, an export, a model directory or a hub name."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune import adapters
+from finetune.artefacts import network, source
+from finetune.errors import CheckpointError, RecipeError
+from finetune.recipe import Recipe
+from finetune.tasks import TaskData
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A causal language model in evaluation mode, on the device that there is."""
+
+    network: nn.Module
+    tokenizer: Any
+    tokenizer_folder: str
+    recipe: Recipe | None
+    """The run's, if it is one."""
+
+    @property
+    def config(self) -> Any:
+        return adapters.config_of(self.network)
+
+    @property
+    def longest(self) -> int | None:
+        """Positions that the network knows."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+
+def open_place(name: str, *, step: int | None = None, base: str | None = None, exact: bool = False) -> Opened:
+    """Opens a place; an adapter goes onto the base that it names.
+
+    Args:
+        step: Of a run, the checkpoint's step.
+        base: The base, if it does not lie where the run or adapter says.
+        exact: Computes in fp32, else in the type that the weights are stored in. Runs always compute in fp32.
+
+    Raises:
+        FinetuneError: If there is nothing to open, or it is no causal language model.
+    """
+    place = Path(name)
+    if source.is_run(place):
+        return _run(place, step, base)
+    if step is not None:
+        raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
+    dtype = torch.float32 if exact else "auto"
+    try:
+        if (place / "adapter_config.json").is_file():
+            return _adapter(place, base, dtype)
+        if base is not None:
+            raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
+        if place.is_dir() and not (place / "config.json").is_file():
+            raise CheckpointError(
+                f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
+                "adapter_config.json or config.json. Name one that does."
+            )
+        return _ready(_plain(name, dtype), _tokenizer(name), name, None)
+    except (OSError, ValueError) as error:
+        if isinstance(error, (CheckpointError, RecipeError)):
+            raise
+        raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
+
+
+def _run(place: Path, step: int | None, base: str | None) -> Opened:
+    found = source.find(place, step)
+    with found.held:
+        _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
+        folder = str(found.weights)
+        tokenizer = _tokenizer(folder)
+        recipe = network.with_base(found, base) if found.recipe.lora is not None else found.recipe
+        model = network.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
+        return _ready(model, tokenizer, folder, found.recipe)
+
+
+def _adapter(place: Path, base: str | None, dtype: torch.dtype | str) -> Opened:
+    told = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    _check_head(told.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {told.get('task_type')})")
+    name = base or told.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
+    model = _plain(name, dtype, told.get("revision") if base is None else None)
+    own = any(place.glob("tokenizer*"))
+    folder = str(place) if own else name
+    return _ready(adapters.put_on(model, str(place)), _tokenizer(folder), folder, None)
+
+
+def _plain(name: str, dtype: torch.dtype | str, revision: str | None = None) -> nn.Module:
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    kinds = config.architectures or []
+    _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype)
+    return model
+
+
+def _check_head(fits: bool, what: str) -> None:
+    if not fits:
+        raise RecipeError(f"{what} is no causal language model: it neither writes text nor has a perplexity.")
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
+
+
+def _ready(model: nn.Module, tokenizer: Any, folder: str, recipe: Recipe | None) -> Opened:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe)

@@ -1,0 +1,55 @@
+"""Validation loss and perplexity of an opened network on files."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune import data
+from finetune import recipe as recipes
+from finetune.artefacts.opened import Opened
+from finetune.errors import DataError
+from finetune.recipe import Recipe
+from finetune.tasks import CAUSAL_LM
+
+_LONGEST = 1024
+
+
+def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None) -> Recipe:
+    """How the files are read: as the run's own data if it is one, else as packed documents."""
+    longest = min(_LONGEST, opened.longest or _LONGEST)
+    tree: dict[str, Any] = {"data": {"sequence_length": longest}}
+    origin: dict[str, Any] = {}
+    if opened.recipe is not None:
+        tree = {"data": opened.recipe.model_dump(mode="json")["data"]}
+        # Fields and formats are those that the run has learned from.
+        origin = (tree["data"]["train"] or tree["data"]["validation"] or [{}])[0]
+    about = {"sample": None, "hub": None, "hub_config": None, "revision": None, "limit": None, "weight": 1.0}
+    origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
+    if text_field is not None:
+        origin["text_field"] = text_field
+    tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
+    tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
+    return recipes.validate({**tree, "length": {"steps": 0}}, origin="--data")
+
+
+def score(opened: Opened, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
+    """Mean loss per target over all rows of the recipe's validation files.
+
+    Raises:
+        DataError: If the files cannot be read or hold nothing.
+    """
+    rows = data.prepare(recipe).validation
+    if rows is None:
+        raise DataError("The files of --data hold no text to evaluate. Name others.")
+    loss, targets = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, len(rows), micro_size):
+            share = np.arange(begin, min(begin + micro_size, len(rows)))
+            batch = {name: tensor.to(opened.device) for name, tensor in rows.batch(share).items()}
+            loss += float(CAUSAL_LM.loss_sum(opened.network, batch).double())
+            targets += rows.num_targets(share)
+    mean = loss / max(1, targets)
+    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

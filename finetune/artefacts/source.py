@@ -1,0 +1,106 @@
+"""Finds what a run left: its recipe, its facts, and the weights of a step."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune import checkpoint as checkpoints
+from finetune import recipe as recipes
+from finetune.errors import CheckpointError
+from finetune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run, and the weights of one of its steps."""
+
+    run: Path
+    weights: Path
+    """A folder with a network's weights, or an adapter's."""
+    step: int | None
+    recipe: Recipe
+    facts: dict[str, Any]
+    """`run.json`; empty if the run has none."""
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps the run from deleting the checkpoint; close it when it has been read."""
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.weights.glob("*.safetensors"))
+
+
+def is_run(place: Path) -> bool:
+    """Whether a folder is a run's, or one of its checkpoints."""
+    return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
+
+
+def find(place: Path, step: int | None = None) -> Source:
+    """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
+
+    Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
+    run went on after that.
+
+    Raises:
+        CheckpointError: If there are none, or they are damaged.
+        RecipeError: If the recipe beside them cannot be read.
+    """
+    if _is_checkpoint(place):
+        if step is not None and step != checkpoints.step_of(place.resolve()):
+            raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
+        return _source(place.resolve().parent.parent, place)
+    if not (place / "recipe.yaml").is_file():
+        raise CheckpointError(
+            f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
+            "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
+        )
+    root = place / "checkpoints"
+    if step is not None:
+        folder = root / checkpoints.name_of(step)
+        if not folder.is_dir():
+            there = ", ".join(str(checkpoints.step_of(path)) for path in reversed(checkpoints.listed(root)))
+            raise CheckpointError(f"{place} has no checkpoint of step {step}. Its steps are {there or 'none'}.")
+        return _source(place, folder)
+    newest = next(iter(checkpoints.listed(root)), None)
+    facts = _facts(place)
+    last = facts.get("length", {}).get("num_steps")
+    if "finished" in facts and (place / "model").is_dir() and (newest is None or checkpoints.step_of(newest) != last):
+        return Source(place, place / "model", last, recipes.load(place / "recipe.yaml"), facts)
+    if newest is None:
+        raise CheckpointError(
+            f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
+            "checkpoint (checkpoint.every_steps) or to its end."
+        )
+    return _source(place, newest)
+
+
+def _source(run: Path, folder: Path) -> Source:
+    if not (run / "recipe.yaml").is_file():
+        raise CheckpointError(
+            f"{folder} does not lie in its run's directory: {run} has no recipe.yaml, which says what the weights "
+            "are. Put it back below checkpoints/ of its run."
+        )
+    held = ExitStack()
+    try:
+        held.enter_context(checkpoints.reading(folder))
+        checkpoints.verify(folder)
+        step = checkpoints.read_state(folder)["step"]
+    except CheckpointError as error:
+        held.close()
+        raise CheckpointError(f"{error}. Name another step with --step.") from error
+    return Source(run, folder / "model", step, recipes.load(run / "recipe.yaml"), _facts(run), held)
+
+
+def _is_checkpoint(place: Path) -> bool:
+    return (place / "manifest.json").is_file() or checkpoints.step_of(place) is not None
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / 'run.json'} cannot be read: {error}. Restore it from a copy.") from error
+    return facts

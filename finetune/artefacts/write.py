@@ -1,0 +1,296 @@
+"""Exports a run: writes it whole or not at all, proves it, and only then gives it its name."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, PreTrainedModel
+
+from finetune import adapters, tasks
+from finetune.artefacts import card, look, network, prove, source
+from finetune.artefacts.source import Source
+from finetune.errors import CheckpointError, RecipeError
+from finetune.files import sync, write_json
+from finetune.recipe import Recipe
+from finetune.tasks import TaskData
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is exported, and what is needed for it."""
+
+    source: Source
+    recipe: Recipe
+    """The run's, with the base that was asked for."""
+    ready: TaskData
+    kind: str
+    shard_size: str
+
+
+def export(
+    place: Path,
+    kind: str,
+    say: Say,
+    *,
+    to: Path | None = None,
+    step: int | None = None,
+    base: str | None = None,
+    shard_size: str = "5GB",
+) -> Path:
+    """Writes a run's weights so that transformers or peft opens them, and proves that they say what was trained.
+
+    Args:
+        place: A run, or one of its checkpoints.
+        kind: `adapter`, `merged` (fp32) or `merged-16bit`.
+        say: Is told what people read.
+        base: The base at another place than the recipe's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
+    """
+    network.return_memory_at_once()
+    found = source.find(place, step)
+    with found.held:
+        target = to if to is not None else found.run / "exports" / kind
+        _check_target(target)
+        recipe = network.with_base(found, base)
+        _check_kind(found, kind)
+        ready, reason = network.data_of(found)
+        if reason is not None:
+            say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
+        job = _Job(found, recipe, ready, kind, shard_size)
+        if recipe.lora is not None:
+            file = found.weights / network.ADAPTER
+            look.check_adapter(network.load_tensors(file), file)
+        staging = _staging(target)
+        try:
+            lines = _written(job, staging, say)
+        except BaseException:
+            _set_aside(staging, target)
+            raise
+        _finish(job, staging, target, lines)
+    say(f"{target} holds step {found.step} of {found.run} as {kind}.")
+    return target
+
+
+def _written(job: _Job, staging: Path, say: Say) -> list[str]:
+    """Writes and proves; returns what was proved."""
+    try:
+        if job.kind == "adapter":
+            figures = _adapter(job, staging, say)
+        else:
+            figures = _merged(job, staging, say)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The export cannot be written to {staging}: {error.strerror or error}. Free space, or choose another --to."
+        ) from error
+    for line in figures.lines():
+        say(line)
+    return figures.lines()
+
+
+def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
+    dtype = _dtype(job)
+    model = network.merged(job.source, job.recipe, job.ready, dtype)
+    _say_base(job, say)
+    if model.can_generate():
+        model.generation_config = _ending(model, job.ready.tokenizer)
+    expected = network.written_shapes(model)
+    ties = dict(model.all_tied_weights_keys)
+    model.save_pretrained(staging, max_shard_size=job.shard_size)
+    del model
+    network.free()
+    if job.ready.tokenizer is not None:
+        job.ready.tokenizer.save_pretrained(staging)
+    size = look.check(staging, expected, dtype, ties)
+    look.check_end_of_text(staging, job.ready.tokenizer)
+    say(f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes.")
+    return _prove(job, staging, dtype)
+
+
+def _adapter(job: _Job, staging: Path, say: Say) -> prove.Figures:
+    weights = job.source.weights
+    tensors = network.load_tensors(weights / network.ADAPTER)
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / network.ADAPTER, {"format": "pt"})
+    adapters.describe_adapter(weights, staging, base=str(job.recipe.model.name), revision=job.recipe.model.revision)
+    if job.ready.tokenizer is not None:
+        job.ready.tokenizer.save_pretrained(staging)
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    size = look.check(staging, expected, torch.float32, {})
+    say(f"Written: an adapter of {len(tensors)} tensors, {size:,} bytes.")
+    return _prove(job, staging, torch.float32)
+
+
+def _prove(job: _Job, staging: Path, dtype: torch.dtype) -> prove.Figures:
+    task, head = tasks.find(job.source.recipe), network.head_of(job.source)
+    model = network.trained(job.source, job.recipe, job.ready, quantised=False)
+    text = adapters.config_of(model).get_text_config()
+    longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
+    probe = prove.ask(model, task, job.ready, text.vocab_size, longest)
+    expected = _expected(job, model)
+    worst = prove.worst_of(staging, expected)
+    del model, expected
+    network.free()
+    answer = prove.fresh(staging, probe, {"head": head, **_how(job)})
+    figures = prove.Figures(
+        distance=answer["distance"] / (answer["scale"] or 1.0),
+        loss=answer["loss"],
+        trained_loss=probe.loss,
+        limits=prove.TOLERANCE[dtype],
+        worst=worst,
+        dtype=dtype,
+        notes=_notes(job, task, probe),
+    )
+    prove.judge(staging, answer, probe, figures)
+    return figures
+
+
+def _expected(job: _Job, model: Any) -> dict[str, torch.Tensor]:
+    """Each tensor as it has to be, in fp32, from the network that was trained; that one is used up."""
+    if job.kind == "adapter":
+        keys = adapters.adapter_keys(model)
+        state = model.state_dict()
+        return {key: state[name] for name, key in keys.items()}
+    return dict(adapters.merge(model, torch.float32).state_dict())
+
+
+def _how(job: _Job) -> dict[str, Any]:
+    """How the fresh process opens what was written."""
+    recipe = job.recipe
+    adapter = job.kind == "adapter"
+    return {
+        "base": recipe.model.name if adapter else None,
+        "revision": recipe.model.revision,
+        "trust_remote_code": recipe.model.trust_remote_code,
+        "num_labels": _num_labels(job) if adapter else None,
+        "dequantize": _quantised(job) == "stored",
+    }
+
+
+def _num_labels(job: _Job) -> int | None:
+    if network.head_of(job.source) == "causal_lm":
+        return None
+    return int(tasks.config_of(job.recipe, job.ready).num_labels)
+
+
+def _notes(job: _Job, task: tasks.Task, probe: prove.Probe) -> tuple[str, ...]:
+    """For a base that was quantised in training: how far what is written is from what was trained."""
+    kind = _quantised(job)
+    if kind is None:
+        return ()
+    model = network.trained(job.source, job.recipe, job.ready, quantised=True)
+    away, loss = prove.distance(model, probe, task)
+    text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
+    if loss is not None and probe.loss is not None:
+        text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
+    return (f"{text}. That is the quantisation's distance, not the export's.",)
+
+
+def _say_base(job: _Job, say: Say) -> None:
+    kind, base = _quantised(job), job.recipe.model.name or "base"
+    if kind == "stored":
+        say(f"Merged onto the dequantised {base}: it is stored quantised, and what it was before is not at hand.")
+    elif kind is not None:
+        say(f"Merged onto the unquantised {base}; it was trained on the quantised one ({kind}).")
+
+
+def _quantised(job: _Job) -> str | None:
+    """How the base was quantised in training: as the recipe says, or `stored` so; None if it was not."""
+    if job.recipe.lora is None:
+        return None
+    stored = network.is_quantised(network.config_of(job.source, job.recipe, job.ready))
+    return "stored" if stored else job.recipe.model.quantization
+
+
+def _ending(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
+    """The generation config, which ends texts where the tokenizer does."""
+    told: GenerationConfig = model.generation_config or GenerationConfig.from_model_config(model.config)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is not None:
+        known = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
+        if eos not in known:
+            # Others belong to the base's own texts, unless they are the padding.
+            others = [end for end in known if end is not None and end != tokenizer.pad_token_id]
+            told.eos_token_id = [eos, *others] if others else eos
+    if told.temperature not in (None, 1.0) or told.top_p not in (None, 1.0):
+        # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
+        told.do_sample = True
+    return told
+
+
+def _dtype(job: _Job) -> torch.dtype:
+    if job.kind == "merged":
+        return torch.float32
+    config = network.config_of(job.source, job.recipe, job.ready)
+    return torch.float16 if getattr(config, "dtype", None) == torch.float16 else torch.bfloat16
+
+
+def _check_kind(found: Source, kind: str) -> None:
+    network.head_of(found)
+    if kind != "adapter":
+        return
+    if found.recipe.lora is None:
+        raise RecipeError(
+            f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as "
+            "merged or --as merged-16bit."
+        )
+    if found.recipe.model.name is None:
+        raise RecipeError(
+            f"{found.run} put its adapter onto random weights, which lie in no folder that peft could open. Use "
+            "--as merged."
+        )
+
+
+def _check_target(target: Path) -> None:
+    if target.exists():
+        raise RecipeError(f"{target} is there already. Choose another --to, or remove it.")
+
+
+def _staging(target: Path) -> Path:
+    staging = target.with_name(target.name + ".staging")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder."
+        ) from error
+    return staging
+
+
+def _set_aside(staging: Path, target: Path) -> None:
+    """What did not pass stays to be looked at, under a name that nobody opens by accident."""
+    failed = target.with_name(target.name + ".failed")
+    shutil.rmtree(failed, ignore_errors=True)
+    if any(staging.glob("*.safetensors")):
+        staging.rename(failed)
+    else:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
+    try:
+        card.write(staging, job.source, job.kind, proof, network.base_folder(job.recipe))
+        facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
+        write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
+        for path in sorted(staging.rglob("*")):
+            if path.is_file():
+                sync(path)
+        sync(staging)
+        staging.rename(target)
+        sync(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"The export cannot be written to {target}: {error.strerror or error}. Free space, or choose another --to."
+        ) from error

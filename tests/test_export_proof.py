@@ -1,0 +1,424 @@
+"""Exports say what training said, opened by plain transformers and peft; planted faults are caught."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import SHARED
+from inside import copy, forge, run_here
+from peft import PeftModel
+from recipes_for_tests import MODEL, base, stories
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from finetune import cli, models, reopen
+from finetune.artefacts import look, prove, write
+from finetune.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.files import digest
+
+pytestmark = [
+    pytest.mark.xdist_group("export"),
+    pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
+]
+
+IDS = torch.arange(3, 3 + 2 * 30).reshape(2, 30)
+UNTIED = {**base()["model"]["config"], "vocab_size": 512, "tie_word_embeddings": False}
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": {"rank": 4}},
+    "dora": {"lora": {"rank": 4, "dora": True, "rslora": True}},
+    "pissa": {"lora": {"rank": 4, "init": "pissa"}},
+    "qlora": {"model": {"quantization": "nf4"}, "lora": {"rank": 4}},
+    "whole": {
+        "model": {"name": None, "config": UNTIED},
+        "lora": {"rank": 4, "save_modules": ["embed_tokens", "lm_head"]},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's directory, and what its network said when it ended."""
+
+    directory: Path
+    logits: torch.Tensor
+    loss: float
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    return {name: train(tmp_path_factory.mktemp(name), sections) for name, sections in RUNS.items()}
+
+
+def train(directory: Path, sections: dict[str, Any]) -> Trained:
+    tree = base(
+        data={"train": stories("train", limit=60), "validation": stories("validation", limit=6), "sequence_length": 64},
+        length={"steps": 3},
+        checkpoint={"every_steps": 2},
+        output={"dir": str(directory / "run")},
+        **{key: value for key, value in sections.items() if key != "model"},
+    )
+    tree["model"] = {"name": MODEL, **sections.get("model", {})}
+    kept: list[Any] = []
+    done = run_here(tree, kept.append)
+    network = models.unwrap(kept[0].model).eval()
+    with torch.no_grad():
+        logits = network(input_ids=IDS).logits
+    return Trained(done.directory, logits, done.results["validation_loss"])
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process open what was written, where starting another would take most of a test's time."""
+    if request.node.get_closest_marker("timeout") is None:
+        monkeypatch.setattr(prove, "fresh", opened_here)
+
+
+def opened_here(folder: Path, probe: prove.Probe, about: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        save_file(probe.tensors, f"{place}/tensors")
+        ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": prove._AUTO[about["head"]]}
+        try:
+            return reopen.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
+        except Exception as error:
+            raise CheckpointError(f"A fresh process cannot open {folder}: {error}") from error
+
+
+def exported(run: Path, kind: str, to: Path, **options: Any) -> tuple[Path, str]:
+    said: list[str] = []
+    return write.export(run, kind, said.append, to=to / kind, **options), "\n".join(said)
+
+
+def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        network = PeftModel.from_pretrained(network, str(adapter))
+    with torch.no_grad():
+        return network.eval()(input_ids=IDS).logits
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@pytest.mark.parametrize("kind", ["merged", "merged-16bit"])
+@pytest.mark.parametrize("name", list(RUNS))
+def test_merged_is_what_was_trained(runs: dict[str, Trained], tmp_path: Path, name: str, kind: str) -> None:
+    run = runs[name]
+    folder, said = exported(run.directory, kind, tmp_path)
+    # On the unquantised base, the adapter is what training made, but not what training ran.
+    wanted = logits_of(Path(MODEL), run.directory / "model") if name == "qlora" else run.logits
+    limit = prove.TOLERANCE[torch.float32 if kind == "merged" else torch.bfloat16][0]
+    away = (logits_of(folder) - wanted).abs().max() / wanted.abs().max()
+    assert away <= limit
+    assert ("In training the base was quantised (nf4): with it, logits differ by" in said) == (name == "qlora")
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {
+        torch.float32 if kind == "merged" else torch.bfloat16
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == ("float32" if kind == "merged" else "bfloat16")
+    assert "quantization_config" not in config
+    # Tied ends are written once.
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (name == "whole")
+    assert [path.name for path in tmp_path.iterdir()] == [kind]
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "qlora"])
+def test_the_adapter_opens_by_peft_alone(runs: dict[str, Trained], tmp_path: Path, name: str) -> None:
+    folder, _ = exported(runs[name].directory, "adapter", tmp_path)
+    found = logits_of(Path(MODEL), folder)
+    wanted = logits_of(Path(MODEL), runs[name].directory / "model") if name == "qlora" else runs[name].logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
+
+
+def test_it_rounds_once(runs: dict[str, Trained], tmp_path: Path) -> None:
+    """A 16-bit merge is the fp32 merge, rounded; not a base that was rounded, plus an adapter, rounded again."""
+    whole, _ = exported(runs["lora"].directory, "merged", tmp_path)
+    half, _ = exported(runs["lora"].directory, "merged-16bit", tmp_path)
+    exact = load_file(whole / "model.safetensors")
+    for name, tensor in load_file(half / "model.safetensors").items():
+        assert torch.equal(tensor, exact[name].bfloat16()), name
+
+
+def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) -> None:
+    run = copy(runs["lora"].directory, tmp_path / "run")
+    folder, said = exported(run, "merged", tmp_path, step=2)
+    assert "logits differ by" in said
+    assert "allowed for float32: 1e-04" in said
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert (folder / "tokenizer.json").is_file()
+    card = (folder / "README.md").read_text()
+    for words in (
+        "base_model: ",
+        "# license: say which",
+        "validation_loss: ",
+        "rank: 4",
+        "step",
+        "train.jsonl",
+        "Proved",
+    ):
+        assert words in card
+    assert json.loads((folder / "export.json").read_text())["step"] == 2
+
+
+def test_shards_have_an_index(runs: dict[str, Trained], tmp_path: Path) -> None:
+    folder, _ = exported(runs["full"].directory, "merged", tmp_path, shard_size="300KB")
+    assert len(list(folder.glob("model-*.safetensors"))) >= 4
+    assert (folder / "model.safetensors.index.json").is_file()
+    torch.testing.assert_close(logits_of(folder), runs["full"].logits, rtol=0, atol=0)
+
+
+@pytest.mark.timeout(120)
+def test_a_fresh_process_knows_nothing_of_this_toolkit(
+    runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[dict[str, Any]] = []
+    fresh = prove.fresh
+
+    def spy(*given: Any) -> dict[str, Any]:
+        answers.append(fresh(*given))
+        return answers[-1]
+
+    monkeypatch.setattr(prove, "fresh", spy)
+    exported(runs["lora"].directory, "merged", tmp_path)
+    assert answers[0]["ours"] == []
+    assert answers[0]["distance"] > 0
+    assert answers[0]["loss"] == pytest.approx(runs["lora"].loss, abs=0.2)
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
+    probe = prove.Probe({"expected": torch.zeros(1)}, 0, {}, None)
+    about = {"head": "causal_lm", "base": None, "trust_remote_code": False}
+    with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
+        prove.fresh(tmp_path, probe, about)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def change(folder: Path, act: Callable[[dict[str, torch.Tensor]], Any], name: str = "model.safetensors") -> None:
+    tensors = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
+    act(tensors)
+    save_file(tensors, folder / name, {"format": "pt"})
+
+
+PROJ = "model.layers.2.mlp.up_proj.weight"
+
+
+def nudge(folder: Path) -> None:
+    change(folder, lambda tensors: tensors[PROJ][0].add_(1e-3 * tensors[PROJ].abs().max()))
+
+
+def wreck(folder: Path) -> None:
+    change(folder, lambda tensors: tensors[PROJ].neg_())
+
+
+def untie(folder: Path) -> None:
+    change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 1.1}))
+
+
+def pad_as_end(folder: Path) -> None:
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 0}))
+
+
+def not_a_number(folder: Path) -> None:
+    change(folder, lambda tensors: tensors[PROJ].view(-1)[7].fill_(float("nan")))
+
+
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"\0" * 2**20)
+
+
+def drop_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+
+
+# Each fault, what is said of it, and the check that says it, without which it goes further.
+FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "one tensor a little off": (nudge, rf"The tensor that differs most is {PROJ}, by 1.0e-03", "worst_of"),
+    "one tensor far off": (wreck, rf"logits that differ by .* The tensor that differs most is {PROJ}", "judge"),
+    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", "check"),
+    "pad as end": (
+        pad_as_end,
+        r"ends texts at 0 \('<unk>'\), but the tokenizer's end .* is 2 \('</s>'\)",
+        "check_end_of_text",
+    ),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", "check"),
+    "missing": (lambda f: change(f, lambda t: t.pop(PROJ)), rf"1 tensors are missing \({PROJ}\)", "_check_names"),
+    "unexpected": (lambda f: change(f, lambda t: t.update(more=torch.ones(2))), r"unexpected \(more\)", "_check_names"),
+    "empty": (lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})), rf"{PROJ} is empty", "check"),
+    "of another type": (
+        lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
+        r"the tensors take 1,018,112 bytes",
+        "_check_size",
+    ),
+}
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]], None]:
+    """Spoils a folder as soon as the weights are written."""
+    saved = PreTrainedModel.save_pretrained
+
+    def planted(fault: Callable[[Path], None]) -> None:
+        def save(self: Any, folder: Path, **options: Any) -> None:
+            saved(self, folder, **options)
+            fault(Path(folder))
+
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+
+    return planted
+
+
+def without(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    nothing = {"worst_of": ("none", 0.0), "check": 0}
+    for module in (look, prove):
+        if hasattr(module, check):
+            monkeypatch.setattr(module, check, lambda *given, **named: nothing.get(check))
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_is_caught_and_would_not_be_without_its_check(
+    runs: dict[str, Trained],
+    tmp_path: Path,
+    plant: Callable[[Callable[[Path], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    fault, says, check = FAULTS[name]
+    plant(fault)
+    with pytest.raises(CheckpointError, match=says):
+        exported(runs["lora"].directory, "merged", tmp_path)
+    # Nothing has the name; what failed can be looked at.
+    assert [path.name for path in tmp_path.iterdir()] == ["merged.failed"]
+    without(monkeypatch, check)
+    said = ""
+    try:
+        exported(runs["lora"].directory, "merged", tmp_path)
+    except FinetuneError as error:
+        said = str(error)
+    assert not re.search(says, said)
+
+
+def test_a_dropped_shard(runs: dict[str, Trained], tmp_path: Path, plant: Any) -> None:
+    plant(drop_shard)
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-0000\d.safetensors, which its index names"):
+        exported(runs["full"].directory, "merged", tmp_path, shard_size="300KB")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tie broken", "apart, though its config says|gives logits"),
+        ("missing", "missing keys: .*up_proj"),
+        ("NaN", "gives logits"),
+    ],
+)
+def test_opening_finds_what_looking_did_not(
+    runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    plant(FAULTS[name][0])
+    without(monkeypatch, "check")
+    with pytest.raises(CheckpointError, match=says):
+        exported(runs["lora"].directory, "merged", tmp_path)
+
+
+def zeroed(run: Path, *, whole: bool = True) -> None:
+    for folder in (run / "checkpoints").iterdir():
+        file = folder / "model" / "adapter_model.safetensors"
+        change(file.parent, lambda t: [v.zero_() for k, v in t.items() if whole or "lora_B" in k], file.name)
+        facts = {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
+        forge(
+            folder, lambda manifest, facts=facts: manifest["files"].update({"model/adapter_model.safetensors": facts})
+        )
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    run = copy(runs["lora"].directory, tmp_path / "run")
+    zeroed(run, whole=False)
+    with pytest.raises(CheckpointError, match="all 35 lora_B matrices are nought, so the adapter changes nothing"):
+        exported(run, kind, tmp_path)
+    monkeypatch.setattr(look, "check_adapter", lambda *given: None)
+    with pytest.raises(CheckpointError, match="The adapter does not move a logit of its base"):
+        exported(run, kind, tmp_path)
+    monkeypatch.setattr(prove, "judge", lambda *given: None)
+    exported(run, kind, tmp_path)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_another_base(runs: dict[str, Trained], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(MODEL, tmp_path / "other"))
+    same = Path(shutil.copytree(MODEL, tmp_path / "same"))
+    change(other, lambda tensors: tensors["model.norm.weight"].mul_(1.01))
+    with pytest.raises(RecipeError, match=rf"was trained on {MODEL} \(digest .*\), but {other} has other content"):
+        exported(runs["lora"].directory, "merged", tmp_path, base=str(other))
+    folder, _ = exported(runs["lora"].directory, "adapter", tmp_path, base=str(same))
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(same)
+
+
+def test_a_base_that_was_changed_in_its_place(runs: dict[str, Trained], tmp_path: Path) -> None:
+    place = Path(shutil.copytree(MODEL, tmp_path / "base"))
+    run = train(tmp_path, {"model": {"name": str(place)}, "lora": {"rank": 2}}).directory
+    change(place, lambda tensors: tensors["model.norm.weight"].mul_(1.01))
+    with pytest.raises(RecipeError, match="has other content"):
+        exported(run, "merged", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "says"),
+    [
+        ("full", "adapter", {}, "trained all weights .* Use --as merged"),
+        ("whole", "adapter", {}, "onto random weights, which lie in no folder"),
+        ("whole", "merged", {"base": MODEL}, "began from random weights, .* Leave --base out"),
+        ("lora", "merged", {"step": 7}, "has no checkpoint of step 7. Its steps are 2, 3"),
+    ],
+)
+def test_refused(
+    runs: dict[str, Trained], tmp_path: Path, name: str, kind: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(FinetuneError, match=says):
+        exported(runs[name].directory, kind, tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint(runs: dict[str, Trained], tmp_path: Path) -> None:
+    run = copy(runs["lora"].directory, tmp_path / "run")
+    file = run / "checkpoints" / "step-00000003" / "model" / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"was changed after it was written: .* Name another step with --step"):
+        exported(run, "merged", tmp_path)
+    exported(run, "merged", tmp_path, step=2)
+
+
+def test_the_command(
+    runs: dict[str, Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(runs["lora"].directory)
+    words = ["export", run, "--as", "merged-16bit", "--to", str(tmp_path / "to")]
+    assert cli.main(words) == 0
+    assert "Proved in a fresh process" in capsys.readouterr().out
+    assert cli.main(words) == 2
+    assert "is there already. Choose another --to, or remove it." in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), "--as", "merged"]) == 2
+    assert "is no run (it has no recipe.yaml)" in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert cli.main([*words[:-1], str(tmp_path / "pushed"), "--push-to", "me/model"]) == 2
+    assert "nobody is logged in to the hub" in capsys.readouterr().err
+    assert not (tmp_path / "pushed").exists()
