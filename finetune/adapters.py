@@ -3,7 +3,6 @@
 peft is imported where it is used: that takes a second, which a run without adapters need not wait.
 """
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import CheckpointError, RecipeError
-from finetune.recipe import LoraSection, Recipe, hint
+from finetune.names import matching
+from finetune.recipe import LoraSection, Recipe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Head = Literal["causal_lm", "sequence_classification"]
 _TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
-_LINEAR = ("Linear", "Conv1D", "Linear4bit")
+_LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:
@@ -231,24 +231,15 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
     """Full names of the linear modules that get an adapter."""
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
     kind, wanted, outputs = type(network).__name__, section.targets, _ends_of(network)[1:]
+    if not linear:
+        raise RecipeError(
+            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
+            "it, or take another architecture."
+        )
     if wanted == "all-linear":
         found = [name for name in linear if name not in outputs]
-    elif isinstance(wanted, str):
-        found = [name for name in linear if re.fullmatch(wanted, name)]
-        if not found:
-            meant = hint(wanted, ["all-linear", *(f"[{word}]" for word in _words(linear))])
-            raise RecipeError(
-                f"lora.targets: the regular expression '{wanted}' matches none of the {len(linear)} linear modules of "
-                f"{kind}{meant or '.'} It is compared with whole names, such as {' and '.join(linear[:2])}."
-            )
     else:
-        found = [name for name in linear if any(_ends_with(name, word) for word in wanted)]
-        for word in wanted:
-            if not any(_ends_with(name, word) for name in linear):
-                raise RecipeError(
-                    f"lora.targets: '{word}' is no linear module of {kind}{hint(word, _words(linear)) or '.'} "
-                    f"Its linear modules are {', '.join(_words(linear))}."
-                )
+        found = matching("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
     if _tied(network) and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
@@ -272,15 +263,7 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
 def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     """Full names of the modules that are trained whole."""
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
-    found: list[str] = []
-    for word in section.save_modules:
-        fitting = [name for name in names if _ends_with(name, word) and name not in found]
-        if not fitting:
-            raise RecipeError(
-                f"lora.save_modules: {type(network).__name__} has no module '{word}' with weights"
-                f"{hint(word, _words(names)) or '.'} It has {', '.join(_words(names))}."
-            )
-        found += fitting
+    found = matching("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
     ends = _ends_of(network)
     if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in ends):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
@@ -313,12 +296,3 @@ def _tied(network: PreTrainedModel) -> bool:
 def _sides(module: Any) -> tuple[int, int]:
     """Input and output features; not read off the weight, of which a rank may hold a shard only."""
     return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)
-
-
-def _ends_with(name: str, word: str) -> bool:
-    return name == word or name.endswith(f".{word}")
-
-
-def _words(names: list[str]) -> list[str]:
-    """The last words of dotted names, each once; numbers are none."""
-    return sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -15,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune import adapters, quantization
+from finetune import adapters, frozen, pretrained, quantization
 from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
@@ -178,7 +179,7 @@ def _config_from_name(section: ModelSection) -> PretrainedConfig:
 
 
 def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
-    """A network in training mode, in fp32, its linear weights quantised if the recipe says so.
+    """A network in training mode: what is trained in fp32, what is frozen in the dtype that it is stored in, or packed.
 
     Its weights are pretrained, or random ones drawn from `recipe.seed`.
 
@@ -188,15 +189,58 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    network = plain(recipe, config, head, loading=quantization.loading_config(recipe))
+    network, stored = _as_stored(recipe, config, head)
     quantization.quantise(network, recipe)
+    if recipe.lora is not None:
+        network.requires_grad_(False)
+    elif section.freeze is not None:
+        frozen.freeze(network, section.freeze)
+    frozen.hold(network, stored)
     whole: nn.Module = adapters.attach(network, recipe, head)
+    frozen.hold(whole, stored)  # what adapters copy to train it whole
     if section.gradient_checkpointing:
         if not network.supports_gradient_checkpointing:
             raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
         # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
         network.activation_checkpointing_enable({"use_reentrant": False})
     return whole.train()
+
+
+def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
+    """A recipe's network as `frozen.hold` takes it, and the dtype that its weights are stored in.
+
+    Where all is trained, weights are read as fp32 right away.
+    """
+    section, loading = recipe.model, quantization.loading_config(recipe)
+    # Singular vectors are taken out of the frozen weights: what is left is not what is stored.
+    changed = recipe.lora is not None and recipe.lora.init == "pissa"
+    if section.name is None or changed or (recipe.lora is None and section.freeze is None):
+        return plain(recipe, config, head, loading=loading), torch.float32
+    said = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    network = plain(recipe, config, head, dtype=said, loading=loading)
+    stored = pretrained.stored_dtype(section)
+    if stored != said:  # the configuration does not say what is in the files
+        network = plain(recipe, config, head, dtype=stored, loading=loading)
+    if stored != torch.float32:
+        _restore_buffers(network, config, head)
+    return network, stored
+
+
+def _restore_buffers(network: PreTrainedModel, config: PretrainedConfig, head: Head) -> None:
+    """Gives a network that was built in 16 bit the constants of one that was built in fp32.
+
+    Architectures compute some when they are built (rotary frequencies, Gemma's scale), in the dtype of the weights.
+    """
+    with init_empty_weights(include_buffers=False):
+        exact = _AUTO[head].from_config(config, dtype=torch.float32)
+    kept = network.state_dict().keys()
+    for name, buffer in exact.named_buffers():
+        owner, _, last = name.rpartition(".")
+        if name in kept:  # read from the files
+            value = getattr(network.get_submodule(owner), last)
+            value.data = value.data.float() if value.is_floating_point() else value.data
+        else:
+            network.get_submodule(owner).register_buffer(last, buffer, persistent=False)
 
 
 def plain(

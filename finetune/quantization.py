@@ -1,6 +1,7 @@
-"""Holds a frozen model's linear weights in 4 bits. The only module that imports bitsandbytes.
+"""Holds a frozen model's linear weights in 4 or 8 bits.
 
-Packed weights are stored as fp32 (eight a number): one dtype everywhere, which is what backends need to shard them.
+Packed weights are stored as fp32 (eight, or four, a number): one dtype everywhere, which is what backends need to
+shard them.
 """
 
 from typing import Any
@@ -9,15 +10,53 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.frozen import multiply
 from finetune.recipe import Recipe
 
 _STORAGE = torch.float32
 
 
+class Linear8bit(nn.Linear):
+    """A linear module whose frozen weight is 8 bits an element, with one scale a row.
+
+    Each product reads the weight back into the dtype of its inputs, which stay as they are. (bitsandbytes' own module
+    rounds them to 8 bits too, and its weights cannot be sharded.)
+    """
+
+    scale: torch.Tensor
+    compute_dtype = torch.float32
+    """Where peft looks up in which dtype it draws an adapter."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        import bitsandbytes as bnb
+
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        # The kernel knows fp16 only; a scale of its precision loses less than the 8 bits do.
+        rows, scale, _ = bnb.functional.int8_vectorwise_quant(module.weight.data.half())
+        self.packed = nn.Parameter(rows.contiguous().view(_STORAGE), requires_grad=False)
+        self.register_buffer("scale", scale.float()[:, None] / 127, persistent=False)
+        self.bias = module.bias
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weight, read back. Not a parameter: nothing may be written to it."""
+        return self._read(self.packed, torch.float32)
+
+    def _read(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (packed.view(torch.int8) * self.scale).to(dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        return multiply(input, self.packed, self.bias, self._read)
+
+
 def loading_config(recipe: Recipe) -> Any | None:
-    """What `from_pretrained` needs to quantise weights as it reads them; None if the recipe does not quantise."""
+    """What `from_pretrained` needs to quantise weights as it reads them; None if it is to leave them as they are."""
     section = recipe.model
-    if section.quantization is None:
+    if section.quantization not in ("nf4", "fp4"):
         return None
     from transformers import BitsAndBytesConfig
 
@@ -43,50 +82,70 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
 
     head = network.get_output_embeddings()
     if not stored:
-        for name, module in list(network.named_modules()):
-            if type(module) is not nn.Linear or module is head:
-                continue
-            with torch.device("meta"):
-                packed = bnb.nn.Linear4bit(
-                    module.in_features,
-                    module.out_features,
-                    bias=module.bias is not None,
-                    compute_dtype=torch.float32,
-                    compress_statistics=section.double_quantization,
-                    quant_type=section.quantization,
-                    quant_storage=_STORAGE,
-                )
-            options: dict[str, Any] = {
-                "requires_grad": False,
-                "compress_statistics": section.double_quantization,
-                "quant_type": section.quantization,
-                "quant_storage": _STORAGE,
-                "module": packed,
-            }
-            packed.weight = bnb.nn.Params4bit(module.weight.data, **options).to(module.weight.device)
-            packed.bias = module.bias
-            parent, _, last = name.rpartition(".")
-            setattr(network.get_submodule(parent), last, packed)
-        # What peft looks up to choose its adapters.
-        network.is_loaded_in_4bit = True
+        for name, linear in list(network.named_modules()):
+            if type(linear) is nn.Linear and linear is not head:
+                whole, _, last = name.rpartition(".")
+                setattr(network.get_submodule(whole), last, _packed(linear, recipe))
+        if section.quantization != "int8":
+            # What peft looks up to choose its adapters.
+            network.is_loaded_in_4bit = True
+    module: Any
     for module in network.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
             module.support_avx512bf16_for_cpu = False
+            module.weight.packed_weights = module.weight.quant_state.shape.numel()
+        elif isinstance(module, Linear8bit):
+            packed: Any = module.packed
+            packed.packed_weights = module.in_features * module.out_features
+
+
+def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
+    import bitsandbytes as bnb
+
+    section = recipe.model
+    if section.quantization == "int8":
+        # Four to a number; a module whose rows do not fit stays as it is.
+        return module if module.in_features % 4 else Linear8bit(module)
+    packed: nn.Module
+    with torch.device("meta"):
+        packed = bnb.nn.Linear4bit(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            compute_dtype=torch.float32,
+            compress_statistics=section.double_quantization,
+            quant_type=section.quantization,
+            quant_storage=_STORAGE,
+        )
+    options: dict[str, Any] = {
+        "requires_grad": False,
+        "compress_statistics": section.double_quantization,
+        "quant_type": section.quantization,
+        "quant_storage": _STORAGE,
+        "module": packed,
+    }
+    packed.weight = bnb.nn.Params4bit(module.weight.data, **options).to(module.weight.device)
+    packed.bias = module.bias
+    return packed
 
 
 def compute_in(network: nn.Module, dtype: torch.dtype) -> None:
-    """Lets quantised modules multiply in a dtype, as autocast lets the others."""
+    """Lets modules of 4 bits multiply in a dtype, as autocast lets the others."""
     module: Any
     for module in network.modules():
         if hasattr(module, "compute_dtype") and hasattr(module, "quant_state"):
             module.compute_dtype = dtype
             module.compute_type_is_set = True
+            # What weights are read back in: that of the file that they were quantised from may say less than `dtype`.
+            for state in (module.quant_state, getattr(module.weight, "quant_state", None)):
+                if state is not None:
+                    state.dtype = dtype
 
 
 def num_weights(parameter: Any) -> int:
     """How many weights a parameter stands for, whole: more than it has elements, if these are packed."""
-    state = getattr(parameter, "quant_state", None)
-    return int(state.shape.numel()) if state is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
+    packed = getattr(parameter, "packed_weights", None)
+    return int(packed if packed is not None else getattr(parameter, "ds_numel", parameter.numel()))

@@ -1,7 +1,7 @@
 """The typed recipe: what is learned. Load, override, validate, dump. Imports no torch, so help is instant.
 
 A recipe is a YAML file. Layers, later ones win: defaults < recipe file < `a.b=c` on the command line.
-`sections.py` holds its keys.
+`sections.py`, `reading.py` and `running.py` hold its keys.
 """
 
 import difflib
@@ -16,9 +16,10 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
+from finetune.reading import ChatSection, ChecksSection, DataSection, Source
 from finetune.running import SampleSection
 from finetune.section import Section
-from finetune.sections import ChatSection, ChecksSection, DataSection, LoraSection, ModelSection, Recipe, Source
+from finetune.sections import LoraSection, ModelSection, Recipe
 
 __all__ = [
     "ChatSection",

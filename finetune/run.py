@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import adapters, export, models, optim, quantization, rehearsal, resume, tasks
+from finetune import adapters, export, frozen, models, optim, quantization, rehearsal, resume, tasks
 from finetune.backend import Backend, Proof, read_launch, settle
 from finetune.guard import Stopper, Watch
 from finetune.identity import base_of, identify
@@ -74,6 +74,8 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
+        if backend.casts_weights:
+            frozen.put_out(network, backend.dtype)
     caller = models.Caller(network.train())
     caller.autocast = backend.autocast
     model, optimizer = backend.prepare(caller, optim.build(caller, recipe))

@@ -367,7 +367,7 @@ def test_refused_by_the_recipe(lora: dict[str, Any], says: str) -> None:
         ({"targets": ["lm_head"]}, "lora.targets: lm_head and the input embedding of this LlamaForCausalLM are one"),
         (
             {"save_modules": ["lm_haed"]},
-            "lora.save_modules: LlamaForCausalLM has no module 'lm_haed' with weights, did you mean 'lm_head'? It has ",
+            "lora.save_modules: 'lm_haed' is no module of LlamaForCausalLM, did you mean 'lm_head'? Its modules are ",
         ),
         (
             {"save_modules": ["lm_head"]},

@@ -82,6 +82,12 @@ class Backend:
         """What matrix products are computed in."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
 
+    @property
+    def casts_weights(self) -> bool:
+        """Whether the launch asks for the lighter way: the network's weights in 16 bit, all of them."""
+        lighter = self.launch.uses_fsdp and self.launch.mixed_precision in ("bf16", "fp16")
+        return lighter or self._casts_weights()
+
     def facts(self) -> dict[str, Any]:
         """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
         asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
@@ -102,11 +108,10 @@ class Backend:
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
                 "finetune.models.materialise does."
             )
-        lighter = self.launch.uses_fsdp and self.launch.mixed_precision in ("bf16", "fp16")
-        if (lighter or self._casts_weights()) and any(hasattr(p, "quant_state") for p in model.parameters()):
+        if self.casts_weights and any(hasattr(p, "packed_weights") for p in model.parameters()):
             raise BackendError(
-                f"{self.launch.ds_place or self.launch.file} asks for weights in 16 bit, and a cast would destroy the "
-                '4-bit ones that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
+                f"{self.launch.ds_place or self.launch.file} asks for weights in 16 bit, and a cast would destroy "
+                'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
                 "recipe's precision already has products computed in 16 bit."
             )
         before = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -117,6 +122,7 @@ class Backend:
                 parameter_sizes=[getattr(p, "ds_numel", p.numel()) for p in model.parameters()],
                 place=self.launch.ds_place,
             )
+            start.match_shards(model)
             if self.launch.offload_params == "nvme":
                 start.shard_in_own_dtype(model, self.accelerator.deepspeed_plugin.deepspeed_config)
         wrapped, prepared = self.accelerator.prepare(model, optimizer)

@@ -16,7 +16,7 @@ from finetune.backend.launch import Launch
 from finetune.errors import BackendError
 
 # Where matrix products happen, and with them nearly all the arithmetic.
-_MATRIX_MODULES = ("Linear", "Conv1D", "Linear4bit", "Linear8bitLt")
+_MATRIX_MODULES = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
 # A rank may hold this much more than its share: padding, and parameters too small to be worth sharding.
 _SHARD_SLACK = 0.03

@@ -151,6 +151,14 @@ def shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
+def match_shards(model: nn.Module) -> None:
+    """Puts shards of a network that was sharded as it was loaded in the dtypes that its parameters have by now."""
+    for parameter in model.parameters():
+        shard: Any = getattr(parameter, "ds_tensor", None)
+        if shard is not None and shard.dtype != parameter.dtype:
+            shard.data = shard.data.to(parameter.dtype)
+
+
 class _WholeModel(AbstractContextManager[None]):
     """Hides DeepSpeed from transformers, which otherwise shards models while it builds them.
 
