@@ -15,6 +15,7 @@ def describe(recipe: Recipe) -> str:
     """
     asked = read_launch()
     settled = settle(recipe, asked)
+    optim.check(recipe, cut=asked.cuts_state)
     task = tasks.find(recipe)
     if task.build_skeleton is None:
         raise RecipeError(

@@ -222,17 +222,17 @@ def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Pr
     if stored != said:  # the configuration does not say what is in the files
         network = plain(recipe, config, head, dtype=stored, loading=loading)
     if stored != torch.float32:
-        _restore_buffers(network, config, head)
+        _restore_buffers(network)
     return network, stored
 
 
-def _restore_buffers(network: PreTrainedModel, config: PretrainedConfig, head: Head) -> None:
+def _restore_buffers(network: PreTrainedModel) -> None:
     """Gives a network that was built in 16 bit the constants of one that was built in fp32.
 
     Architectures compute some when they are built (rotary frequencies, Gemma's scale), in the dtype of the weights.
     """
     with init_empty_weights(include_buffers=False):
-        exact = _AUTO[head].from_config(config, dtype=torch.float32)
+        exact = type(network)(network.config)
     kept = network.state_dict().keys()
     for name, buffer in exact.named_buffers():
         owner, _, last = name.rpartition(".")
@@ -291,7 +291,11 @@ def skeleton(config: PretrainedConfig, head: Head, recipe: Recipe | None = None)
     """
     with torch.device("meta"):
         network: nn.Module = _AUTO[head].from_config(config, dtype=torch.float32)
-        return network if recipe is None else adapters.attach(network, recipe, head)
+        if recipe is None:
+            return network
+        if recipe.model.freeze is not None:
+            frozen.freeze(network, recipe.model.freeze)
+        return adapters.attach(network, recipe, head)
 
 
 def materialise(network: nn.Module, seed: int) -> nn.Module:

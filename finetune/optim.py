@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, hint
 
 
 def peak_lr(recipe: Recipe) -> float:
@@ -81,12 +81,7 @@ def build(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         RecipeError: If there is no such optimiser, or it refuses its arguments.
     """
     optim = recipe.optim
-    cls = _find(optim.name)
-    arguments: dict[str, Any] = {"lr": peak_lr(recipe), **optim.args}
-    if cls in (torch.optim.Adam, torch.optim.AdamW) and "foreach" not in arguments:
-        arguments.setdefault("fused", True)
-    if isinstance(arguments.get("betas"), list):
-        arguments["betas"] = tuple(arguments["betas"])
+    cls, arguments = _find(optim.name), _arguments(recipe)
     groups = parameter_groups(model, optim.weight_decay)
     if not groups:
         raise RecipeError("The model has no trainable parameters: everything is frozen.")
@@ -97,22 +92,76 @@ def build(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return optimizer
 
 
+def check(recipe: Recipe, *, cut: bool) -> None:
+    """Refuses an optimiser that cannot run here, before anything is read.
+
+    Args:
+        cut: Whether the launch cuts tensors or their state among ranks.
+
+    Raises:
+        RecipeError: If there is no such optimiser, or it cannot run here.
+    """
+    name = recipe.optim.name
+    module = _find(name).__module__
+    if not module.startswith("bitsandbytes"):
+        return
+    if cut:
+        raise RecipeError(
+            f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch cuts "
+            "among processes: on another number of them the blocks would be others. Take AdamW, or launch on one "
+            "process or with accelerate_configs/ddp.yaml."
+        )
+    if name.startswith("Paged") and not torch.cuda.is_available():
+        raise RecipeError(
+            f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take "
+            f"{name.removeprefix('Paged')}, which is the same without pages."
+        )
+
+
+def state_bytes(recipe: Recipe) -> float:
+    """Bytes of state that the optimiser keeps for an element of a parameter, as one step on a trial shows."""
+    trial = nn.Parameter(torch.zeros(64, 256))
+    optimizer = _find(recipe.optim.name)([trial], **_arguments(recipe))
+    trial.grad = torch.zeros_like(trial)
+    optimizer.step()
+    state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(value.nbytes for value in state) / trial.numel()
+
+
+def _arguments(recipe: Recipe) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"lr": peak_lr(recipe), **recipe.optim.args}
+    if recipe.optim.name in ("Adam", "AdamW") and "foreach" not in arguments:
+        arguments.setdefault("fused", True)
+    if isinstance(arguments.get("betas"), list):
+        arguments["betas"] = tuple(arguments["betas"])
+    return arguments
+
+
 def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
     if ":" in name:
         found = import_object(name, "optim.name")
     else:
-        found = getattr(torch.optim, name, None)
+        found = getattr(torch.optim, name, None) or _of_bitsandbytes().get(name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        offered = sorted(
-            n
-            for n, c in vars(torch.optim).items()
-            if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
-        )
+        offered, more = _classes(torch.optim), _of_bitsandbytes()
         raise RecipeError(
-            f"optim.name: '{name}' is no optimiser. torch.optim has {', '.join(offered)}; "
-            "your own is named package.module:Class."
+            f"optim.name: '{name}' is no optimiser{hint(name, [*offered, *more])}. torch.optim has "
+            f"{', '.join(sorted(offered))}; bitsandbytes has {', '.join(sorted(more))}; your own is named "
+            "package.module:Class."
         )
     return found
+
+
+def _of_bitsandbytes() -> dict[str, type]:
+    """Its optimisers with state of 8 bits or in pages, by name; the others are torch's."""
+    import bitsandbytes
+
+    return {name: c for name, c in _classes(bitsandbytes.optim).items() if "8bit" in name or name.startswith("Paged")}
+
+
+def _classes(module: Any) -> dict[str, type]:
+    found = {name: c for name, c in vars(module).items() if isinstance(c, type)}
+    return {n: c for n, c in found.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}
 
 
 def import_object(path: str, key: str) -> Any:

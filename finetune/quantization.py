@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.errors import RecipeError
 from finetune.frozen import multiply
 from finetune.recipe import Recipe
 
@@ -73,6 +74,9 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
     """Quantises the linear modules of a network that has its weights, all but the output head, in place.
 
     Those of a network that was loaded by `loading_config` are quantised already.
+
+    Raises:
+        RecipeError: If there are none.
     """
     section = recipe.model
     stored = getattr(network, "is_loaded_in_4bit", False)  # by the recipe, or because it lies on the disk like that
@@ -90,16 +94,24 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             # What peft looks up to choose its adapters.
             network.is_loaded_in_4bit = True
     module: Any
+    found = 0
     for module in network.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
+            found += 1
             module.support_avx512bf16_for_cpu = False
             module.weight.packed_weights = module.weight.quant_state.shape.numel()
         elif isinstance(module, Linear8bit):
+            found += 1
             packed: Any = module.packed
             packed.packed_weights = module.in_features * module.out_features
+    if not found:
+        raise RecipeError(
+            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "
+            "quantization out, or take another architecture."
+        )
 
 
 def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:

@@ -61,6 +61,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     """
     asked = read_launch()
     settled = settle(recipe, asked)
+    optim.check(recipe, cut=asked.cuts_state)
     task = tasks.find(recipe)
     directory = RunDirectory.check(recipe)
     resume.check(recipe, directory)
@@ -70,7 +71,9 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     identity = identify(recipe, ready, length)
     resume.compare(recipe, directory, identity)
     backend = Backend.start(recipe, asked, settled, quiet=quiet)
-    with backend.loading(pretrained=recipe.model.name is not None and task is tasks.CAUSAL_LM):
+    # Sharded as it loads only what stays as it is loaded; a packed weight is packed whole.
+    sharded = recipe.model.name is not None and recipe.model.quantization is None and task is tasks.CAUSAL_LM
+    with backend.loading(pretrained=sharded):
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
@@ -82,6 +85,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
     if task.text and recipe.data.packing == "documents":
         rehearsal.check_isolation(backend, model, recipe)
+    memory = backend.memory(model, optim.state_bytes(recipe))
     begin = resume.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
     unwrapped = models.unwrap(model)
     begin.restore(backend, unwrapped, optimizer)
@@ -90,6 +94,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
             **backend.facts(),
             "precision": backend.precision,
             "runs": proof.to_dict(),
+            "memory": asdict(memory),
             "length": asdict(length),
             "identity": identity,
             "base": base_of(recipe),
@@ -98,7 +103,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
     reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
     plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
-    for line in (*ready.report_lines, *plan, proof.line(), *begin.lines()):
+    for line in (*ready.report_lines, *plan, proof.line(), memory.line(), *begin.lines()):
         reporter.say(line)
     if recipe.log.trackers:
         backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
@@ -47,7 +48,7 @@ def digests(run: Run, trained: bool) -> dict[str, str]:
     network = unwrap(run.model)
     wanted = {name for name, parameter in network.named_parameters() if parameter.requires_grad is trained}
     return {
-        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in run.backend.full_parameters(network)
         if tensor is not None and name in wanted
     }

@@ -27,6 +27,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "task.num_labels": (3, {}),
     "task.args": ({"width": 8}, {}),
     "model.config": ({**CONFIG, "hidden_size": 32}, {}),
+    "model.freeze": (["embed_tokens"], {}),
     "model.quantization": ("nf4", LORA),
     "model.double_quantization": (False, {**LORA, "model.quantization": "nf4"}),
     "lora.rank": (4, LORA),

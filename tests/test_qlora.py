@@ -132,9 +132,9 @@ def test_flops_count_weights_not_bytes() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lora": None}, "model.quantization: weights in 4 bits (nf4) cannot be trained. Add a `lora` section"),
+        ({"lora": None}, "model.quantization: packed weights (nf4) cannot be trained. Add a `lora` section"),
         ({"lora": {"init": "pissa"}}, "lora.init: `pissa` takes singular vectors out of the weights, which"),
-        ({"model": {"name": MODEL, "quantization": "int3"}}, "model.quantization: input should be 'nf4' or 'fp4'"),
+        ({"model": {"name": MODEL, "quantization": "int3"}}, "input should be 'nf4', 'fp4' or 'int8'"),
     ],
 )
 def test_refused(changes: dict, says: str) -> None:

@@ -15,15 +15,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.backend import deepspeed_config, launch, ops, pieces, prove, start, state
+from finetune.backend import deepspeed_config, launch, memory, ops, pieces, prove, start, state
 from finetune.backend.launch import Launch
+from finetune.backend.memory import Memory
 from finetune.backend.pieces import Exchange, Piece
 from finetune.backend.prove import Proof
 from finetune.backend.settle import Settled, settle
 from finetune.errors import BackendError
 from finetune.recipe import Recipe
 
-__all__ = ["Backend", "Exchange", "Launch", "Piece", "Proof", "Settled", "read_launch", "settle"]
+__all__ = ["Backend", "Exchange", "Launch", "Memory", "Piece", "Proof", "Settled", "read_launch", "settle"]
 
 read_launch = launch.read
 
@@ -140,6 +141,11 @@ class Backend:
     def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
         """Reads back what runs; see `prove.prove`."""
         return prove.prove(self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse)
+
+    def memory(self, model: nn.Module, state_bytes: float) -> Memory:
+        """What this rank holds from step to step; see `memory.measure`."""
+        self._reshard()
+        return memory.measure(self.launch, model, self.accumulation, state_bytes)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that the network computes in, inside the one that the wrapper provides.

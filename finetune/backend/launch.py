@@ -57,6 +57,11 @@ class Launch:
         return self.kind in ("fsdp", "hsdp", "zero3")
 
     @property
+    def cuts_state(self) -> bool:
+        """Whether a tensor, or what an optimiser keeps for it, may lie on several ranks in parts."""
+        return self.sharded or self.uses_deepspeed
+
+    @property
     def uses_deepspeed(self) -> bool:
         return self.kind.startswith("zero")
 

@@ -223,7 +223,7 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
     from torch.distributed.tensor import DTensor, Shard
 
     def held(tensors: list[Any]) -> float:
-        here: int = sum(_local(t).numel() for t in tensors)
+        here: int = sum(local(t).numel() for t in tensors)
         return here / max(1, sum(int(t.numel()) for t in tensors))
 
     def uneven(tensors: list[Any]) -> float:
@@ -326,9 +326,10 @@ def _rests(on_disk: bool, offloaded: bool) -> str:
     return "nvme" if on_disk else "cpu" if offloaded else "none"
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
 
 
 def _dtypes(tensors: Any) -> tuple[str, ...]:

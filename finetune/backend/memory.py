@@ -1,0 +1,89 @@
+"""What a rank holds from step to step, by what it is for; activations come on top."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.backend.launch import Launch
+from finetune.backend.prove import local
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that this rank holds from step to step, wherever they rest."""
+
+    frozen: int
+    """Weights that are not trained, with the scales of packed ones, and buffers."""
+    trained: int
+    """Weights that are trained, and their masters where these are apart."""
+    gradients: int
+    """At their largest: while a step's micro-batches add up."""
+    optimizer: int
+    """As one step on a trial tensor shows."""
+
+    def line(self) -> str:
+        """One line for people."""
+        parts = {
+            "frozen": self.frozen,
+            "trained": self.trained,
+            "gradients": self.gradients,
+            "optimiser": self.optimizer,
+        }
+        total = sum(parts.values())
+        unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+        shown = ", ".join(f"{name} {held / size:,.2f}" for name, held in parts.items())
+        return f"memory of a rank in {unit}: {shown}, together {total / size:,.2f}; activations come on top"
+
+
+def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: float) -> Memory:
+    """Adds up what the prepared objects hold.
+
+    Args:
+        accumulation: Micro-batches a step and process.
+        state_bytes: That the optimiser keeps for an element.
+    """
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    held, elements = sum(map(_held, trained)), sum(local(p).numel() for p in trained)
+    if launch.uses_deepspeed:
+        engine: Any = model
+        elements = _masters(engine.optimizer)
+        held += 4 * elements
+    # Until their last micro-batch, gradients are whole: FSDP2 under `no_sync`, and ZeRO-1.
+    whole = {
+        "fsdp": accumulation > 1,
+        "hsdp": accumulation > 1,
+        "zero2": False,
+        "zero3": False,
+    }.get(launch.kind, True)
+    return Memory(
+        frozen=sum(_held(p) for p in parameters if not p.requires_grad)
+        + sum(local(b).nbytes for b in model.buffers())
+        + sum(t.nbytes for m in model.modules() for t in _scales(getattr(m, "quant_state", None))),
+        trained=held,
+        gradients=4 * (sum(int(getattr(p, "ds_numel", p.numel())) for p in trained) if whole else elements),
+        optimizer=round(state_bytes * elements),
+    )
+
+
+def _held(parameter: Any) -> int:
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        return local(parameter).nbytes
+    return int(shard.ds_numel * shard.element_size()) + int(parameter.nbytes)
+
+
+def _masters(inner: Any) -> int:
+    """Elements of the masters here; those on NVMe are empty between steps."""
+    sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
+    return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
+
+
+def _scales(state: Any) -> Iterator[torch.Tensor]:
+    """What belongs to packed weights; see bitsandbytes' `QuantState`."""
+    if state is not None:
+        yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
+        yield from _scales(state.state2)
