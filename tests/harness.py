@@ -166,10 +166,10 @@ def assert_same_path(one: Result, other: Result, tolerance: float, *, weights: f
 def assert_near_in_bf16(one: Result, other: Result) -> None:
     """The same for adapters in bf16, as far as it can be said of them.
 
-    Sums of fp32 in another order (1e-7) now and then round to another neighbour in bf16 (4e-3 away): from layer to layer
-    a difference of d grows to sqrt(4e-3 d), and five layers down gradients differ by 2 to 4e-3. `B` begins at nought, so
-    that all of it is such updates: one process with micro-batches of 1, 2 and 4 rows differs from itself by 1.6e-3 in the
-    loss, 2.7e-2 in later gradient norms and 9.6e-2 in `B`. The first gradient has no history yet.
+    Sums of fp32 in another order (1e-7) now and then round to another neighbour in bf16 (4e-3 away): from layer to
+    layer a difference of d grows to sqrt(4e-3 d), and five layers down gradients differ by 2 to 4e-3. `B` begins at
+    nought, so that all of it is such updates: one process with micro-batches of 1, 2 and 4 rows differs from itself by
+    1.6e-3 in the loss, 2.7e-2 in later gradient norms and 9.6e-2 in `B`. The first gradient has no history yet.
     """
     one.check()
     other.check()
