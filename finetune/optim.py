@@ -145,7 +145,7 @@ def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         offered, more = _classes(torch.optim), _of_bitsandbytes()
         raise RecipeError(
-            f"optim.name: '{name}' is no optimiser{hint(name, [*offered, *more])}. torch.optim has "
+            f"optim.name: '{name}' is no optimiser{hint(name, [*offered, *more]) or '.'} torch.optim has "
             f"{', '.join(sorted(offered))}; bitsandbytes has {', '.join(sorted(more))}; your own is named "
             "package.module:Class."
         )

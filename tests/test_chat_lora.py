@@ -1,0 +1,61 @@
+"""Conversations with LoRA and QLoRA: real ones, on every backend, with the losses of one process."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import SHARED, Launcher, assert_same_path
+from recipes_for_tests import MODEL, base
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+INSTRUCT = SHARED / "instruct"
+TALK: dict[str, Any] = {
+    "train": [
+        {"path": str(INSTRUCT / "gsm8k_train.jsonl"), "limit": 24},
+        {"path": str(INSTRUCT / "fastchat_dummy_conversation.json"), "limit": 24},
+    ],
+    "validation": [{"path": str(INSTRUCT / "fastchat_dummy_conversation.json"), "limit": 4}],
+    "sequence_length": 512,
+}
+
+
+def job(**model: Any) -> dict[str, Any]:
+    return {
+        **base(
+            data=TALK,
+            chat={"template": "plain", "too_long": "cut_right"},
+            lora={"rank": 8, "dropout": 0.05},
+            optim={"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
+            length={"steps": 4},
+            eval={"every_steps": 2},
+        ),
+        "model": {"name": MODEL, **model},
+    }
+
+
+JOBS = {"lora": job(), "qlora": job(quantization="nf4", gradient_checkpointing=True)}
+BACKENDS = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_offload")
+PAIRS = [
+    pytest.param(backend, name, marks=pytest.mark.xdist_group(f"chat_lora_{backend}"))
+    for backend in BACKENDS
+    for name in JOBS
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), PAIRS)
+def test_losses_are_those_of_one_process(launcher: Launcher, backend: str, name: str) -> None:
+    single, other = (launcher.many(where, JOBS)[name] for where in ("single", backend))
+    assert_same_path(single, other, 1e-5, weights=5e-5)
+    assert single.validation() == pytest.approx(other.validation(), rel=1e-5)
+
+
+@pytest.mark.xdist_group("chat_lora_ddp")
+@pytest.mark.parametrize("name", JOBS)
+def test_answers_are_learned_and_nothing_else(launcher: Launcher, name: str) -> None:
+    run = launcher.many("single", JOBS)[name].check()
+    losses, report = run.series("loss"), run.facts["data"]["train"]
+    assert losses[-1] < losses[0]
+    assert np.isfinite(losses).all()
+    assert 0.2 < report["chat"]["supervised_share"] < 0.9
+    assert run.metrics[-1]["step"] == 4
