@@ -1,10 +1,9 @@
-"""Conversations that were learned by heart are said by heart, by what was exported, and generation stops behind them."""
+"""Conversations that were learned by heart come out of exports as they are, and generation stops behind them."""
 
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import chats
 import pytest

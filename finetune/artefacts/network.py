@@ -217,7 +217,10 @@ def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> Pr
     recipe = _from(source, recipe)
     config = models.resolve_config(recipe)
     _check_names(source, models.skeleton(config, head))
-    return models.plain(recipe, config, head, dtype=dtype)
+    whole = models.plain(recipe, config, head, dtype=dtype)
+    # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
+    whole.__dict__.pop("_weight_conversions", None)
+    return whole
 
 
 def _from(source: Source, recipe: Recipe) -> Recipe:
@@ -228,7 +231,9 @@ def _from(source: Source, recipe: Recipe) -> Recipe:
 def _check_names(source: Source, skeleton: nn.Module) -> None:
     assert isinstance(skeleton, PreTrainedModel)
     found = {name for file in source.files for name in names_of(file)}
-    missing = sorted(set(written_shapes(skeleton)) - found - set(skeleton.all_tied_weights_keys))
+    # A checkpoint has the names that are computed with, a model those that `save_pretrained` writes.
+    both = (set(skeleton.state_dict()), set(written_shapes(skeleton)))
+    missing = sorted(min((names - found - set(skeleton.all_tied_weights_keys) for names in both), key=len))
     if missing:
         raise CheckpointError(
             f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
