@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune import cli
-from finetune.artefacts import ends, look, prove
+from finetune.artefacts import card, ends, look, prove, push, source
 from finetune.errors import CheckpointError, FinetuneError, RecipeError
 from finetune.files import digest
 
@@ -104,7 +105,7 @@ def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) 
     assert (folder / "tokenizer.json").is_file()
     card = (folder / "README.md").read_text()
     for words in (
-        "base_model: ",
+        "# base_model: say which; the run took it from a folder",
         "# license: say which",
         "validation_loss: ",
         "rank: 4",
@@ -114,6 +115,32 @@ def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) 
     ):
         assert words in card
     assert json.loads((folder / "export.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "meta-llama/Llama-3.2-1B",
+            "base_model: meta-llama/Llama-3.2-1B\npipeline_tag: text-generation\nlicense: mit\n",
+        ),
+        (
+            MODEL,
+            "pipeline_tag: text-generation\nlicense: mit\n# base_model: say which; the run took it from a folder\n",
+        ),
+    ],
+)
+def test_the_head_of_the_card_is_one_that_the_hub_takes(
+    runs: dict[str, Trained], tmp_path: Path, name: str, said: str
+) -> None:
+    """It refuses a base that is a folder, and wants the licence of the base."""
+    found = source.find(runs["full"].directory)
+    model = found.recipe.model.model_copy(update={"name": name})
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
+    run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))
+    card.write(tmp_path, run, "merged", ["Proved"], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"---\nlibrary_name: transformers\n{said}---\n")
 
 
 def test_shards_have_an_index(runs: dict[str, Trained], tmp_path: Path) -> None:
@@ -453,3 +480,27 @@ def test_the_command(
     assert cli.main([*words[:-1], str(tmp_path / "pushed"), "--push-to", "me/model"]) == 2
     assert "nobody is logged in to the hub" in capsys.readouterr().err
     assert not (tmp_path / "pushed").exists()
+
+
+def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Hub:
+        def create_repo(self, name: str, **options: Any) -> Any:
+            asked.append((name, options))
+            return type("Place", (str,), {"repo_id": f"me/{name}"})(f"https://hub/me/{name}")
+
+        def upload_folder(self, **options: Any) -> None:
+            if len(asked) > 2:
+                raise OSError("no more\nroom")
+            asked.append((options["repo_id"], options["folder_path"]))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert push.push(tmp_path, "model") == "https://hub/me/model"
+    assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
+    with pytest.raises(
+        CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
+    ):
+        push.push(tmp_path, "model")
