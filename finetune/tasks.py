@@ -115,6 +115,10 @@ def _adapted(task: Task) -> Task:
 
 def _build_data(recipe: Recipe, quiet: bool) -> TaskData:
     prepared = data.prepare(recipe, quiet=quiet)
+    if prepared.num_labels is not None and prepared.tokenizer.pad_token_id is None:
+        # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
+        # the model and pads by its tokenizer.
+        prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
     return TaskData(
         train=prepared.train,
         validation=prepared.validation,
@@ -171,13 +175,23 @@ def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
 
 
 def _classifier_config(recipe: Recipe, ready: TaskData | None) -> Any:
-    return models.resolve_config(
+    tokenizer = ready.tokenizer if ready else None
+    config = models.resolve_config(
         recipe,
-        tokenizer=ready.tokenizer if ready else None,
+        tokenizer=tokenizer,
         vocab_size=recipe.tokenizer.vocab_size,
         num_labels=_num_labels(recipe, ready),
         label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
     )
+    if tokenizer is not None and tokenizer.pad_token_id is not None:
+        # What fills the rows, and not what a model's config may say.
+        config.pad_token_id = tokenizer.pad_token_id
+    elif tokenizer is not None and config.pad_token_id is None:
+        raise RecipeError(
+            f"tokenizer: the tokenizer has neither a padding token nor an end of text, and a {config.model_type} "
+            "classifies at the last token that is no padding. Name a tokenizer with one of them as tokenizer.name."
+        )
+    return config
 
 
 def _build_classifier(recipe: Recipe, ready: TaskData) -> nn.Module:

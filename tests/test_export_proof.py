@@ -3,23 +3,22 @@
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exports import Trained, change, exported, logits_of, opened_here, train
 from harness import SHARED
-from inside import copy, forge, run_here
-from peft import PeftModel
-from recipes_for_tests import MODEL, base, stories
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from inside import copy, forge
+from recipes_for_tests import MODEL, base
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
-from finetune import cli, models, reopen
-from finetune.artefacts import look, prove, write
+from finetune import cli
+from finetune.artefacts import card, ends, look, prove, push, source
 from finetune.errors import CheckpointError, FinetuneError, RecipeError
 from finetune.files import digest
 
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
 ]
 
-IDS = torch.arange(3, 3 + 2 * 30).reshape(2, 30)
 UNTIED = {**base()["model"]["config"], "vocab_size": 512, "tie_word_embeddings": False}
 RUNS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -43,35 +41,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A run's directory, and what its network said when it ended."""
-
-    directory: Path
-    logits: torch.Tensor
-    loss: float
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     return {name: train(tmp_path_factory.mktemp(name), sections) for name, sections in RUNS.items()}
-
-
-def train(directory: Path, sections: dict[str, Any]) -> Trained:
-    tree = base(
-        data={"train": stories("train", limit=60), "validation": stories("validation", limit=6), "sequence_length": 64},
-        length={"steps": 3},
-        checkpoint={"every_steps": 2},
-        output={"dir": str(directory / "run")},
-        **{key: value for key, value in sections.items() if key != "model"},
-    )
-    tree["model"] = {"name": MODEL, **sections.get("model", {})}
-    kept: list[Any] = []
-    done = run_here(tree, kept.append)
-    network = models.unwrap(kept[0].model).eval()
-    with torch.no_grad():
-        logits = network(input_ids=IDS).logits
-    return Trained(done.directory, logits, done.results["validation_loss"])
 
 
 @pytest.fixture(autouse=True)
@@ -79,29 +51,6 @@ def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Lets this process open what was written, where starting another would take most of a test's time."""
     if request.node.get_closest_marker("timeout") is None:
         monkeypatch.setattr(prove, "fresh", opened_here)
-
-
-def opened_here(folder: Path, probe: prove.Probe, about: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as place:
-        save_file(probe.tensors, f"{place}/tensors")
-        ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": prove._AUTO[about["head"]]}
-        try:
-            return reopen.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
-        except Exception as error:
-            raise CheckpointError(f"A fresh process cannot open {folder}: {error}") from error
-
-
-def exported(run: Path, kind: str, to: Path, **options: Any) -> tuple[Path, str]:
-    said: list[str] = []
-    return write.export(run, kind, said.append, to=to / kind, **options), "\n".join(said)
-
-
-def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if adapter is not None:
-        network = PeftModel.from_pretrained(network, str(adapter))
-    with torch.no_grad():
-        return network.eval()(input_ids=IDS).logits
 
 
 # ---------------------------------------------------------------- what comes out
@@ -156,7 +105,7 @@ def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) 
     assert (folder / "tokenizer.json").is_file()
     card = (folder / "README.md").read_text()
     for words in (
-        "base_model: ",
+        "# base_model: say which; the run took it from a folder",
         "# license: say which",
         "validation_loss: ",
         "rank: 4",
@@ -166,6 +115,32 @@ def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) 
     ):
         assert words in card
     assert json.loads((folder / "export.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "meta-llama/Llama-3.2-1B",
+            "base_model: meta-llama/Llama-3.2-1B\npipeline_tag: text-generation\nlicense: mit\n",
+        ),
+        (
+            MODEL,
+            "pipeline_tag: text-generation\nlicense: mit\n# base_model: say which; the run took it from a folder\n",
+        ),
+    ],
+)
+def test_the_head_of_the_card_is_one_that_the_hub_takes(
+    runs: dict[str, Trained], tmp_path: Path, name: str, said: str
+) -> None:
+    """It refuses a base that is a folder, and wants the licence of the base."""
+    found = source.find(runs["full"].directory)
+    model = found.recipe.model.model_copy(update={"name": name})
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
+    run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))
+    card.write(tmp_path, run, "merged", ["Proved"], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"---\nlibrary_name: transformers\n{said}---\n")
 
 
 def test_shards_have_an_index(runs: dict[str, Trained], tmp_path: Path) -> None:
@@ -204,12 +179,6 @@ def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def change(folder: Path, act: Callable[[dict[str, torch.Tensor]], Any], name: str = "model.safetensors") -> None:
-    tensors = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
-    act(tensors)
-    save_file(tensors, folder / name, {"format": "pt"})
-
-
 PROJ = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -239,30 +208,68 @@ def longer(folder: Path) -> None:
         file.write(b"\0" * 2**20)
 
 
+def shorter(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(2**19)
+
+
+def twice(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+
+
+def wrong_total(folder: Path) -> None:
+    file = folder / look.INDEX
+    index = json.loads(file.read_text())
+    index["metadata"]["total_size"] += 4
+    file.write_text(json.dumps(index))
+
+
 def drop_shard(folder: Path) -> None:
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()
 
 
 # Each fault, what is said of it, and the check that says it, without which it goes further.
-FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "one tensor a little off": (nudge, rf"The tensor that differs most is {PROJ}, by 1.0e-03", "worst_of"),
-    "one tensor far off": (wreck, rf"logits that differ by .* The tensor that differs most is {PROJ}", "judge"),
-    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", "check"),
+FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
+    "one tensor a little off": (
+        nudge,
+        rf"The tensor that differs most is {PROJ}, by 1.0e-03",
+        (prove, "worst_of"),
+    ),
+    "one tensor far off": (
+        wreck,
+        rf"logits that differ by .* The tensor that differs most is {PROJ}",
+        (prove, "judge"),
+    ),
+    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", (look, "check")),
     "pad as end": (
         pad_as_end,
-        r"ends texts at 0 \('<unk>'\), but the tokenizer's end .* is 2 \('</s>'\)",
-        "check_end_of_text",
+        r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
+        (ends, "check"),
     ),
-    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", "check"),
-    "missing": (lambda f: change(f, lambda t: t.pop(PROJ)), rf"1 tensors are missing \({PROJ}\)", "_check_names"),
-    "unexpected": (lambda f: change(f, lambda t: t.update(more=torch.ones(2))), r"unexpected \(more\)", "_check_names"),
-    "empty": (lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})), rf"{PROJ} is empty", "check"),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (look, "check")),
+    "missing": (
+        lambda f: change(f, lambda t: t.pop(PROJ)),
+        rf"1 tensors are missing \({PROJ}\)",
+        (look, "_check_names"),
+    ),
+    "unexpected": (
+        lambda f: change(f, lambda t: t.update(more=torch.ones(2))),
+        r"unexpected \(more\)",
+        (look, "_check_names"),
+    ),
+    "empty": (lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})), rf"{PROJ} is empty", (look, "check")),
+    "of another shape": (
+        lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
+        rf"{PROJ} has shape \[64, 172\], not \[172, 64\]",
+        (look, "_check_names"),
+    ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
         r"the tensors take 1,018,112 bytes",
-        "_check_size",
+        (look, "_check_size"),
     ),
+    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (look, "_check_size")),
 }
 
 
@@ -281,11 +288,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
     return planted
 
 
-def without(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
     nothing = {"worst_of": ("none", 0.0), "check": 0}
-    for module in (look, prove):
-        if hasattr(module, check):
-            monkeypatch.setattr(module, check, lambda *given, **named: nothing.get(check))
+    monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
@@ -318,6 +323,23 @@ def test_a_dropped_shard(runs: dict[str, Trained], tmp_path: Path, plant: Any) -
 
 
 @pytest.mark.parametrize(
+    ("fault", "shards", "says"),
+    [
+        (longer, {}, r"merged.staging/model.safetensors cannot be read"),
+        (shorter, {}, r"merged.staging/model.safetensors cannot be read"),
+        (wrong_total, {"shard_size": "300KB"}, r"the tensors take 1,040,128 bytes, .* and the index says 1,040,132"),
+    ],
+)
+def test_a_size_that_cannot_be_right(
+    runs: dict[str, Trained], tmp_path: Path, plant: Any, fault: Any, shards: dict[str, str], says: str
+) -> None:
+    plant(fault)
+    with pytest.raises(CheckpointError, match=says):
+        exported(runs["full"].directory, "merged", tmp_path, **shards)
+    assert [path.name for path in tmp_path.iterdir()] == ["merged.failed"]
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("tie broken", "apart, though its config says|gives logits"),
@@ -329,25 +351,30 @@ def test_opening_finds_what_looking_did_not(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     plant(FAULTS[name][0])
-    without(monkeypatch, "check")
+    without(monkeypatch, (look, "check"))
     with pytest.raises(CheckpointError, match=says):
         exported(runs["lora"].directory, "merged", tmp_path)
 
 
-def zeroed(run: Path, *, whole: bool = True) -> None:
-    for folder in (run / "checkpoints").iterdir():
-        file = folder / "model" / "adapter_model.safetensors"
-        change(file.parent, lambda t: [v.zero_() for k, v in t.items() if whole or "lora_B" in k], file.name)
+ADAPTER = "adapter_model.safetensors"
+
+
+def spoiled(run: Path, target: Path, act: Callable[[dict[str, torch.Tensor]], Any], name: str = ADAPTER) -> Path:
+    """A run whose checkpoints hold other tensors, and digests that fit them."""
+    spoilt = copy(run, target)
+    for folder in (spoilt / "checkpoints").iterdir():
+        file = folder / "model" / name
+        change(file.parent, act, name)
         facts = {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
-        forge(
-            folder, lambda manifest, facts=facts: manifest["files"].update({"model/adapter_model.safetensors": facts})
-        )
+        forge(folder, lambda manifest, facts=facts: manifest["files"].update({f"model/{name}": facts}))
+    return spoilt
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
 def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    run = copy(runs["lora"].directory, tmp_path / "run")
-    zeroed(run, whole=False)
+    run = spoiled(
+        runs["lora"].directory, tmp_path / "run", lambda t: [v.zero_() for k, v in t.items() if "lora_B" in k]
+    )
     with pytest.raises(CheckpointError, match="all 35 lora_B matrices are nought, so the adapter changes nothing"):
         exported(run, kind, tmp_path)
     monkeypatch.setattr(look, "check_adapter", lambda *given: None)
@@ -355,6 +382,36 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
         exported(run, kind, tmp_path)
     monkeypatch.setattr(prove, "judge", lambda *given: None)
     exported(run, kind, tmp_path)
+
+
+A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "act", "says"),
+    [
+        ("lora", "adapter", lambda t: t.clear(), r"holds no tensor: the adapter is empty"),
+        ("lora", "adapter", lambda t: t[A].fill_(float("nan")), rf"{A} holds 688 numbers that are NaN"),
+        ("lora", "merged", lambda t: t[A].fill_(float("nan")), r"layers.0.mlp.down_proj.weight holds .* NaN"),
+        ("lora", "adapter", lambda t: t.pop(A), rf"1 tensors are missing \({A}\), 0 are unexpected"),
+        (
+            "lora",
+            "merged",
+            lambda t: t.update(more=torch.ones(1)),
+            r"0 tensors are missing .*, 1 are unexpected \(more",
+        ),
+        ("lora", "merged", lambda t: t.update({A: torch.ones(4, 9)}), rf"{A} has shape \[4, 9\], where the model has"),
+        ("full", "merged", lambda t: t.pop(PROJ), rf"lacks 1 of the network's tensors, such as {PROJ}"),
+        ("full", "merged", lambda t: t[PROJ].fill_(float("inf")), rf"{PROJ} holds 11,008 numbers that are NaN or inf"),
+    ],
+)
+def test_a_checkpoint_that_is_broken(
+    runs: dict[str, Trained], tmp_path: Path, name: str, kind: str, act: Any, says: str
+) -> None:
+    run = spoiled(runs[name].directory, tmp_path / "run", act, ADAPTER if name == "lora" else "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        exported(run, kind, tmp_path)
+    assert not (tmp_path / kind).exists()
 
 
 # ---------------------------------------------------------------- what is refused
@@ -384,6 +441,7 @@ def test_a_base_that_was_changed_in_its_place(runs: dict[str, Trained], tmp_path
         ("full", "adapter", {}, "trained all weights .* Use --as merged"),
         ("whole", "adapter", {}, "onto random weights, which lie in no folder"),
         ("whole", "merged", {"base": MODEL}, "began from random weights, .* Leave --base out"),
+        ("full", "merged", {"base": MODEL}, "trained all weights, and needs no base. Leave --base out"),
         ("lora", "merged", {"step": 7}, "has no checkpoint of step 7. Its steps are 2, 3"),
     ],
 )
@@ -422,3 +480,27 @@ def test_the_command(
     assert cli.main([*words[:-1], str(tmp_path / "pushed"), "--push-to", "me/model"]) == 2
     assert "nobody is logged in to the hub" in capsys.readouterr().err
     assert not (tmp_path / "pushed").exists()
+
+
+def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Hub:
+        def create_repo(self, name: str, **options: Any) -> Any:
+            asked.append((name, options))
+            return type("Place", (str,), {"repo_id": f"me/{name}"})(f"https://hub/me/{name}")
+
+        def upload_folder(self, **options: Any) -> None:
+            if len(asked) > 2:
+                raise OSError("no more\nroom")
+            asked.append((options["repo_id"], options["folder_path"]))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert push.push(tmp_path, "model") == "https://hub/me/model"
+    assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
+    with pytest.raises(
+        CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
+    ):
+        push.push(tmp_path, "model")

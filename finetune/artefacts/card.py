@@ -1,5 +1,6 @@
 """The model card that lies beside exported weights: base, recipe, data, figures, licence."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import yaml
 from finetune import recipe as recipes
 from finetune.artefacts.source import Source
 
+_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
 
 
@@ -37,12 +39,17 @@ def write(folder: Path, source: Source, kind: str, proof: list[str], base_folder
 
 def _head(source: Source, kind: str, base_folder: Path | None) -> list[str]:
     facts: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
-    if source.recipe.model.name is not None:
-        facts["base_model"] = source.recipe.model.name
+    name, notes = source.recipe.model.name, []
+    # The hub refuses a card whose base is a folder of somebody's machine.
+    if name is not None and _ON_HUB.fullmatch(name) and not Path(name).exists():
+        facts["base_model"] = name
+    elif name is not None:
+        notes.append("# base_model: say which; the run took it from a folder")
     facts["pipeline_tag"] = "text-generation" if source.recipe.task.name == "causal_lm" else "text-classification"
     licence = _licence(base_folder)
-    lines: list[str] = yaml.safe_dump({**facts, **licence}, sort_keys=False).rstrip().splitlines()
-    return lines if licence else [*lines, "# license: say which; the base's card names none"]
+    if not licence:
+        notes.append("# license: say which; the base's card names none")
+    return [*yaml.safe_dump({**facts, **licence}, sort_keys=False).rstrip().splitlines(), *notes]
 
 
 def _licence(base_folder: Path | None) -> dict[str, Any]:

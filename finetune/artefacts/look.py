@@ -1,9 +1,8 @@
-"""Looks at written files before anything opens them: names, sizes, finite numbers, ties, and the end of text."""
+"""Looks at written files before anything opens them: names, sizes, finite numbers, ties."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,30 +118,3 @@ def check_adapter(tensors: dict[str, torch.Tensor], place: Path) -> None:
             f"{place}: all {len(ends)} lora_B matrices are nought, so the adapter changes nothing: nothing was "
             "trained, or it was lost as it was saved. Take another step with --step."
         )
-
-
-def check_end_of_text(folder: Path, tokenizer: Any) -> None:
-    """Makes sure that generation ends where the tokenizer's texts do.
-
-    Raises:
-        CheckpointError: If the generation config has another end of text.
-    """
-    file = folder / "generation_config.json"
-    if tokenizer is None or tokenizer.eos_token_id is None or not file.is_file():
-        return
-    told = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    ends = told if isinstance(told, list) else [told]
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    if eos not in ends:
-        raise CheckpointError(
-            f"{file} ends texts at {_named(tokenizer, ends)}, but the tokenizer's end of text is "
-            f"{_named(tokenizer, [eos])}: generation would not stop. Set eos_token_id to {eos}."
-        )
-    if pad is not None and pad != eos and pad in ends:
-        raise CheckpointError(
-            f"{file} ends texts at the padding token {_named(tokenizer, [pad])} as well. Take it out of eos_token_id."
-        )
-
-
-def _named(tokenizer: Any, ids: list[int | None]) -> str:
-    return ", ".join("nothing" if i is None else f"{i} ('{tokenizer.convert_ids_to_tokens(i)}')" for i in ids)

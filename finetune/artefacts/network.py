@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune import adapters, models, tasks
 from finetune.adapters import Head
@@ -40,10 +40,14 @@ def head_of(source: Source) -> Head:
     return head
 
 
-def data_of(source: Source) -> tuple[TaskData, str | None]:
-    """The run's data, and why there are none: then there is a tokenizer only."""
+def data_of(source: Source, recipe: Recipe) -> tuple[TaskData, str | None]:
+    """The run's data, and why there are none: then there is a tokenizer only.
+
+    Args:
+        recipe: With the base at its place, beside which the tokenizer may lie.
+    """
     try:
-        return tasks.find(source.recipe).build_data(source.recipe, True), None
+        return tasks.find(recipe).build_data(recipe, True), None
     except (FinetuneError, OSError) as error:
         reason = " ".join(str(error).split())
     tokenizer = AutoTokenizer.from_pretrained(source.weights) if list(source.weights.glob("tokenizer*")) else None
@@ -57,12 +61,10 @@ def with_base(source: Source, base: str | None) -> Recipe:
         RecipeError: If it is another model than the run began with.
     """
     recipe = source.recipe
-    if recipe.model.name is None:
+    if recipe.model.name is None or recipe.lora is None:
         if base is not None:
-            raise RecipeError(
-                f"--base is {base}, but {source.run} began from random weights, which its recipe draws again. Leave "
-                "--base out."
-            )
+            why = "trained all weights" if recipe.lora is None else "began from random weights, which its recipe draws"
+            raise RecipeError(f"--base is {base}, but {source.run} {why}, and needs no base. Leave --base out.")
         return recipe
     if base is not None:
         section = recipe.model.model_copy(update={"name": base, "revision": None})
@@ -156,22 +158,38 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or take another step.") from error
 
 
+def generation_of(recipe: Recipe) -> GenerationConfig:
+    """The base's generation config."""
+    try:
+        return GenerationConfig.from_pretrained(str(recipe.model.name), revision=recipe.model.revision)
+    except OSError:  # it has none
+        return GenerationConfig.from_model_config(models.resolve_config(recipe))
+
+
 def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
     """The configuration of the network that is written."""
     return tasks.config_of(recipe, ready) if recipe.lora is not None else models.resolve_config(_from(source, recipe))
 
 
 def base_folder(recipe: Recipe) -> Path | None:
-    """Where the base's files lie; None if there is none."""
-    return None if recipe.model.name is None else _folder(recipe)
+    """Where the base's files lie; None if there is none, or it is no longer here: only adapters need it."""
+    try:
+        return None if recipe.model.name is None else _folder(recipe)
+    except OSError:
+        return None
+
+
+def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A network's tensors as `save_pretrained` writes them; some architectures compute with others."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(network, state))
 
 
 def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what `save_pretrained` writes; some architectures compute with others."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+    """Names and shapes of what `save_pretrained` writes."""
     state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(network, state).items()}
+    return {name: tuple(tensor.shape) for name, tensor in as_written(network, state).items()}
 
 
 def return_memory_at_once() -> None:
@@ -199,7 +217,10 @@ def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> Pr
     recipe = _from(source, recipe)
     config = models.resolve_config(recipe)
     _check_names(source, models.skeleton(config, head))
-    return models.plain(recipe, config, head, dtype=dtype)
+    whole = models.plain(recipe, config, head, dtype=dtype)
+    # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
+    whole.__dict__.pop("_weight_conversions", None)
+    return whole
 
 
 def _from(source: Source, recipe: Recipe) -> Recipe:
@@ -210,11 +231,10 @@ def _from(source: Source, recipe: Recipe) -> Recipe:
 def _check_names(source: Source, skeleton: nn.Module) -> None:
     assert isinstance(skeleton, PreTrainedModel)
     found = {name for file in source.files for name in names_of(file)}
-    tied = set(skeleton.all_tied_weights_keys)
-    missing = sorted(set(skeleton.state_dict()) - found - tied)
-    unexpected = sorted(found - set(skeleton.state_dict()))
-    # Both: an architecture that is stored under other names than it computes with.
-    if missing and not unexpected:
+    # A checkpoint has the names that are computed with, a model those that `save_pretrained` writes.
+    both = (set(skeleton.state_dict()), set(written_shapes(skeleton)))
+    missing = sorted(min((names - found - set(skeleton.all_tied_weights_keys) for names in both), key=len))
+    if missing:
         raise CheckpointError(
             f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
             "take another step."

@@ -1,6 +1,7 @@
 """Opens whatever holds a network: a run, a checkpoint, an adapter, an export, a model directory or a hub name."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import adapters
-from finetune.artefacts import network, source
+from finetune.artefacts import ends, network, source
 from finetune.errors import CheckpointError, RecipeError
 from finetune.recipe import Recipe
 from finetune.tasks import TaskData
@@ -25,6 +26,8 @@ class Opened:
     tokenizer_folder: str
     recipe: Recipe | None
     """The run's, if it is one."""
+    ends: tuple[int, ...] = ()
+    """Tokens at which it stops, besides those of its generation config and tokenizer."""
 
     @property
     def config(self) -> Any:
@@ -82,7 +85,7 @@ def _run(place: Path, step: int | None, base: str | None) -> Opened:
         tokenizer = _tokenizer(folder)
         recipe = network.with_base(found, base) if found.recipe.lora is not None else found.recipe
         model = network.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
-        return _ready(model, tokenizer, folder, found.recipe)
+        return _ready(model, tokenizer, folder, found.recipe, ends.learned(found, tokenizer))
 
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str) -> Opened:
@@ -94,7 +97,7 @@ def _adapter(place: Path, base: str | None, dtype: torch.dtype | str) -> Opened:
     model = _plain(name, dtype, told.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
-    return _ready(adapters.put_on(model, str(place)), _tokenizer(folder), folder, None)
+    return _ready(adapters.put_on(model, str(place)), _tokenizer(folder), folder, None, ends.read(place))
 
 
 def _plain(name: str, dtype: torch.dtype | str, revision: str | None = None) -> nn.Module:
@@ -117,6 +120,6 @@ def _tokenizer(folder: str) -> Any:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
 
 
-def _ready(model: nn.Module, tokenizer: Any, folder: str, recipe: Recipe | None) -> Opened:
+def _ready(model: nn.Module, tokenizer: Any, folder: str, recipe: Recipe | None, stops: Sequence[int] = ()) -> Opened:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe)
+    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops))

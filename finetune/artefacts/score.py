@@ -17,17 +17,27 @@ from finetune.tasks import CAUSAL_LM
 _LONGEST = 1024
 
 
-def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None) -> Recipe:
-    """How the files are read: as the run's own data if it is one, else as packed documents."""
+def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None, chat: bool = False) -> Recipe:
+    """How the files are read: as the run's own data if it is one, else as packed documents.
+
+    Args:
+        chat: They hold conversations, though it is no run that says so.
+    """
     longest = min(_LONGEST, opened.longest or _LONGEST)
     tree: dict[str, Any] = {"data": {"sequence_length": longest}}
     origin: dict[str, Any] = {}
     if opened.recipe is not None:
-        tree = {"data": opened.recipe.model_dump(mode="json")["data"]}
+        own = opened.recipe.model_dump(mode="json")
+        tree = {"data": own["data"]}
+        if own["chat"] is not None:
+            # The template was saved with the tokenizer; its file may be gone.
+            tree["chat"] = {**own["chat"], "template": None}
         # Fields and formats are those that the run has learned from.
         origin = (tree["data"]["train"] or tree["data"]["validation"] or [{}])[0]
     about = {"sample": None, "hub": None, "hub_config": None, "revision": None, "limit": None, "weight": 1.0}
     origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
+    if chat:
+        tree.setdefault("chat", {})
     if text_field is not None:
         origin["text_field"] = text_field
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}

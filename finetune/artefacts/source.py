@@ -30,6 +30,13 @@ class Source:
     def files(self) -> list[Path]:
         return sorted(self.weights.glob("*.safetensors"))
 
+    @property
+    def ends(self) -> list[str] | None:
+        """The tokens that the answers it learned end in, as text; None if it learned no conversations."""
+        train = (self.facts.get("data") or {}).get("train") or {}
+        chat = train.get("chat")
+        return None if chat is None else list(chat["ends"])
+
 
 def is_run(place: Path) -> bool:
     """Whether a folder is a run's, or one of its checkpoints."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from finetune.adapters import transformer
+from finetune.artefacts import ends
 from finetune.artefacts.opened import Opened
 from finetune.errors import DataError
 
@@ -75,7 +76,7 @@ def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str],
     Raises:
         DataError: If there is no chat template, or no room after the prompt.
     """
-    ids = _chat(opened.tokenizer, prompt) if chat else _text(opened.tokenizer, prompt)
+    ids = _chat(opened, prompt) if chat else _text(opened.tokenizer, prompt)
     room = manner.max_new_tokens if opened.longest is None else min(manner.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(
@@ -109,20 +110,27 @@ def _text(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def _chat(tokenizer: Any, prompt: str) -> list[int]:
+def _chat(opened: Opened, prompt: str) -> list[int]:
+    tokenizer = opened.tokenizer
     if not tokenizer.chat_template:
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
+    section = opened.recipe.chat if opened.recipe is not None else None
+    variables = section.template_args if section is not None else {}
     turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **variables)
+    except Exception as error:  # whatever a template does with what it did not expect
+        raise DataError(
+            f"--chat: the chat template refuses a single turn of a user: {' '.join(str(error).split())[:300]}. Write "
+            "the prompt out, and leave --chat out."
+        ) from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def _ends(opened: Opened, network: Any) -> list[int]:
-    """All ends of text: the generation config's and the tokenizer's."""
-    told = network.generation_config.eos_token_id
-    ends = told if isinstance(told, list) else [told]
-    return sorted({end for end in (*ends, opened.tokenizer.eos_token_id) if end is not None})
+    """All ends of text: the generation config's, the tokenizer's, and what the answers of a run end in."""
+    return ends.all_of(network.generation_config, opened.tokenizer, opened.ends)
 
 
 def _padding(opened: Opened) -> int:

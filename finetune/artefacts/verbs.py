@@ -31,6 +31,7 @@ def add(verbs: Any) -> None:
     verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
     verb.add_argument("--data", required=True, nargs="+", metavar="FILE", help="what the recipe's `path` may be")
     verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
+    verb.add_argument("--chat", action="store_true", help="the files hold conversations; runs on such know it")
     _place(verb)
 
 
@@ -70,7 +71,7 @@ def evaluate(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
     from finetune.artefacts import opened, score
 
     place = opened.open_place(parsed.run, step=parsed.step, base=parsed.base, exact=True)
-    recipe = score.recipe_of(place, parsed.data, text_field=parsed.text_field)
+    recipe = score.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
     found = score.score(place, recipe)
     write(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.4f}, over {found['targets']:,} targets "

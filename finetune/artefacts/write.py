@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from finetune import adapters, tasks
-from finetune.artefacts import card, look, network, prove, source
+from finetune.artefacts import card, ends, look, network, prove, source
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import sync, write_json
@@ -64,7 +64,7 @@ def export(
         _check_target(target)
         recipe = network.with_base(found, base)
         _check_kind(found, kind)
-        ready, reason = network.data_of(found)
+        ready, reason = network.data_of(found, recipe)
         if reason is not None:
             say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
         job = _Job(found, recipe, ready, kind, shard_size)
@@ -104,8 +104,11 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
     dtype = _dtype(job)
     model = network.merged(job.source, job.recipe, job.ready, dtype)
     _say_base(job, say)
+    stops: list[int] = []
     if model.can_generate():
-        model.generation_config = _ending(model, job.ready.tokenizer)
+        told = model.generation_config or GenerationConfig.from_model_config(model.config)
+        stops = _stops(job, told, say)
+        model.generation_config = ends.stopping_at(told, stops)
     expected = network.written_shapes(model)
     ties = dict(model.all_tied_weights_keys)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
@@ -114,7 +117,7 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
     if job.ready.tokenizer is not None:
         job.ready.tokenizer.save_pretrained(staging)
     size = look.check(staging, expected, dtype, ties)
-    look.check_end_of_text(staging, job.ready.tokenizer)
+    ends.check(staging, stops, job.ready.tokenizer)
     say(f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes.")
     return _prove(job, staging, dtype)
 
@@ -126,10 +129,24 @@ def _adapter(job: _Job, staging: Path, say: Say) -> prove.Figures:
     adapters.describe_adapter(weights, staging, base=str(job.recipe.model.name), revision=job.recipe.model.revision)
     if job.ready.tokenizer is not None:
         job.ready.tokenizer.save_pretrained(staging)
+    stops: list[int] = []
+    if network.head_of(job.source) == "causal_lm":
+        # peft takes the base's; this one is for people to give to `generate`, and for ours.
+        told = network.generation_of(job.recipe)
+        stops = _stops(job, told, say)
+        ends.stopping_at(told, stops).save_pretrained(staging)
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     size = look.check(staging, expected, torch.float32, {})
+    ends.check(staging, stops, job.ready.tokenizer)
     say(f"Written: an adapter of {len(tensors)} tensors, {size:,} bytes.")
     return _prove(job, staging, torch.float32)
+
+
+def _stops(job: _Job, told: GenerationConfig, say: Say) -> list[int]:
+    """The tokens at which what is written stops."""
+    if job.source.ends == []:
+        say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
+    return ends.all_of(told, job.ready.tokenizer, ends.learned(job.source, job.ready.tokenizer))
 
 
 def _prove(job: _Job, staging: Path, dtype: torch.dtype) -> prove.Figures:
@@ -162,7 +179,8 @@ def _expected(job: _Job, model: Any) -> dict[str, torch.Tensor]:
         keys = adapters.adapter_keys(model)
         state = model.state_dict()
         return {key: state[name] for name, key in keys.items()}
-    return dict(adapters.merge(model, torch.float32).state_dict())
+    merged = adapters.merge(model, torch.float32)
+    return network.as_written(merged, merged.state_dict())
 
 
 def _how(job: _Job) -> dict[str, Any]:
@@ -211,22 +229,6 @@ def _quantised(job: _Job) -> str | None:
         return None
     stored = network.is_quantised(network.config_of(job.source, job.recipe, job.ready))
     return "stored" if stored else job.recipe.model.quantization
-
-
-def _ending(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
-    """The generation config, which ends texts where the tokenizer does."""
-    told: GenerationConfig = model.generation_config or GenerationConfig.from_model_config(model.config)
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is not None:
-        known = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
-        if eos not in known:
-            # Others belong to the base's own texts, unless they are the padding.
-            others = [end for end in known if end is not None and end != tokenizer.pad_token_id]
-            told.eos_token_id = [eos, *others] if others else eos
-    if told.temperature not in (None, 1.0) or told.top_p not in (None, 1.0):
-        # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
-        told.do_sample = True
-    return told
 
 
 def _dtype(job: _Job) -> torch.dtype:

@@ -1,0 +1,177 @@
+"""Conversations that were learned by heart come out of exports as they are, and generation stops behind them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import chats
+import pytest
+import torch
+from exports import exported, opened_here
+from harness import ROOT, SHARED, environment, run
+from inside import copy, run_here
+from recipes_for_tests import base
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import cli
+from finetune.artefacts import ends, opened, prove, talk
+from finetune.errors import CheckpointError, DataError
+
+pytestmark = [
+    pytest.mark.xdist_group("export_chat"),
+    pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
+]
+# In the tokenizer, `</s>` ends texts, and the base stops at `<|eot_id|>` as well; answers end in neither.
+STOPS = ["</s>", "<|im_end|>", "<|eot_id|>"]
+KINDS = {"full": ("merged",), "lora": ("merged", "adapter")}
+LORA = {"rank": 16, "alpha": 32, "save_modules": ["embed_tokens", "lm_head"]}
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    """Eight short ones that nobody here wrote, each with another first question and another first answer."""
+    found: list[list[dict[str, str]]] = []
+    for record in json.loads((SHARED / "instruct" / "fastchat_dummy_conversation.json").read_text()):
+        said = [turn["value"] for turn in record["conversations"]]
+        if sum(map(len, said)) <= 200 and not any({m["content"] for m in talk[:2]} & set(said[:2]) for talk in found):
+            found.append([{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)])
+    return found[:8]
+
+
+def write_base(folder: Path) -> None:
+    """A Llama with random weights, and a tokenizer with a chat template."""
+    tokenizer = chats.tokenizer()
+    sides = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = AutoConfig.for_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), **sides)
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    network.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    network.save_pretrained(folder)
+    tokenizer.chat_template = chats.CHATML
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = None
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A full and a LoRA run that know eight conversations by heart, and what they were exported to."""
+    root = tmp_path_factory.mktemp("chat")
+    write_base(root / "base")
+    (root / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in conversations()))
+    talks = [{"path": str(root / "talks.jsonl")}]
+    made = {"base": root / "base", "talks": root / "talks.jsonl"}
+    for name, kinds in KINDS.items():
+        tree = base(
+            data={
+                "train": talks,
+                "validation": talks,
+                "sequence_length": 256,
+                "packing": "padded",
+                "cache_dir": str(root / "cache"),
+            },
+            tokenizer={"name": None},
+            chat={},
+            batch={"global_size": 4, "micro_size": 4},
+            length={"steps": 80},
+            optim={"lr": 3e-3 if name == "full" else 5e-3, "weight_decay": 0.0},
+            output={"dir": str(root / name)},
+        )
+        tree["model"] = {"name": str(root / "base")}
+        run_here(tree | ({"lora": LORA} if name == "lora" else {}))
+        made[name] = root / name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prove, "fresh", opened_here)
+            for kind in kinds:
+                made[f"{name}_{kind}"], _ = exported(root / name, kind, root / f"{name}_exports")
+    return made
+
+
+@pytest.fixture(scope="module")
+def said(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """What one fresh process makes of all of them."""
+    root = tmp_path_factory.mktemp("said")
+    base_of = {"lora_adapter": str(places["base"])}
+    questions = [talk[:n] for talk in conversations() for n in range(1, len(talk), 2)]
+    exports = {name: {"folder": str(path), "base": base_of.get(name)} for name, path in places.items() if "_" in name}
+    (root / "ask.json").write_text(json.dumps({"questions": questions, "places": exports}))
+    words = [sys.executable, "-P", str(ROOT / "tests" / "answers.py"), str(root / "ask.json"), str(root / "told.json")]
+    code, output = run(words, cwd=root, env={**environment(), "PYTHONPATH": ""})
+    assert code == 0, output
+    return json.loads((root / "told.json").read_text())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["full_merged", "lora_merged", "lora_adapter"])
+def test_answers_are_reproduced_and_end(said: dict[str, list[dict[str, str]]], name: str) -> None:
+    talks = conversations()
+    assert len(talks) == 8
+    learned = [talk[n]["content"] for talk in talks for n in range(1, len(talk), 2)]
+    assert said[name] == [{"text": text, "end": "<|im_end|>"} for text in learned]
+
+
+@pytest.mark.parametrize("name", ["full_merged", "lora_merged", "lora_adapter"])
+def test_it_stops_where_answers_end_and_where_the_base_did(places: dict[str, Path], name: str) -> None:
+    ids = chats.tokenizer().convert_tokens_to_ids(STOPS)
+    assert json.loads((places[name] / "generation_config.json").read_text())["eos_token_id"] == ids
+    assert (places[name] / "chat_template.jinja").read_text() == chats.CHATML
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "full_merged", "lora_merged", "lora_adapter", "checkpoint"])
+def test_generate_answers_and_stops(places: dict[str, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+    place = places["lora"] / "checkpoints" / "step-00000080" if name == "checkpoint" else places[name]
+    question, answer = (message["content"] for message in conversations()[1][:2])
+    assert cli.main(["generate", str(place), "--chat", "--prompt", question]) == 0
+    assert capsys.readouterr().out == answer + "\n"
+
+
+@pytest.mark.parametrize("name", ["full", "lora_merged", "lora_adapter"])
+def test_eval_reads_conversations(places: dict[str, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run_of = places[name.partition("_")[0]]
+    wanted = json.loads((run_of / "run.json").read_text())["results"]
+    chat = [] if "_" not in name else ["--chat"]
+    assert cli.main(["eval", str(places[name]), "--data", str(places["talks"]), *chat]) == 0
+    out = capsys.readouterr().out
+    assert f"over {wanted['validation_targets']:,.0f} targets" in out
+    assert float(re.findall(r"loss ([\d.]+)", out)[0]) == pytest.approx(wanted["validation_loss"], abs=2e-5)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_an_end_that_is_left_out_is_caught(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(prove, "fresh", opened_here)
+    stopping_at = ends.stopping_at
+    monkeypatch.setattr(ends, "stopping_at", lambda told, stops: stopping_at(told, stops[:1]))
+    with pytest.raises(
+        CheckpointError, match=r"stops at \d+ \('</s>'\), but texts end at .* \('<\|im_end\|>'\), .*eot"
+    ):
+        exported(places["lora"], kind, tmp_path)
+    monkeypatch.setattr(ends, "check", lambda *given: None)
+    exported(places["lora"], kind, tmp_path)
+
+
+def test_answers_without_an_end_are_said(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "fresh", opened_here)
+    spoilt = copy(places["lora"], tmp_path / "run")
+    facts = json.loads((spoilt / "run.json").read_text())
+    for learned, says in (({}, ""), ({"<|im_gone|>": 8}, "answers end in '<|im_gone|>', which the tokenizer")):
+        facts["data"]["train"]["chat"]["ends"] = learned
+        (spoilt / "run.json").write_text(json.dumps(facts))
+        if says:
+            with pytest.raises(CheckpointError, match=re.escape(says)):
+                exported(spoilt, "adapter", tmp_path / "to", step=80)
+        else:
+            _, lines = exported(spoilt, "adapter", tmp_path)
+            assert "No answer that was learned ends in a special token" in lines
+
+
+def test_a_template_that_refuses_is_quoted(places: dict[str, Path]) -> None:
+    place = opened.open_place(str(places["lora_merged"]))
+    place.tokenizer.chat_template = "{{ raise_exception('tell me who you are first') }}"
+    with pytest.raises(DataError, match=r"refuses a single turn of a user: tell me who you are first\. Write"):
+        talk.generate(place, "Hello", talk.Manner(3), lambda text: None, chat=True)

@@ -1,0 +1,240 @@
+"""Exports of what other backends wrote, and of networks of other kinds."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import Trained, change, exported, logits_of, opened_here, train
+from harness import SHARED, Launcher, Result
+from inside import run_here
+from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+
+from finetune import tasks
+from finetune.artefacts import network, prove
+from finetune.errors import CheckpointError, RecipeError
+from finetune.recipe import validate
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "fresh", opened_here)
+
+
+# ---------------------------------------------------------------- what two processes wrote
+
+SHORT = {
+    "data": {"train": stories("train", limit=60), "validation": stories("validation", limit=2), "sequence_length": 64},
+    "length": {"steps": 3},
+    "checkpoint": {"every_steps": 2},
+}
+JOBS = {
+    "full": base(model={"config": ARCHITECTURES["mixtral"]["model"]["config"]}, **SHORT),
+    "lora": {**base(lora={"rank": 4, "dora": True}, **SHORT), "model": {"name": MODEL}},
+}
+
+
+def launched(launcher: Launcher, backend: str, name: str) -> Result:
+    return launcher.many(backend, JOBS)[name].check()
+
+
+@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"export_{name}")) for name in ("fsdp", "zero3")]
+)
+def test_checkpoints_of_two_processes(launcher: Launcher, tmp_path: Path, backend: str, name: str) -> None:
+    """Their last one says what the run said; an earlier one is another network."""
+    run = launched(launcher, backend, name)
+    folder, _ = exported(run.directory / "checkpoints" / "step-00000003", "merged", tmp_path)
+    assert json.loads((folder / "export.json").read_text())["step"] == 3
+    assert loss_of(folder, launcher) == pytest.approx(run.validation(), abs=1e-4)
+    earlier, _ = exported(run.directory, "merged", tmp_path / "earlier", step=2)
+    tensors, others = (load_file(path / "model.safetensors") for path in (folder, earlier))
+    assert tensors.keys() == others.keys()
+    assert not any(torch.equal(tensors[key], others[key]) for key in tensors if "q_proj" in key)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"export_{name}")) for name in ("fsdp", "zero3")]
+)
+def test_adapters_of_two_processes(launcher: Launcher, tmp_path: Path, backend: str) -> None:
+    run = launched(launcher, backend, "lora")
+    folder, _ = exported(run.directory, "adapter", tmp_path)
+    merged, _ = exported(run.directory, "merged", tmp_path)
+    assert loss_of(merged, launcher) == pytest.approx(run.validation(), abs=1e-4)
+    torch.testing.assert_close(logits_of(Path(MODEL), folder), logits_of(merged), rtol=0, atol=1e-3)
+
+
+def loss_of(folder: Path, launcher: Launcher) -> float:
+    """Over the runs' validation rows."""
+    recipe = validate({**JOBS["full"], "data": {**JOBS["full"]["data"], "cache_dir": str(launcher.shared / "cache")}})
+    rows = tasks.CAUSAL_LM.build_data(recipe, True).validation
+    assert rows is not None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    every = torch.arange(len(rows)).numpy()
+    with torch.no_grad():
+        return float(tasks.CAUSAL_LM.loss_sum(model, rows.batch(every))) / rows.num_targets(every)
+
+
+# ---------------------------------------------------------------- other networks
+
+
+def kind_of(name: str, lora: dict[str, Any] | None = None) -> dict[str, Any]:
+    sections: dict[str, Any] = {"model": {"name": None, **ARCHITECTURES[name]["model"]}}
+    return sections | ({"lora": lora} if lora is not None else {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "lora"),
+    [("gpt2", None), ("gpt2", {"rank": 2}), ("mixtral", None), ("mixtral", {"rank": 2}), ("gemma3", None)],
+)
+def test_other_architectures(tmp_path: Path, shape: str, lora: dict[str, Any] | None) -> None:
+    run = train(tmp_path, kind_of(shape, lora))
+    for kind, limit in (("merged", 1e-5), ("merged-16bit", 5e-2)):
+        folder, said = exported(run.directory, kind, tmp_path)
+        away = (logits_of(folder) - run.logits).abs().max() / run.logits.abs().max()
+        assert away <= limit
+        assert "no tensor by more than" in said
+
+
+def test_experts_are_compared_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stored under other names than they compute with."""
+    run = train(tmp_path, kind_of("mixtral"))
+    expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    check = prove.worst_of
+
+    def spoil(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, float]:
+        assert expected.keys() >= load_file(folder / "model.safetensors").keys()
+        change(folder, lambda tensors: tensors[expert][0].add_(1e-3 * tensors[expert].abs().max()))
+        return check(folder, expected)
+
+    monkeypatch.setattr(prove, "worst_of", spoil)
+    with pytest.raises(CheckpointError, match=rf"The tensor that differs most is {expert}, by 1.0e-03"):
+        exported(run.directory, "merged", tmp_path)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """transformers would draw it anew, the same one whenever it is asked."""
+    run = train(tmp_path, kind_of("mixtral"))
+    shutil.rmtree(run.directory / "checkpoints")
+    expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    change(run.directory / "model", lambda tensors: tensors.pop(expert))
+    with pytest.raises(CheckpointError, match=f"lacks 1 of the network's tensors, such as {expert}"):
+        exported(run.directory, "merged", tmp_path)
+
+
+LABELLED = {
+    "task": {"name": "sequence_classification"},
+    "data": {**ARCHITECTURES["bert"]["data"], "train": [{"sample": 120}]},
+    "length": {"steps": 3},
+}
+ADAPTER = {"lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize(("shape", "lora"), [("bert", {}), ("llama", {}), ("bert", ADAPTER), ("llama", ADAPTER)])
+def test_classifiers(tmp_path: Path, shape: str, lora: dict[str, Any]) -> None:
+    """Rows of several lengths at once give what they give one by one: what fills them is not read."""
+    model = ARCHITECTURES["bert"]["model"] if shape == "bert" else {"name": MODEL}
+    run = train_labelled(tmp_path, model, lora)
+    folder, said = exported(run, "merged", tmp_path)
+    assert "logits differ by" in said
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert len(classifier.config.id2label) == 7
+    assert not any(label.startswith("LABEL_") for label in classifier.config.id2label.values())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ["Once upon a time there was a cat.", "The end.", "Tom and Lily went to the park to play with a ball."]
+    with torch.no_grad():
+        together = classifier(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        alone = torch.cat([classifier(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    if lora and "name" in model:
+        exported(run, "adapter", tmp_path)
+
+
+def train_labelled(directory: Path, model: dict[str, Any], more: dict[str, Any]) -> Path:
+    tree = base(**LABELLED, **more, output={"dir": str(directory / "run")})
+    tree["data"].pop("validation_fraction")
+    return run_here({**tree, "model": model}).directory
+
+
+def test_a_tokenizer_that_can_fill_no_row_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(place)
+    with pytest.raises(RecipeError, match="has neither a padding token nor an end of text, and a llama classifies"):
+        train_labelled(tmp_path, {"name": MODEL}, {"tokenizer": {"name": str(place)}})
+
+
+# ---------------------------------------------------------------- other types
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base that lies on the disk in four bits."""
+    folder = tmp_path_factory.mktemp("packed") / "base"
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=how, dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.xdist_group("export_packed")
+@pytest.mark.parametrize("kind", ["adapter", "merged", "merged-16bit"])
+def test_a_base_that_is_stored_quantised(packed: Path, tmp_path: Path, kind: str) -> None:
+    run = train(tmp_path, {"model": {"name": str(packed)}, "lora": {"rank": 4}})
+    folder, said = exported(run.directory, kind, tmp_path)
+    assert ("Merged onto the dequantised" in said) == (kind != "adapter")
+    assert "In training the base was quantised (stored)" in said
+    if kind == "adapter":
+        return
+    away = (logits_of(folder) - run.logits).abs().max() / run.logits.abs().max()
+    assert away <= (1e-4 if kind == "merged" else 5e-2)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert load_file(folder / "model.safetensors").keys() == load_file(Path(MODEL) / "model.safetensors").keys()
+
+
+def half(folder: Path) -> Path:
+    """The model in fp16."""
+    AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    place = tmp_path_factory.mktemp("half")
+    return train(place, {"model": {"name": str(half(place / "base"))}, "lora": {"rank": 4}})
+
+
+@pytest.mark.xdist_group("export_packed")
+def test_a_base_in_fp16_is_written_in_fp16(halved: Trained, tmp_path: Path) -> None:
+    folder, said = exported(halved.directory, "merged-16bit", tmp_path)
+    assert "(allowed for float16: 1e-02)" in said
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    away = (logits_of(folder) - halved.logits).abs().max() / halved.logits.abs().max()
+    assert away <= 1e-2
+    exact, _ = exported(halved.directory, "merged", tmp_path)
+    for name, tensor in load_file(exact / "model.safetensors").items():
+        assert torch.equal(tensor.half(), load_file(folder / "model.safetensors")[name]), name
+
+
+@pytest.mark.xdist_group("export_packed")
+def test_what_fp16_cannot_hold_is_named(halved: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = network.load_tensors
+    monkeypatch.setattr(network, "load_tensors", lambda file: {k: 1e5 * v for k, v in load(file).items()})
+    with pytest.raises(CheckpointError, match=r"proj.weight holds .* NaN or infinite, as fp16 ends at 65,504"):
+        exported(halved.directory, "merged-16bit", tmp_path)
+    exported(halved.directory, "merged", tmp_path)
