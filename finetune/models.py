@@ -218,7 +218,7 @@ def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Pr
         return plain(recipe, config, head, loading=loading), torch.float32
     said = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
     network = plain(recipe, config, head, dtype=said, loading=loading)
-    stored = pretrained.stored_dtype(section)
+    stored = pretrained.stored_dtype(pretrained.weights_folder(section))
     if stored != said:  # the configuration does not say what is in the files
         network = plain(recipe, config, head, dtype=stored, loading=loading)
     if stored != torch.float32:

@@ -11,13 +11,13 @@ from finetune.recipe import ModelSection
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def stored_dtype(section: ModelSection) -> torch.dtype:
-    """The widest floating type that a pretrained model's weights are stored in: in it they are read without loss.
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The widest floating type that a folder's weights are stored in: in it they are read without loss.
 
     Files that do not say it (not safetensors) count as fp32.
     """
     found = set()
-    for file in weights_folder(section).glob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         found |= {facts["dtype"] for name, facts in header.items() if name != "__metadata__"}

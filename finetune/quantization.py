@@ -107,6 +107,7 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             found += 1
             packed: Any = module.packed
             packed.packed_weights = module.in_features * module.out_features
+    compute_in(network, torch.float32)
     if not found:
         raise RecipeError(
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "

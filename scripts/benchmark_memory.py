@@ -3,8 +3,8 @@
     python scripts/benchmark_memory.py --layers 2
 
 The Llama has real width and random weights, stored in bf16. Prints a Markdown table in GiB: what the run reports at its
-start, the peak of loading, the peak of two training steps, and the bytes that a linear weight of the base takes. What the
-process held before it built anything is taken off. On a GPU its memory is measured, else that of the process (Linux).
+start, the peak of loading, the peak of two training steps, and the bytes that a linear weight of the base takes. What
+the process held before it built anything is taken off. On a GPU its memory is measured, else that of the process.
 """
 
 import argparse

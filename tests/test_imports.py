@@ -88,6 +88,7 @@ ALLOWED: dict[str, set[str]] = {
         "files",
         "identity",
         "models",
+        "pretrained",
         "recipe",
         "reopen",
         "tasks",

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from finetune.adapters import Head
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError, FinetuneError, RecipeError
 from finetune.identity import base_of
+from finetune.pretrained import stored_dtype, weights_folder
 from finetune.recipe import Recipe
 from finetune.tasks import TaskData
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -118,12 +117,12 @@ def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) 
     """
     head = head_of(source)
     if recipe.lora is None:
-        return adapters.merge(_whole(source, recipe, head, _stored(source.weights)), dtype)
+        return adapters.merge(_whole(source, recipe, head, stored_dtype(source.weights)), dtype)
     recipe = _unquantised(recipe)
     config = tasks.config_of(recipe, ready)
     # Singular vectors are taken out of the weights, in their dtype.
     exact = recipe.lora is not None and recipe.lora.init == "pissa"
-    at = torch.float32 if exact or recipe.model.name is None else _stored(_folder(recipe))
+    at = torch.float32 if exact or recipe.model.name is None else stored_dtype(weights_folder(recipe.model))
     network = dequantised(models.plain(recipe, config, head, dtype=at))
     adapted = adapters.attach(network, recipe, head)
     adapters.fill(adapted, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
@@ -174,7 +173,7 @@ def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
 def base_folder(recipe: Recipe) -> Path | None:
     """Where the base's files lie; None if there is none, or it is no longer here: only adapters need it."""
     try:
-        return None if recipe.model.name is None else _folder(recipe)
+        return None if recipe.model.name is None else weights_folder(recipe.model)
     except OSError:
         return None
 
@@ -252,23 +251,3 @@ def names_of(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be opened: {error}. Restore it, or take another step.") from error
-
-
-def _folder(recipe: Recipe) -> Path:
-    """Where the base's files lie."""
-    name = str(recipe.model.name)
-    if Path(name).is_dir():
-        return Path(name)
-    from transformers.utils import cached_file
-
-    return Path(str(cached_file(name, "config.json", revision=recipe.model.revision))).parent
-
-
-def _stored(folder: Path) -> torch.dtype:
-    """The widest floating type that a folder's weights are stored in: in it they are loaded without loss."""
-    found = set()
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        found |= {facts["dtype"] for name, facts in header.items() if name != "__metadata__"}
-    return next((dtype for name, dtype in _FLOATS.items() if name in found), torch.float32)
