@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.adapters import adapter_config, adapter_keys
+from finetune.adapters import adapter_config, adapter_keys, transformer
 from finetune.backend import Backend
 from finetune.errors import CheckpointError
 from finetune.models import unwrap
@@ -25,8 +25,11 @@ def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
         OSError: If the folder cannot be written.
     """
     adapter = adapter_config(network)
+    inner = transformer(network)
     if adapter is not None:
         adapter.save_pretrained(str(folder))
+        if inner is not None and inner.can_generate():
+            inner.generation_config.save_pretrained(folder)
     elif isinstance(network, PreTrainedModel):
         config = copy.deepcopy(network.config)
         config.architectures = [type(network).__name__]

@@ -1,12 +1,14 @@
 """Text from a model in training, safe under every backend."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune import prompts
 from finetune.backend import Backend
-from finetune.recipe import SampleSection
+from finetune.recipe import Recipe, SampleSection
 from finetune.tasks import causal_lm_logits
 
 
@@ -14,32 +16,41 @@ def _last_logits(network: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return causal_lm_logits(network, batch)[:, -1].float()
 
 
-def sample(
-    backend: Backend, model: nn.Module, tokenizer: Any, section: SampleSection, *, seed: int, longest: int
-) -> str:
-    """Writes one text after the section's prompt.
+def opening(recipe: Recipe, section: SampleSection, tokenizer: Any) -> list[int]:
+    """Tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+
+    Raises:
+        DataError: If there is nothing to begin with, or the chat template refuses the turn.
+    """
+    if recipe.chat is None:
+        return prompts.text(tokenizer, section.prompt)
+    return prompts.turn(tokenizer, section.prompt, recipe.chat.template_args)
+
+
+def sample(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
+    """Writes one text after the prompt of the recipe's `sample` section.
 
     Every rank must call it. Rank 0 picks each token and the others follow, so that all run the same number of
     forward passes and none waits for ever in a gather.
 
     Args:
-        longest: Tokens that the model can see; older ones fall out of view.
+        taught: The tokens that learned answers end in.
     """
-    ids: list[int] = tokenizer.encode(section.prompt, add_special_tokens=False)
-    if tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids:
-        ids = [tokenizer.eos_token_id or 0]
-    generator = torch.Generator().manual_seed(seed)
+    section, longest = recipe.sample, recipe.data.sequence_length
+    assert section is not None
+    ids = opening(recipe, section, tokenizer)
+    ends = {tokenizer.eos_token_id, *taught}
+    generator = torch.Generator().manual_seed(recipe.seed)
     was_training = model.training
     model.eval()
     with torch.no_grad():
         for _ in range(section.max_new_tokens):
+            # What is longer falls out of view.
             window = torch.tensor([ids[-longest:]], device=backend.device)
             logits = model(_last_logits, {"input_ids": window})[0].cpu()
             token = torch.tensor([_pick(logits, section, generator)], device=backend.device)
             ids.append(int(backend.broadcast(token).item()))
-            if ids[-1] == tokenizer.eos_token_id:
+            if ids[-1] in ends:
                 break
     model.train(was_training)
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()

@@ -1,7 +1,7 @@
 """Loads or initialises networks, and wraps one so that any function of it can run under any backend."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune import adapters, frozen, pretrained, quantization
+from finetune import adapters, frozen, pretrained, prompts, quantization
 from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
@@ -224,6 +224,18 @@ def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Pr
     if stored != torch.float32:
         _restore_buffers(network)
     return network, stored
+
+
+def end_texts(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:
+    """Has a network that learns conversations stop where its answers do, wherever it is opened.
+
+    Args:
+        taught: The tokens that learned answers end in; without any the network stays as it is.
+    """
+    inner = transformer(network)
+    if inner is not None and taught and inner.can_generate():
+        told = inner.generation_config
+        inner.generation_config = prompts.stopping_at(told, prompts.ends(told, tokenizer, taught))
 
 
 def _restore_buffers(network: PreTrainedModel) -> None:

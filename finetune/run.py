@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import adapters, export, frozen, models, optim, quantization, rehearsal, resume, tasks
+from finetune import adapters, export, frozen, generate, models, optim, quantization, rehearsal, resume, tasks
 from finetune.backend import Backend, Proof, read_launch, settle
 from finetune.guard import Stopper, Watch
 from finetune.identity import base_of, identify
@@ -67,6 +67,8 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     resume.check(recipe, directory)
     # Before any process group exists, so that no rank times out in a collective while another tokenises.
     ready = task.build_data(recipe, quiet)
+    if recipe.sample is not None and task.text:
+        generate.opening(recipe, recipe.sample, ready.tokenizer)  # refused before the first step, not after the last
     length = measure(recipe, ready.train)
     identity = identify(recipe, ready, length)
     resume.compare(recipe, directory, identity)
@@ -75,6 +77,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     sharded = recipe.model.name is not None and recipe.model.quantization is None and task is tasks.CAUSAL_LM
     with backend.loading(pretrained=sharded):
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
+        models.end_texts(network, ready.tokenizer, ready.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
         if backend.casts_weights:

@@ -22,7 +22,7 @@ class SampleSection(Section):
     """Text that the model writes during the run, to be looked at."""
 
     prompt: str = ""
-    """What the text begins with."""
+    """What the text begins with; with a `chat` section, what a user says."""
     every_steps: PositiveInt | None = None
     """Steps between samples during the run."""
     at_end: bool = True

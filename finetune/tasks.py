@@ -52,6 +52,8 @@ class TaskData:
     label_names: tuple[str, ...] = ()
     digest: str = ""
     """Changes whenever the training rows do."""
+    ends: tuple[int, ...] = ()
+    """The tokens that learned answers end in, if they are conversations."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,14 @@ def _build_data(recipe: Recipe, quiet: bool) -> TaskData:
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,
+        ends=_ends(prepared),
     )
+
+
+def _ends(prepared: data.PreparedData) -> tuple[int, ...]:
+    train = prepared.report.train
+    names = train.chat.ends if train is not None and train.chat is not None else {}
+    return tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names)
 
 
 def _causal_lm_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:

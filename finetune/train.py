@@ -228,16 +228,8 @@ def _evaluate(run: Run, done: int) -> bool:
 
 
 def _sample(run: Run, done: int) -> None:
-    assert run.recipe.sample is not None
     run.watch.mark("aside")
-    text = generate.sample(
-        run.backend,
-        run.model,
-        run.data.tokenizer,
-        run.recipe.sample,
-        seed=run.recipe.seed,
-        longest=run.recipe.data.sequence_length,
-    )
+    text = generate.sample(run.backend, run.model, run.recipe, run.data.tokenizer, run.data.ends)
     run.reporter.log({"step": done, "sample": text})
     run.reporter.say(f"step {done}: sample\n{text}\n")
     run.results["sample"] = text

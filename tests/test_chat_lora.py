@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from harness import SHARED, Launcher, assert_same_path
 from recipes_for_tests import MODEL, base
+from transformers import AutoTokenizer, GenerationConfig
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
@@ -29,6 +30,7 @@ def job(**model: Any) -> dict[str, Any]:
             optim={"name": "AdamW", "lr": 2e-3, "args": {"eps": 1e-5}},
             length={"steps": 4},
             eval={"every_steps": 2},
+            sample={"prompt": "Who are you?", "max_new_tokens": 8, "temperature": 0.0},
         ),
         "model": {"name": MODEL, **model},
     }
@@ -58,4 +60,13 @@ def test_answers_are_learned_and_nothing_else(launcher: Launcher, name: str) -> 
     assert losses[-1] < losses[0]
     assert np.isfinite(losses).all()
     assert 0.2 < report["chat"]["supervised_share"] < 0.9
-    assert run.metrics[-1]["step"] == 4
+    (sample,) = [m["sample"] for m in run.metrics if "sample" in m]
+    assert sample.startswith("User: Who are you?\n\nAssistant:")
+
+
+@pytest.mark.xdist_group("chat_lora_ddp")
+def test_what_is_written_stops_where_answers_end(launcher: Launcher) -> None:
+    run = launcher.many("single", JOBS)["lora"].check()
+    reader = AutoTokenizer.from_pretrained(run.directory / "model")
+    for place in (run.directory / "model", next((run.directory / "checkpoints").glob("step-*")) / "model"):
+        assert GenerationConfig.from_pretrained(place).eos_token_id == reader.eos_token_id

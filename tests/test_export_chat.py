@@ -14,7 +14,7 @@ from inside import copy, run_here
 from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli
+from finetune import cli, prompts
 from finetune.artefacts import ends, opened, prove, talk
 from finetune.errors import CheckpointError, DataError
 
@@ -143,8 +143,8 @@ def test_an_end_that_is_left_out_is_caught(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(prove, "fresh", opened_here)
-    stopping_at = ends.stopping_at
-    monkeypatch.setattr(ends, "stopping_at", lambda told, stops: stopping_at(told, stops[:1]))
+    stopping_at = prompts.stopping_at
+    monkeypatch.setattr(prompts, "stopping_at", lambda told, stops: stopping_at(told, stops[:1]))
     with pytest.raises(
         CheckpointError, match=r"stops at \d+ \('</s>'\), but texts end at .* \('<\|im_end\|>'\), .*eot"
     ):

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError
 
@@ -27,28 +25,6 @@ def learned(source: Source, tokenizer: Any) -> list[int]:
             "Restore the run's tokenizer."
         )
     return [int(known[name]) for name in source.ends]
-
-
-def all_of(told: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
-    """All tokens that end a text: what was learned, the tokenizer's own, and those of the base, which it may still say.
-
-    Args:
-        told: The base's generation config.
-        taught: As `learned` gives them.
-    """
-    own = getattr(tokenizer, "eos_token_id", None)
-    base = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
-    return list(dict.fromkeys(end for end in (own, *taught, *base) if end is not None))
-
-
-def stopping_at(told: GenerationConfig, ends: Sequence[int]) -> GenerationConfig:
-    """A generation config that stops at these tokens, and can be written."""
-    if ends:
-        told.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
-    if told.temperature not in (None, 1.0) or told.top_p not in (None, 1.0):
-        # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
-        told.do_sample = True
-    return told
 
 
 def read(folder: Path) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from finetune import prompts
 from finetune.adapters import transformer
-from finetune.artefacts import ends
 from finetune.artefacts.opened import Opened
 from finetune.errors import DataError
 
@@ -76,7 +76,10 @@ def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str],
     Raises:
         DataError: If there is no chat template, or no room after the prompt.
     """
-    ids = _chat(opened, prompt) if chat else _text(opened.tokenizer, prompt)
+    section = opened.recipe.chat if opened.recipe is not None else None
+    variables = section.template_args if section is not None else {}
+    tokenizer = opened.tokenizer
+    ids = prompts.turn(tokenizer, prompt, variables) if chat else prompts.text(tokenizer, prompt)
     room = manner.max_new_tokens if opened.longest is None else min(manner.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(
@@ -99,38 +102,9 @@ def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str],
     return stream.told
 
 
-def _text(tokenizer: Any, prompt: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    if tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id, *ids]
-    if not ids:
-        raise DataError(
-            "The prompt is empty, and the tokenizer has no begin-of-text token to start from. Give --prompt."
-        )
-    return ids
-
-
-def _chat(opened: Opened, prompt: str) -> list[int]:
-    tokenizer = opened.tokenizer
-    if not tokenizer.chat_template:
-        raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
-    section = opened.recipe.chat if opened.recipe is not None else None
-    variables = section.template_args if section is not None else {}
-    turn = [{"role": "user", "content": prompt}]
-    try:
-        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **variables)
-    except Exception as error:  # whatever a template does with what it did not expect
-        raise DataError(
-            f"--chat: the chat template refuses a single turn of a user: {' '.join(str(error).split())[:300]}. Write "
-            "the prompt out, and leave --chat out."
-        ) from error
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
-
-
 def _ends(opened: Opened, network: Any) -> list[int]:
     """All ends of text: the generation config's, the tokenizer's, and what the answers of a run end in."""
-    return ends.all_of(network.generation_config, opened.tokenizer, opened.ends)
+    return prompts.ends(network.generation_config, opened.tokenizer, opened.ends)
 
 
 def _padding(opened: Opened) -> int:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from finetune import adapters, tasks
+from finetune import adapters, prompts, tasks
 from finetune.artefacts import card, ends, look, network, prove, source
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError, RecipeError
@@ -108,7 +108,7 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
     if model.can_generate():
         told = model.generation_config or GenerationConfig.from_model_config(model.config)
         stops = _stops(job, told, say)
-        model.generation_config = ends.stopping_at(told, stops)
+        model.generation_config = prompts.stopping_at(told, stops)
     expected = network.written_shapes(model)
     ties = dict(model.all_tied_weights_keys)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
@@ -134,7 +134,7 @@ def _adapter(job: _Job, staging: Path, say: Say) -> prove.Figures:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
         told = network.generation_of(job.recipe)
         stops = _stops(job, told, say)
-        ends.stopping_at(told, stops).save_pretrained(staging)
+        prompts.stopping_at(told, stops).save_pretrained(staging)
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     size = look.check(staging, expected, torch.float32, {})
     ends.check(staging, stops, job.ready.tokenizer)
@@ -146,7 +146,7 @@ def _stops(job: _Job, told: GenerationConfig, say: Say) -> list[int]:
     """The tokens at which what is written stops."""
     if job.source.ends == []:
         say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
-    return ends.all_of(told, job.ready.tokenizer, ends.learned(job.source, job.ready.tokenizer))
+    return prompts.ends(told, job.ready.tokenizer, ends.learned(job.source, job.ready.tokenizer))
 
 
 def _prove(job: _Job, staging: Path, dtype: torch.dtype) -> prove.Figures:
