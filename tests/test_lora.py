@@ -281,6 +281,19 @@ def test_dry_run_counts(lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     assert ("trained whole: lm_head" in text) == ("save_modules" in lora)
 
 
+@pytest.mark.parametrize(
+    ("width", "inner", "layers", "expected"), [(4096, 11008, 32, 4_194_304), (5120, 13824, 40, 6_553_600)]
+)
+def test_parameters_of_llama_2(width: int, inner: int, layers: int, expected: int) -> None:
+    """Rank 8 on `q_proj` and `v_proj` of the 7B and 13B configurations."""
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 32_000}
+    config = {"model_type": "llama", **shape, "num_attention_heads": width // 128}
+    recipe = recipe_of({"rank": 8, "targets": ["q_proj", "v_proj"]}, {"config": config})
+    network = models.skeleton(models.resolve_config(recipe), "causal_lm", recipe)
+    assert sum(p.numel() for p in trained(network).values()) == expected
+    assert all(p.is_meta for p in network.parameters())
+
+
 def test_a_classifiers_head_is_trained_whole() -> None:
     recipe = validate(SOME["bert"])
     config = models.resolve_config(recipe, vocab_size=512, num_labels=7)
