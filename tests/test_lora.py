@@ -12,7 +12,7 @@ from ranks import Place, assert_refused, start
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune import adapters, dryrun, models, optim, tasks
 from finetune.errors import RecipeError
@@ -408,6 +408,21 @@ def test_refused_by_the_network(lora: dict[str, Any], says: str) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match=re.escape(str(caught.value))):
         dryrun.describe(recipe)
+
+
+class Lookup(PreTrainedModel):
+    """A network of transformers without linear modules."""
+
+    config_class = AutoConfig.for_model("llama").__class__
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.table = nn.Embedding(8, 4)
+
+
+def test_a_network_without_linear_modules_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"lora: Lookup has no linear modules.*Remove the section"):
+        adapters.attach(Lookup(AutoConfig.for_model("llama")), recipe_of({}))
 
 
 @pytest.mark.xdist_group("lora_ranks")
