@@ -20,8 +20,7 @@ _STORAGE = torch.float32
 class Linear8bit(nn.Linear):
     """A linear module whose frozen weight is 8 bits an element, with one scale a row.
 
-    Each product reads the weight back into the dtype of its inputs, which stay as they are. (bitsandbytes' own module
-    rounds them to 8 bits too, and its weights cannot be sharded.)
+    Inputs stay as they are. (bitsandbytes' own module rounds them to 8 bits too, and its weights cannot be sharded.)
     """
 
     scale: torch.Tensor
@@ -42,16 +41,19 @@ class Linear8bit(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight, read back. Not a parameter: nothing may be written to it."""
-        return self._read(self.packed, torch.float32)
-
-    def _read(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (packed.view(torch.int8) * self.scale).to(dtype)
+        return _eight_bits(self.packed, torch.float32) * self.scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        return multiply(input, self.packed, self.bias, self._read)
+        # Whole numbers up to 127 are exact in every dtype; scaling what comes out spares a matrix of fp32.
+        product = multiply(input, self.packed, None, _eight_bits) * self.scale.flatten()
+        return (product if self.bias is None else product + self.bias).to(input.dtype)
+
+
+def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return packed.view(torch.int8).to(dtype)
 
 
 def loading_config(recipe: Recipe) -> Any | None:
@@ -108,6 +110,10 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             packed: Any = module.packed
             packed.packed_weights = module.in_features * module.out_features
     compute_in(network, torch.float32)
+    for parameter in network.parameters():
+        if not hasattr(parameter, "packed_weights"):
+            # Read from a mapped file: one tensor that stays would keep all of the file in memory.
+            parameter.data = parameter.data.clone()
     if not found:
         raise RecipeError(
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "

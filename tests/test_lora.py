@@ -419,6 +419,9 @@ class Lookup(PreTrainedModel):
         super().__init__(config)
         self.table = nn.Embedding(8, 4)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
 
 def test_a_network_without_linear_modules_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"lora: Lookup has no linear modules.*Remove the section"):
