@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from exports import exported, opened_here
 from filelock import FileLock
 from harness import SHARED, Launcher, assert_near_in_bf16, assert_same_path
+from inside import run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import dryrun, frozen, models, quantization, tasks
+from finetune.artefacts import prove
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe, validate
 
@@ -259,3 +262,22 @@ def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str)
     if name != "int8":
         dtypes = other.facts["runs"]["model_dtypes"]
         assert dtypes == ["bfloat16", "float32"]
+
+
+def test_a_run_with_frozen_parts_goes_on_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tree(place: str) -> dict[str, Any]:
+        job = jobs_for(tmp_path / "stored")["freeze"]
+        data = {**job["data"], "cache_dir": str(tmp_path / "cache"), "num_workers": 1}
+        return {**job, "data": data, "checkpoint": {"every_steps": 2}, "output": {"dir": str(tmp_path / place)}}
+
+    straight = run_here(tree("straight"))
+    run_here(tree("stopped"), stop_after(2))
+    done = run_here(tree("stopped"))
+    assert done.losses == straight.losses
+    torch.testing.assert_close(done.weights, straight.weights, rtol=0, atol=0)
+    assert {t.dtype for t in done.weights.values()} == {torch.float32, torch.bfloat16}
+    monkeypatch.setattr(prove, "fresh", opened_here)
+    written, _ = exported(done.directory, "merged", tmp_path / "exported")
+    opened = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).state_dict()
+    for name, tensor in done.weights.items():
+        assert torch.equal(opened[name], tensor.float()), name
