@@ -1,8 +1,8 @@
 """The built-in instruction set: seeded conversations about the world of the built-in stories.
 
-A user asks for a story about somebody and something, or gives the beginning of a story and asks about it, once or
-twice. Answers are whole sentences, or one word if a system prompt wants that. All answers are right: what they say
-stands in the text that was asked about.
+A user asks for a story, or gives the beginning of one and asks about it, once or twice: who and what is in it, what
+it is about, what it teaches. Answers are whole sentences, or one word if a system prompt wants that. All of them are
+right: who reads the text finds the same.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,22 @@ GENERATOR_VERSION = 1
 ONE_WORD = "Answer in one word."
 SENTENCE = "Answer in a whole sentence."
 
-# How many of a plot's slots, behind opening and character, the beginning of a story has. Its facts hold up to there.
-_SLOTS = {"lost": 1, "afraid": 1, "quarrel": 1, "broken": 1, "rescue": 2, "share": 1, "patience": 1}
+class _Gist(NamedTuple):
+    """What a plot comes to, and how many of its slots, behind opening and character, show that."""
 
-_REQUESTS = {
-    **dict.fromkeys(("lost", "quarrel", "broken"), "{h.name} and {t.a}"),
-    "afraid": "{h.name}, who is afraid of {fear}",
-    "rescue": "{h.name} and a {stuck.who}",
-    "share": "{h.name} and {food.a}",
-    "patience": "{h.name} and {plant.a}",
+    about: str
+    lesson: str
+    slots: int
+
+
+_GISTS = {
+    "lost": _Gist("a lost toy", "Friends help each other.", 2),
+    "afraid": _Gist("being afraid", "It is fine to be afraid.", 1),
+    "quarrel": _Gist("a quarrel", "A friend is worth more than a toy.", 2),
+    "broken": _Gist("telling the truth", "It is best to tell the truth.", 3),
+    "rescue": _Gist("a rescue", "Together we are stronger than alone.", 2),
+    "share": _Gist("sharing", "It is nice to share.", 3),
+    "patience": _Gist("waiting", "Good things take time.", 2),
 }
 
 
@@ -48,7 +55,7 @@ class _Fact(NamedTuple):
 
 
 def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
-    """Makes `count` distinct conversations: one in eight asks for a story, the others ask about one.
+    """Makes `count` distinct conversations: one in five asks for a story, the others ask about one.
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
@@ -64,21 +71,26 @@ def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
 
 
 def _chat(dice: Dice) -> Chat:
-    label = dice.pick(("story", *["question"] * 4, "one_word", *["follow_up"] * 2))
+    label = dice.pick(("story", "question", "question", "one_word", "follow_up"))
     tale = tell(dice)
+    gist = _GISTS[tale.label]
     if label == "story":
-        about = _REQUESTS[tale.label].format(**tale.cast)
+        about = dice.pick(("", f"{tale.cast['h'].name} and ")) + gist.about
         asked = f"{dice.pick(('Write', 'Tell me'))} a story about {about}."
         return Chat(_messages("", [(asked, tale.text)]), label)
-    passage = " ".join(slot for slot in tale.slots[: 2 + _SLOTS[tale.label]] if slot)
+    passage = " ".join(slot for slot in tale.slots[: 2 + gist.slots] if slot)
     facts = _facts(tale)
     if label == "one_word":
         fact = dice.pick([fact for fact in facts if fact.word])
         return Chat(_messages(ONE_WORD, [(f"{passage} {fact.question}", f"{fact.word}.")]), label)
-    first = dice.pick(facts)
+    gists = [
+        _Fact("What is this story about?", f"It is about {gist.about}."),
+        _Fact("What does this story teach?", gist.lesson),
+    ]
+    first = dice.pick(dice.pick((facts, gists)))
     turns = [(f"{passage} {first.question}", first.answer)]
     if label == "follow_up":
-        second = dice.pick([fact for fact in facts if fact is not first])
+        second = dice.pick([fact for fact in dice.pick((facts, gists)) if fact is not first])
         turns.append((second.question, second.answer))
     return Chat(_messages(dice.pick(("", "", "", SENTENCE)), turns), label)
 
@@ -119,7 +131,7 @@ def _of_plot(tale: Tale) -> list[_Fact]:
     match tale.label:
         case "lost" | "broken":
             owner = hero if tale.label == "lost" else friend
-            return [color, _Fact(f"Who has the {toy.noun}?", f"{owner.name} has {toy.the}.", owner.name)]
+            return [color, _Fact(f"Whose {toy.noun} is it?", f"The {toy.noun} belongs to {owner.name}.", owner.name)]
         case "quarrel":
             return [color]
         case "afraid":
