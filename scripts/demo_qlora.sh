@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # `make demo-qlora`: from nothing to a model that answers. Each step is a command that is shown before it runs.
 #
-#   RUNS=DIR              where runs are kept, instead of runs/
-#   PRETRAIN="key=value"  further overrides of recipes/sample.yaml
-#   TUNE="key=value"      further overrides of recipes/demo_qlora.yaml
+#   scripts/demo_qlora.sh [PROMPT…]   asks these instead
+#   RUNS=DIR                          where runs are kept, instead of runs/
+#   LAUNCH=FILE                       another launch file
+#   PRETRAIN="key=value …"            further overrides of recipes/sample.yaml
+#   TUNE="key=value …"                further overrides of recipes/demo_qlora.yaml
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly RUNS=${RUNS:-runs} LAUNCH=accelerate_configs/fsdp.yaml
+readonly RUNS=${RUNS:-runs} LAUNCH=${LAUNCH:-accelerate_configs/fsdp.yaml}
 readonly BASE=$RUNS/sample TUNED=$RUNS/demo_qlora
 readonly MERGED=$TUNED/exports/merged
 # Beginnings of stories that are in no sample, and something to ask about them.
@@ -51,8 +53,10 @@ train recipes/demo_qlora.yaml model.name="$BASE/model" output.dir="$TUNED" ${TUN
 title "3. The adapters merged into the weights, and proved in a new process"
 run finetune export "$TUNED" --as merged
 
-show "$FIRST"
-show "$SECOND"
+[ $# -gt 0 ] || set -- "$FIRST" "$SECOND"
+for prompt in "$@"; do
+  show "$prompt"
+done
 
 title "$SECONDS s. The merged model lies in $MERGED: transformers opens it, and so does"
 printf '  finetune generate %q --chat --prompt "…"\n' "$MERGED"

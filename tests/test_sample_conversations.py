@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,8 @@ import pytest
 from finetune import recipe as recipes
 from finetune.data import prepare
 from finetune.data import sample_words as words
-from finetune.data.readers import Fields
-from finetune.data.sample import stories
 from finetune.data.sample_conversations import ONE_WORD, SENTENCE, Chat, conversations
-from finetune.data.sources import open_source
 from finetune.errors import DataError
-from finetune.recipe import Source
 
 NAME = "(?:" + "|".join(words.GIRLS + words.BOYS) + ")"
 PLACE = "(?:" + "|".join(words.PLACES) + ")"

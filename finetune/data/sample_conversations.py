@@ -18,6 +18,7 @@ GENERATOR_VERSION = 1
 ONE_WORD = "Answer in one word."
 SENTENCE = "Answer in a whole sentence."
 
+
 class _Gist(NamedTuple):
     """What a plot comes to, and how many of its slots, behind opening and character, show that."""
 

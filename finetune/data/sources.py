@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data import sample, sample_conversations
 from finetune.data.conversations import RecordForm
 from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
-from finetune.data import sample, sample_conversations
 from finetune.errors import DataError
 from finetune.files import digest
 from finetune.recipe import Source
