@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-resume test-chaos check ops format clean
+.PHONY: help setup demo demo-qlora test test-resume test-chaos check ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two pr
 	@OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  .venv/bin/accelerate launch --config_file accelerate_configs/fsdp.yaml \
 	  scripts/train.py recipes/sample.yaml output.overwrite=true
+
+demo-qlora: setup  ## Pre-train (or reuse) that Llama, teach it to answer with QLoRA, merge, and ask before and after
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  scripts/demo_qlora.sh
 
 # One thread a process: the tests run many processes at once, and fp32 sums keep their order.
 # The ops come first, so that no test waits minutes for a compiler. Where one cannot be built it says why, and the

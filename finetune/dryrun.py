@@ -28,7 +28,7 @@ def describe(recipe: Recipe) -> str:
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
     batch, data, world = recipe.batch, recipe.data, asked.num_processes
-    sources = [s.path or s.hub or f"{s.sample} built-in stories" for s in data.train or data.validation]
+    sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
     rate = f"peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
     split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
     lines = {

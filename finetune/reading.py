@@ -28,7 +28,8 @@ class Source(Section):
     """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
 
     sample: PositiveInt | None = None
-    """Take this many stories of the built-in generator (no network, no files)."""
+    """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
+    `text` (no network, no files)."""
     path: str | None = None
     """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
     directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""

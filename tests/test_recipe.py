@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from harness import ROOT, SHARED, environment, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside import run_here
 from pydantic import ValidationError
 
 from finetune import recipe as recipes
@@ -398,6 +400,23 @@ def test_recipe_dry_run(file: Path, tmp_path: Path) -> None:
     assert code == 0, output
     assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["llama_lora", "llama_qlora", "llama_full"])
+def test_recipe_of_a_hub_model_trains_a_local_directory(name: str, tmp_path: Path) -> None:
+    """By the overrides that its head names."""
+    file = ROOT / "recipes" / f"{name}.yaml"
+    (line,) = re.findall(r"^# +(model\.name=DIRECTORY .*)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    given = [word.replace("DIRECTORY", str(SHARED / "stories260K")) for word in shlex.split(line)]
+    few = ["data.train.0.sample=60", "data.sequence_length=512", "length.epochs=null", "length.steps=1", "sample=null"]
+    few += ["batch.global_size=2", "batch.micro_size=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    recipe = load(file, [*given, *few, f"output.dir={tmp_path / 'run'}"])
+    run_here(recipe.model_dump(mode="json"))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert facts["results"]["train_loss"] > 0
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file() == (name != "llama_full")
+    (source,) = facts["data"]["train"]["sources"]
+    assert source["name"] == f"built-in sample (60 {'stories' if name == 'llama_lora' else 'conversations'})"
 
 
 @pytest.mark.parametrize("file", LAUNCH_FILES, ids=lambda file: file.stem)

@@ -80,7 +80,7 @@ def _origin(source: Source, kind: str) -> str:
 
 def _place(origin: Any) -> str:
     if origin.sample is not None:
-        return f"{origin.sample} stories of the built-in generator"
+        return f"the built-in sample of {origin.sample}"
     return f"`{origin.path or origin.hub}`" + (f", the first {origin.limit}" if origin.limit else "")
 
 

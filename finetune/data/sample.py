@@ -27,6 +27,20 @@ class Story(NamedTuple):
     label: str
 
 
+class Tale(NamedTuple):
+    """A story as it is made."""
+
+    label: str
+    cast: dict[str, Any]
+    """Who and what is in it, by the names that `sample_plots` has for them."""
+    slots: list[str]
+    """Opening, character, the plot's slots, ending. Some are empty."""
+
+    @property
+    def text(self) -> str:
+        return " ".join(slot for slot in self.slots if slot)
+
+
 def stories(count: int, seed: int = 0) -> Iterator[Story]:
     """Makes `count` distinct stories of 60 to 200 words.
 
@@ -35,15 +49,15 @@ def stories(count: int, seed: int = 0) -> Iterator[Story]:
     seen: set[int] = set()
     number = 0
     while len(seen) < count:
-        story = _story(_Dice(f"{seed}/{number}"))
+        tale = tell(Dice(f"{seed}/{number}"))
         number += 1
-        digest = xxhash.xxh3_64_intdigest(story.text.encode())
+        digest = xxhash.xxh3_64_intdigest(tale.text.encode())
         if digest not in seen:
             seen.add(digest)
-            yield story
+            yield Story(tale.text, tale.label)
 
 
-class _Dice:
+class Dice:
     """Draws that depend on a key only; `random` promises less about its choices between versions."""
 
     def __init__(self, key: str) -> None:
@@ -105,7 +119,8 @@ class _Stuck(NamedTuple):
     why: str
 
 
-def _story(dice: _Dice) -> Story:
+def tell(dice: Dice) -> Tale:
+    """Makes one story."""
     label = dice.pick(tuple(PLOTS))
     hero = _person(dice, ())
     friend = _person(dice, (hero.name,))
@@ -129,10 +144,10 @@ def _story(dice: _Dice) -> Story:
         "day": dice.pick(words.DAYS),
     }
     chosen = [dice.pick(slot) for slot in (OPENINGS, CHARACTER, *PLOTS[label], ENDINGS)]
-    return Story(" ".join(sentence.format(**cast) for sentence in chosen if sentence), label)
+    return Tale(label, cast, [sentence.format(**cast) for sentence in chosen])
 
 
-def _person(dice: _Dice, taken: Sequence[str]) -> _Person:
+def _person(dice: Dice, taken: Sequence[str]) -> _Person:
     girl = dice.pick((True, False))
     name = dice.pick([name for name in (words.GIRLS if girl else words.BOYS) if name not in taken])
     kind = dice.pick((("girl" if girl else "boy"), dice.pick(words.ANIMALS)))
@@ -142,7 +157,7 @@ def _person(dice: _Dice, taken: Sequence[str]) -> _Person:
     return _Person(phrase, kind, name=name, they="he", them="him", their="his", self="himself")
 
 
-def _helper(dice: _Dice, nature: str, kind: str) -> _Person:
+def _helper(dice: Dice, nature: str, kind: str) -> _Person:
     phrase = f"{nature} {kind}"
     if dice.pick((True, False)):
         return _Person(phrase, kind)

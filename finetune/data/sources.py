@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune.data import sample, sample_conversations
 from finetune.data.conversations import RecordForm
 from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
-from finetune.data.sample import GENERATOR_VERSION, stories
 from finetune.errors import DataError
 from finetune.files import digest
 from finetune.recipe import Source
@@ -55,10 +55,8 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     """
     fields = Fields(source.text_field, source.label_field if labelled else None, form)
     if source.sample is not None:
-        count = source.sample
-        content: Any = {"sample": count, "version": GENERATOR_VERSION}
-        name = f"built-in sample ({count} stories)"
-        read: Callable[[], Iterator[Document]] = functools.partial(_read_sample, count, fields)
+        content: Any
+        name, content, read = _open_sample(source.sample, fields)
     elif source.path is not None:
         name = source.path
         content, read = _open_path(source, source.path, fields)
@@ -149,10 +147,21 @@ def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]
             yield document_of(dict(zip(columns, values, strict=True)), fields, f"{name}, row {number}")
 
 
-def _read_sample(count: int, fields: Fields) -> Iterator[Document]:
-    for number, story in enumerate(stories(count), start=1):
-        record = {"text": story.text, "label": story.label}
-        yield document_of(record, fields, f"the built-in sample, story {number}")
+def _open_sample(count: int, fields: Fields) -> tuple[str, dict[str, Any], Callable[[], Iterator[Document]]]:
+    """Its name, content and documents: conversations, where they are wanted."""
+    content = {"sample": count, "version": sample.GENERATOR_VERSION}
+    if fields.form is None or fields.form.format == "text":
+        made: Callable[[int], Iterator[NamedTuple]] = sample.stories
+        kind, kinds = "story", "stories"
+    else:
+        made, kind, kinds = sample_conversations.conversations, "conversation", "conversations"
+        content[kinds] = sample_conversations.GENERATOR_VERSION
+
+    def read() -> Iterator[Document]:
+        for number, item in enumerate(made(count), start=1):
+            yield document_of(item._asdict(), fields, f"the built-in sample, {kind} {number}")
+
+    return f"built-in sample ({count} {kinds})", content, read
 
 
 def _hash_file(path: Path) -> str:
