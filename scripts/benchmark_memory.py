@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096, help="hidden size, a multiple of 128")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=512, help="tokens a row")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -122,7 +123,7 @@ def main() -> None:
             "| | frozen | trained | gradients | optimiser | peak, loading | peak, two steps | bytes a linear weight |"
         )
         print("|---|---|---|---|---|---|---|---|")
-        for kind in KINDS:
+        for kind in words.kinds:
             arguments = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--folder", str(folder)]
             out = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
             found = json.loads(out.splitlines()[-1])
