@@ -249,7 +249,8 @@ def _problem(item: Any) -> str:
         known = _known_keys(item["loc"][:-1])
         return f"{key}: unknown key{hint(location[-1], known)} (allowed: {', '.join(known)})"
     if kind == "value_error":
-        return f"{key}: {message.removeprefix('Value error, ')}"
+        said = message.removeprefix("Value error, ")
+        return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
     got = json.dumps(item["input"], default=str)
     return f"{key}: {message[0].lower()}{message[1:]}, got {got if len(got) <= 80 else got[:80] + ' …'}"
 

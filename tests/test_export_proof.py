@@ -34,11 +34,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "dora": {"lora": {"rank": 4, "dora": True, "rslora": True}},
     "pissa": {"lora": {"rank": 4, "init": "pissa"}},
     "qlora": {"model": {"quantization": "nf4"}, "lora": {"rank": 4}},
+    "int8": {"model": {"quantization": "int8"}, "lora": {"rank": 4}},
     "whole": {
         "model": {"name": None, "config": UNTIED},
         "lora": {"rank": 4, "save_modules": ["embed_tokens", "lm_head"]},
     },
 }
+# How far packing takes the logits at most, relative to the largest.
+PACKED = {"qlora": 1.0, "int8": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +65,15 @@ def test_merged_is_what_was_trained(runs: dict[str, Trained], tmp_path: Path, na
     run = runs[name]
     folder, said = exported(run.directory, kind, tmp_path)
     # On the unquantised base, the adapter is what training made, but not what training ran.
-    wanted = logits_of(Path(MODEL), run.directory / "model") if name == "qlora" else run.logits
+    wanted = logits_of(Path(MODEL), run.directory / "model") if name in PACKED else run.logits
     limit = prove.TOLERANCE[torch.float32 if kind == "merged" else torch.bfloat16][0]
     away = (logits_of(folder) - wanted).abs().max() / wanted.abs().max()
     assert away <= limit
-    assert ("In training the base was quantised (nf4): with it, logits differ by" in said) == (name == "qlora")
+    away = re.search(r"In training the base was quantised \((\w+)\): with it, logits differ by ([\d.e-]+) of", said)
+    assert (away is not None) == (name in PACKED)
+    if away is not None:
+        assert away[1] == RUNS[name]["model"]["quantization"]
+        assert float(away[2]) < PACKED[name]
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {
         torch.float32 if kind == "merged" else torch.bfloat16
     }
@@ -78,11 +85,11 @@ def test_merged_is_what_was_trained(runs: dict[str, Trained], tmp_path: Path, na
     assert [path.name for path in tmp_path.iterdir()] == [kind]
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "qlora"])
+@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "qlora", "int8"])
 def test_the_adapter_opens_by_peft_alone(runs: dict[str, Trained], tmp_path: Path, name: str) -> None:
     folder, _ = exported(runs[name].directory, "adapter", tmp_path)
     found = logits_of(Path(MODEL), folder)
-    wanted = logits_of(Path(MODEL), runs[name].directory / "model") if name == "qlora" else runs[name].logits
+    wanted = logits_of(Path(MODEL), runs[name].directory / "model") if name in PACKED else runs[name].logits
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
 
