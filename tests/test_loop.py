@@ -112,7 +112,7 @@ def test_adamw_runs_fused_and_other_optimisers_take_their_arguments() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"name": "AdamWW"}, "'AdamWW' is no optimiser. torch.optim has"),
+        ({"name": "AdamWW"}, r"'AdamWW' is no optimiser, did you mean 'AdamW'\? torch.optim has"),
         ({"args": {"betaz": 1}}, "AdamW refuses its arguments"),
         ({"name": "json:dumps"}, "'json:dumps' is no optimiser"),
         ({"name": "nowhere:Thing"}, "cannot import 'nowhere:Thing'"),
