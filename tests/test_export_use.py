@@ -11,7 +11,7 @@ from inside import run_here
 from recipes_for_tests import MODEL, base, stories
 from transformers import AutoTokenizer
 
-from finetune import cli
+from finetune import cli, prompts
 from finetune.artefacts import network, opened, source, talk
 from finetune.errors import CheckpointError, DataError, RecipeError
 from finetune.tasks import TaskData
@@ -105,7 +105,7 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    ids = talk._chat(place, "Hello")
+    ids = prompts.turn(place.tokenizer, "Hello", {})
     # Its own begin-of-text is the only one.
     assert ids[0] == 1
     assert ids.count(1) == 1

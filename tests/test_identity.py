@@ -210,6 +210,8 @@ def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
     base: dict[str, Any] = {}
     for key in mathematical:
         base |= MATHEMATICS[key][1]
+    # A share is held out only where no validation source is given.
+    assume(not ("data.validation_fraction" in mathematical and "data.validation" in free))
     changes = {key: MATHEMATICS[key][0] for key in mathematical} | {key: FREE[key] for key in free}
     try:
         saved, now = facts(folder, base), facts(folder, {**base, **changes})
