@@ -104,6 +104,7 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             # `Linear4bit.forward`.
             found += 1
             module.support_avx512bf16_for_cpu = False
+            module.register_forward_pre_hook(_as_autocast)
             module.weight.packed_weights = module.weight.quant_state.shape.numel()
         elif isinstance(module, Linear8bit):
             found += 1
@@ -119,6 +120,15 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "
             "quantization out, or take another architecture."
         )
+
+
+def _as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs as autocast casts those of other linear modules: bitsandbytes' put out the dtype that they were given."""
+    first, *rest = inputs
+    kind = first.device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    return (first.to(torch.get_autocast_dtype(kind)), *rest)
 
 
 def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:

@@ -125,6 +125,18 @@ def test_it_would_without_our_switch() -> None:
     assert any(g is None or not torch.equal(g, before[name]) for name, g in after.items())  # type: ignore[arg-type]
 
 
+def test_products_come_out_as_autocast_has_them() -> None:
+    """In fp32, as bitsandbytes would have it, activations would take twice the memory of LoRA's."""
+    network = built(recipe_of())
+    quantization.compute_in(network, torch.bfloat16)
+    seen = set()
+    for module in packed(network).values():
+        module.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        tasks.causal_lm_logits(network, {"input_ids": IDS})
+    assert seen == {torch.bfloat16}
+
+
 def test_flops_count_weights_not_bytes() -> None:
     assert flops_per_target(built(recipe_of()), 64) == flops_per_target(built(recipe_of(None)), 64)
 
