@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Backend:
     model: nn.Module | None = None
     """What `prepare` made of the model, and of the optimiser."""
     optimizer: Any = None
+    num_weights: int = 0
+    """Of the prepared model, each packed one counted."""
 
     @classmethod
     def start(cls, recipe: Recipe, asked: Launch, settled: Settled, *, quiet: bool = False) -> "Backend":
@@ -115,12 +117,15 @@ class Backend:
                 'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
                 "recipe's precision already has products computed in 16 bit."
             )
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+        packed = [getattr(p, "packed_weights", None) for p in model.parameters()]
+        self.num_weights = sum(size if inside is None else inside for size, inside in zip(sizes, packed, strict=True))
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
             deepspeed_config.fit_to_model(
                 self.accelerator.deepspeed_plugin.deepspeed_config,
                 hidden_size=_width(model),
-                parameter_sizes=[getattr(p, "ds_numel", p.numel()) for p in model.parameters()],
+                parameter_sizes=sizes,
                 place=self.launch.ds_place,
             )
             start.match_shards(model)
@@ -140,7 +145,10 @@ class Backend:
 
     def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> Proof:
         """Reads back what runs; see `prove.prove`."""
-        return prove.prove(self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse)
+        proof = prove.prove(
+            self.accelerator, self.launch, self.precision, model, optimizer, self.accumulation, rehearse
+        )
+        return replace(proof, num_parameters=self.num_weights)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
         """What this rank holds from step to step; see `memory.measure`."""
