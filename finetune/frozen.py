@@ -52,16 +52,16 @@ class _Product(torch.autograd.Function):
         read: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.read = read
+        ctx.read, ctx.bias_dtype = read, None if bias is None else bias.dtype
         return functional.linear(input, read(weight, input.dtype), None if bias is None else bias.to(input.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        (weight,) = ctx.saved_tensors
-        gradient = gradients[0]
-        return gradient @ ctx.read(weight, gradient.dtype), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        (weight,), gradient = ctx.saved_tensors, gradients[0]
+        inputs = gradient @ ctx.read(weight, gradient.dtype) if ctx.needs_input_grad[0] else None
+        # Trained where a head shares its frozen weight with an embedding, but not its bias.
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return inputs, None, bias, None
 
 
 def multiply(
@@ -75,7 +75,7 @@ def multiply(
     Args:
         inputs: (..., in).
         weight: As it is held.
-        bias: (out,), frozen too.
+        bias: (out,).
         read: Makes of a held weight the (out, in) matrix, in a dtype.
     """
     product: torch.Tensor = _Product.apply(inputs, weight, bias, read)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ def matching(
     Raises:
         RecipeError: If nothing is meant by the expression, or by one of the parts.
     """
-    words = last_words(names)
+    words = _last_words(names)
     if isinstance(wanted, str):
         found = [name for name in names if re.fullmatch(wanted, name)]
         if not found:
@@ -34,18 +34,18 @@ def matching(
             )
         return found
     for word in wanted:
-        if not any(ends_with(name, word) for name in names):
+        if not any(_ends_with(name, word) for name in names):
             raise RecipeError(
                 f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
             )
-    return [name for name in names if any(ends_with(name, word) for word in wanted)]
+    return [name for name in names if any(_ends_with(name, word) for word in wanted)]
 
 
-def ends_with(name: str, word: str) -> bool:
+def _ends_with(name: str, word: str) -> bool:
     """Whether the last parts of a dotted name are `word`."""
     return name == word or name.endswith(f".{word}")
 
 
-def last_words(names: Sequence[str]) -> list[str]:
+def _last_words(names: Sequence[str]) -> list[str]:
     """The last parts of dotted names, each once; numbers are none."""
     return sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})

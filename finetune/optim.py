@@ -112,9 +112,11 @@ def check(recipe: Recipe, *, cut: bool) -> None:
             "process or with accelerate_configs/ddp.yaml."
         )
     if name.startswith("Paged") and not torch.cuda.is_available():
+        same = name.removeprefix("Paged").removesuffix("32bit")
+        offered = {**_classes(torch.optim), **_of_bitsandbytes()}
+        other = f"{same}, which is the same without pages" if same in offered else "AdamW8bit"
         raise RecipeError(
-            f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take "
-            f"{name.removeprefix('Paged')}, which is the same without pages."
+            f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take {other}."
         )
 
 

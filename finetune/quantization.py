@@ -99,10 +99,10 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
     found = 0
     for module in network.modules():
         if isinstance(module, bnb.nn.Linear4bit):
+            found += 1
             # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
-            found += 1
             module.support_avx512bf16_for_cpu = False
             module.register_forward_pre_hook(_as_autocast)
             module.weight.packed_weights = module.weight.quant_state.shape.numel()

@@ -142,6 +142,18 @@ def test_products_keep_no_copies_of_frozen_weights() -> None:
     assert [t.data_ptr() for t in saved] == [module.weight.data_ptr()]
 
 
+def test_a_bias_beside_a_frozen_weight_is_trained() -> None:
+    """As of a head whose weight is a frozen embedding's."""
+    module = frozen.StoredLinear(8, 4)
+    module.weight = nn.Parameter(module.weight.data.bfloat16(), requires_grad=False)
+    plain = nn.Linear(8, 4)
+    plain.load_state_dict({"weight": module.weight.float(), "bias": module.bias})
+    inputs = torch.randn(2, 3, 8)
+    for one in (module, plain):
+        one(inputs).square().sum().backward()
+    torch.testing.assert_close(module.bias.grad, plain.bias.grad)
+
+
 def test_a_configuration_that_lies_about_its_files_loses_nothing(tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(MODEL, place)

@@ -74,6 +74,12 @@ def test_state_is_measured(name: str, args: dict[str, Any], bytes_an_element: fl
             "PagedAdamW8bit pages its state out of a GPU's memory, and this machine has no GPU. Take AdamW8bit",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
         ),
+        pytest.param(
+            "PagedAdEMAMix",
+            None,
+            "this machine has no GPU. Take AdamW8bit.",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
     ],
 )
 def test_refused(name: str, launch: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

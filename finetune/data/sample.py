@@ -5,7 +5,7 @@ from word lists, sentences from alternatives that mean the same. A model of a mi
 names, the pronouns that go with them, and the course of a plot.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,15 +46,21 @@ def stories(count: int, seed: int = 0) -> Iterator[Story]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
+    tales = distinct(count, lambda number: tell(Dice(f"{seed}/{number}")), lambda tale: tale.text)
+    return (Story(tale.text, tale.label) for tale in tales)
+
+
+def distinct(count: int, make: Callable[[int], Item], written: Callable[[Item], str]) -> Iterator[Item]:
+    """The first `count` of what `make` makes of 0, 1, 2, …, without those that were written before."""
     seen: set[int] = set()
     number = 0
     while len(seen) < count:
-        tale = tell(Dice(f"{seed}/{number}"))
+        item = make(number)
         number += 1
-        digest = xxhash.xxh3_64_intdigest(tale.text.encode())
+        digest = xxhash.xxh3_64_intdigest(written(item).encode())
         if digest not in seen:
             seen.add(digest)
-            yield Story(tale.text, tale.label)
+            yield item
 
 
 class Dice:

@@ -8,9 +8,7 @@ right: who reads the text finds the same.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import xxhash
-
-from finetune.data.sample import Dice, Tale, tell
+from finetune.data.sample import Dice, Tale, distinct, tell
 
 GENERATOR_VERSION = 1
 """Part of the cache's key, beside the stories' own: raise it whenever the conversations change."""
@@ -60,15 +58,9 @@ def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
-    seen: set[int] = set()
-    number = 0
-    while len(seen) < count:
-        chat = _chat(Dice(f"conversation/{seed}/{number}"))
-        number += 1
-        digest = xxhash.xxh3_64_intdigest(repr(chat.messages).encode())
-        if digest not in seen:
-            seen.add(digest)
-            yield chat
+    return distinct(
+        count, lambda number: _chat(Dice(f"conversation/{seed}/{number}")), lambda chat: repr(chat.messages)
+    )
 
 
 def _chat(dice: Dice) -> Chat:
