@@ -4,3 +4,15 @@ The recipe says what is learned; the launch config says where it runs.
 """
 
 __version__ = "0.1.0"
+
+import logging
+import os
+
+# torch reads this at its first tensor: whether it asks Linux for huge pages where a CPU tensor takes 2 MiB or more. A
+# step allocates and frees its activations, and to get them in pages of 4 KiB is up to a tenth of its time.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+# transformers and peft import torchao wherever it is installed. It tells of kernels that it does not find, which it has
+# for GPUs of some kinds and nothing here uses, and torch of enumerations that it registers.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,9 +1,10 @@
 """What a run would do, without data or weights."""
 
-from finetune import adapters, optim, tasks
+from finetune import adapters, fp8, optim, tasks
 from finetune.backend import read_launch, settle
 from finetune.errors import RecipeError
 from finetune.models import Caller
+from finetune.plan.networks import sized
 from finetune.recipe import Recipe
 
 
@@ -16,12 +17,13 @@ def describe(recipe: Recipe) -> str:
     asked = read_launch()
     settled = settle(recipe, asked)
     optim.check(recipe, cut=asked.cuts_state)
+    fp8.check(recipe)
     task = tasks.find(recipe)
     if task.build_skeleton is None:
         raise RecipeError(
             f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
         )
-    network = task.build_skeleton(recipe, None)
+    network = task.build_skeleton(sized(recipe), None)
     kind = type(adapters.transformer(network) or network).__name__
     optim.build(Caller(network), recipe)
     counted = sum(p.numel() for p in network.parameters())
@@ -31,6 +33,8 @@ def describe(recipe: Recipe) -> str:
     sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
     rate = f"peak rate {optim.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
     split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
+    if batch.micro_size == "auto":
+        split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {
         "task": recipe.task.name,
         "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",

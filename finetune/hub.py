@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from urllib.parse import urlparse
 
 
@@ -13,11 +14,17 @@ def go_offline_if_unreachable() -> None:
     """
     if "HF_HUB_OFFLINE" in os.environ:
         return
-    endpoint = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    proxied = any(name in os.environ for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if proxied or endpoint.hostname is None:
+    if (address := endpoint(os.environ)) is None:
         return
     try:
-        socket.getaddrinfo(endpoint.hostname, endpoint.port or 443)
+        socket.getaddrinfo(*address)
     except OSError:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def endpoint(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """The hub's host and port; None behind a proxy, which resolves names itself."""
+    if any(name in env for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return None
+    url = urlparse(env.get("HF_ENDPOINT", "https://huggingface.co"))
+    return None if url.hostname is None else (url.hostname, url.port or 443)

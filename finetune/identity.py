@@ -30,7 +30,7 @@ def identify(recipe: Recipe, data: TaskData, length: Length) -> dict[str, Any]:
     for name in ("task", "optim", "schedule", "lora"):
         facts |= _flatten(name, tree.get(name))
     facts |= _flatten("model.config", tree["model"]["config"])
-    facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization")}
+    facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization", "fp8")}
     base = base_of(recipe)
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.

@@ -17,22 +17,45 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import BackendError, RecipeError
+from finetune.exits import REQUEUE
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
 
-# What workers exit with when they were asked to stop and all is saved; the same as in `cli.py`.
-REQUEUE = 75
 
-
-def launch(config_file: str, options: Sequence[str], arguments: Sequence[str], *, grace_s: float) -> None:
-    """Turns this process into the launcher of `scripts/train.py`, so it returns only by an error.
+def launch(
+    config_file: str,
+    options: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    module: str | None = None,
+    grace_s: float = 0.0,
+) -> None:
+    """Turns this process into the launcher of `command`, so it returns only by an error.
 
     Args:
         config_file: The launch file.
         options: More of `accelerate launch`'s options, such as `--num_processes 4`.
-        arguments: What `scripts/train.py` is given.
+        arguments: What the workers are given.
+        module: What they run; `scripts/train.py` if left out.
         grace_s: How long workers may take to save once the launcher is told to stop.
+
+    Raises:
+        BackendError: If the launch file is not one.
+        RecipeError: If this is an installation without `scripts/`.
+    """
+    words = command(config_file, options, arguments, module=module)
+    # torchrun kills workers 30 seconds after it has passed a signal on; ours end by themselves.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + 10))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, words)
+
+
+def command(
+    config_file: str, options: Sequence[str], arguments: Sequence[str], *, module: str | None = None
+) -> list[str]:
+    """The command that launches workers; see `launch` for what it takes.
 
     Raises:
         BackendError: If the launch file is not one.
@@ -46,21 +69,9 @@ def launch(config_file: str, options: Sequence[str], arguments: Sequence[str], *
     alone = _check(config_file) and "--main_process_port" not in options
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
-    words = [
-        "-m",
-        "finetune.launcher",
-        "--config_file",
-        config_file,
-        *port,
-        *options,
-        str(script),
-        *arguments,
-    ]
-    # torchrun kills workers 30 seconds after it has passed a signal on; ours end by themselves.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + 10))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *words])
+    target = [str(script)] if module is None else ["--module", module]
+    words = [sys.executable, "-m", "finetune.launcher", "--config_file", config_file]
+    return [*words, *port, *options, *target, *arguments]
 
 
 def _check(config_file: str) -> bool:

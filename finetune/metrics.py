@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,31 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from finetune import gpus
 from finetune.backend import Backend
 from finetune.files import Journal
 from finetune.quantization import num_weights
-
-# Dense bf16 peaks in FLOP/s by a part of the device's name, from the makers' data sheets (without sparsity).
-_PEAK_BF16 = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "L4": 121e12,
-    "4090": 165e12,
-}
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak rate in FLOP/s where it is known, else None."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+    gpu = gpus.of_device(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.bf16_tflops * 1e12
 
 
 def flops_per_target(network: nn.Module, sequence_length: int) -> float:
@@ -74,12 +62,15 @@ class Stopwatch:
     On a GPU, parts are measured between events, and read when the totals are asked for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, also: Callable[[str], None] = lambda name: None) -> None:
+        """`also` is told of each mark."""
         self._cuda = device.type == "cuda"
+        self._also = also
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
         """The time from here to the next mark belongs to `name`."""
+        self._also(name)
         if self._cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -148,15 +139,14 @@ class Reporter:
         """Shows that a step is done; `values` on log steps."""
         if self._progress is not None:
             if values is not None:
-                figures = f"loss {values['loss']:.4f}  {values['tokens_per_s']:,.0f} tok/s"
+                figures = f"loss {values['loss']:.4f}  {_rate(values)}"
                 self._progress.update(self._task, figures=figures)
             self._progress.update(self._task, completed=step)
         elif values is not None and (time.monotonic() - self._last_line > 30 or step == self._num_steps):
             # Not a terminal: a line now and then, so that a log file shows life but stays short.
             self._last_line = time.monotonic()
             self.say(
-                f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
-                f"{values['tokens_per_s']:,.0f} tok/s"
+                f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  {_rate(values)}"
             )
 
     def warn(self, text: str) -> None:
@@ -169,6 +159,11 @@ class Reporter:
         if not self._quiet:
             self.console.print(text, markup=False)
             sys.stderr.flush()
+
+
+def _rate(values: dict[str, Any]) -> str:
+    rate = values["tokens_per_s"]
+    return "compiling" if rate is None else f"{rate:,.0f} tok/s"
 
 
 def warn(text: str) -> None:

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune import adapters, frozen, pretrained, prompts, quantization
+from finetune import adapters, attention, fp8, frozen, loss, pretrained, prompts, quantization, recompute
 from finetune.adapters import Head, transformer
 from finetune.errors import RecipeError
 from finetune.recipe import ModelSection, Recipe
@@ -38,6 +38,8 @@ class Caller(nn.Module):
         super().__init__()
         self.network = network
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Where activations are kept."""
         # What accelerate and its backends look up on the model that they are given.
         known = transformer(network)
         if known is not None:
@@ -49,7 +51,7 @@ class Caller(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(network, *args)`."""
-        with self.autocast():
+        with self.autocast(), self.keeping():
             return function(self.network, *args)
 
     # Sharding gives embeddings, last norm and head units of their own if it can find them.
@@ -198,11 +200,10 @@ def build(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
     frozen.hold(network, stored)
     whole: nn.Module = adapters.attach(network, recipe, head)
     frozen.hold(whole, stored)  # what adapters copy to train it whole
-    if section.gradient_checkpointing:
-        if not network.supports_gradient_checkpointing:
-            raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
-        # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
-        network.activation_checkpointing_enable({"use_reentrant": False})
+    if head == "causal_lm" and section.loss != "plain":
+        loss.fuse(network)
+    fp8.convert(network, section.fp8)
+    recompute.recompute(network, section.gradient_checkpointing)
     return whole.train()
 
 
@@ -273,7 +274,8 @@ def plain(
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    options = {"dtype": dtype, "attn_implementation": section.attention}
+    kernel = attention.choose(section.attention, config, _AUTO[head], told=head == "causal_lm")
+    options = {"dtype": dtype, "attn_implementation": kernel}
     torch.manual_seed(recipe.seed)
     try:
         network: PreTrainedModel

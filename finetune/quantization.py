@@ -104,7 +104,7 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
             # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
             # `Linear4bit.forward`.
             module.support_avx512bf16_for_cpu = False
-            module.register_forward_pre_hook(_as_autocast)
+            module.register_forward_pre_hook(as_autocast)
             module.weight.packed_weights = module.weight.quant_state.shape.numel()
         elif isinstance(module, Linear8bit):
             found += 1
@@ -122,7 +122,7 @@ def quantise(network: PreTrainedModel, recipe: Recipe) -> None:
         )
 
 
-def _as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Inputs as autocast casts those of other linear modules: bitsandbytes' put out the dtype that they were given."""
     first, *rest = inputs
     kind = first.device.type

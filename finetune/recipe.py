@@ -31,11 +31,15 @@ __all__ = [
     "SampleSection",
     "Section",
     "Source",
+    "apply",
     "divisors",
     "dump",
     "hint",
     "json_schema",
     "load",
+    "long",
+    "read",
+    "section_in",
     "validate",
 ]
 
@@ -79,6 +83,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
+    tree = read(path)
+    for override in overrides:
+        apply(tree, override)
+    return validate(tree, origin=str(path))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recipe file's plain keys and values.
+
+    Raises:
+        RecipeError: If it does not hold any.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -97,12 +113,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
     try:
         # So that an override changes one place only, where the file repeats a part by an alias.
-        tree = json.loads(json.dumps(tree, default=str))
+        plain: dict[str, Any] = json.loads(json.dumps(tree, default=str))
     except ValueError as error:
         raise RecipeError(f"{file} holds a part that contains itself by an alias. Write it out.") from error
-    for override in overrides:
-        _apply(tree, override)
-    return validate(tree, origin=str(file))
+    return plain
 
 
 def validate(tree: Mapping[str, Any], origin: str = "the recipe") -> Recipe:
@@ -113,11 +127,9 @@ def validate(tree: Mapping[str, Any], origin: str = "the recipe") -> Recipe:
     """
     problems: list[str] = []
     recipe: Recipe | None = None
-    if isinstance(tree.get("resume"), str):
-        tree = {**tree, "resume": {"mode": tree["resume"]}}  # the section's short form
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
-        recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(long(tree), default=str), strict=True)
     except ValidationError as error:
         problems = [_problem(item) for item in error.errors(include_url=False)]
     if recipe is not None:
@@ -127,6 +139,11 @@ def validate(tree: Mapping[str, Any], origin: str = "the recipe") -> Recipe:
         raise RecipeError(f"{origin} has {len(problems)} {word}: " + "; ".join(problems) + ".")
     assert recipe is not None
     return recipe
+
+
+def long(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Plain keys and values with the short form of the section `resume` written out."""
+    return {**tree, "resume": {"mode": tree["resume"]}} if isinstance(tree.get("resume"), str) else tree
 
 
 def dump(recipe: Recipe) -> str:
@@ -164,7 +181,9 @@ def _conflicts(recipe: Recipe) -> Iterable[str]:
     given = [key for key in ("steps", "epochs", "tokens") if getattr(recipe.length, key) is not None]
     if len(given) != 1:
         yield f"length: give exactly one of steps, epochs and tokens (got {', '.join(given) or 'none'})"
-    if recipe.batch.global_size % recipe.batch.micro_size:
+    if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
+        yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
+    if recipe.batch.global_size % recipe.batch.rows:
         allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
         yield (
             f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
@@ -199,7 +218,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply(tree: dict[str, Any], override: str) -> None:
     """Sets one `a.b=c` in a tree of plain dicts and lists; `c` is read as YAML."""
     path, equals, value = override.partition("=")
     keys = path.split(".")
@@ -262,18 +281,18 @@ def _known_keys(location: Sequence[str | int]) -> list[str]:
         if isinstance(part, int):
             continue
         field = section.model_fields.get(part)
-        found = _section_in(field.annotation) if field else None
+        found = section_in(field.annotation) if field else None
         if found is None:
             return []
         section = found
     return list(section.model_fields)
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def section_in(annotation: Any) -> type[Section] | None:
     """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return annotation if issubclass(annotation, Section) else None
-    return next((s for s in map(_section_in, get_args(annotation)) if s is not None), None)
+    return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
 
 
 def hint(word: str, known: Sequence[str]) -> str:

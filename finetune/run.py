@@ -2,18 +2,35 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune import adapters, export, frozen, generate, models, optim, quantization, rehearsal, resume, tasks
+from finetune import (
+    adapters,
+    export,
+    fp8,
+    frozen,
+    generate,
+    models,
+    optim,
+    quantization,
+    recompute,
+    rehearsal,
+    resume,
+    sizing,
+    tasks,
+)
 from finetune.backend import Backend, Proof, read_launch, settle
+from finetune.data.ahead import Ahead
 from finetune.guard import Stopper, Watch
 from finetune.identity import base_of, identify
 from finetune.keeper import Keeper
 from finetune.length import Length, describe, measure
 from finetune.metrics import Reporter, Stopwatch, flops_per_target, warn
+from finetune.profiling import Profiler
 from finetune.recipe import Recipe
 from finetune.resume import Begin
 from finetune.rundir import RunDirectory
@@ -45,7 +62,14 @@ class Run:
     """What the mathematics depend on."""
     targets: torch.Tensor
     """Targets trained on so far, over all ranks; on the device, float64."""
+    reader: Ahead | None
+    """Of the training rows; None where there are none."""
     watch: Stopwatch
+    profiler: Profiler | None
+    graphs: recompute.Graphs | None
+    """What was compiled, where layers are."""
+    held: int
+    """Bytes of weights on this rank before the first step."""
     results: dict[str, Any] = field(default_factory=dict)
 
     def position_of(self, step: int) -> int:
@@ -62,6 +86,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     asked = read_launch()
     settled = settle(recipe, asked)
     optim.check(recipe, cut=asked.cuts_state)
+    fp8.check(recipe)
     task = tasks.find(recipe)
     directory = RunDirectory.check(recipe)
     resume.check(recipe, directory)
@@ -72,11 +97,15 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     length = measure(recipe, ready.train)
     identity = identify(recipe, ready, length)
     resume.compare(recipe, directory, identity)
+    sized = sizing.settle_size(recipe, asked, ready.digest, quiet=quiet)
+    if sized.facts is not None:
+        recipe, settled = sized.recipe, settle(sized.recipe, asked)
     backend = Backend.start(recipe, asked, settled, quiet=quiet)
     # Sharded as it loads only what stays as it is loaded; a packed weight is packed whole.
     sharded = recipe.model.name is not None and recipe.model.quantization is None and task is tasks.CAUSAL_LM
     with backend.loading(pretrained=sharded):
         network = models.materialise(task.build_model(recipe, ready), recipe.seed)
+        products = fp8.products(network, recipe.model.fp8)
         models.end_texts(network, ready.tokenizer, ready.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
@@ -84,12 +113,21 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
             frozen.put_out(network, backend.dtype)
     caller = models.Caller(network.train())
     caller.autocast = backend.autocast
+    if recipe.model.activation_offload:
+        caller.keeping = partial(recompute.offloaded, backend.device)
     model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
     proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
-    if task.text and recipe.data.packing == "documents":
-        rehearsal.check_isolation(backend, model, recipe)
+    kernels = {**(rehearsal.kernels(backend, model, recipe) if task.text else {}), **products}
+    if recipe.model.compile:
+        # After the forward passes that prove things, whose other shapes and hooks would be compiled as well.
+        recompute.compile_layers(models.unwrap(model), set(caller._no_split_modules))
     memory = backend.memory(model, optim.state_bytes(recipe))
     begin = resume.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
+    profiler = None
+    if recipe.log.profile is not None and not begin.finished:
+        begins, ends = begin.step, length.num_steps
+        folder = directory.path / "profile"
+        profiler = Profiler(folder, backend.rank, first=begins, steps=recipe.log.profile, last=ends)
     unwrapped = models.unwrap(model)
     begin.restore(backend, unwrapped, optimizer)
     if not begin.finished:
@@ -97,8 +135,10 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
             **backend.facts(),
             "precision": backend.precision,
             "runs": proof.to_dict(),
+            "kernels": kernels or None,
             "memory": asdict(memory),
             "length": asdict(length),
+            "micro_size": sized.facts or recipe.batch.rows,
             "identity": identity,
             "base": base_of(recipe),
             "data": {"digest": ready.digest, **ready.report},
@@ -106,8 +146,10 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
     reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
     plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
-    for line in (*ready.report_lines, *plan, proof.line(), memory.line(), *begin.lines()):
+    for line in (*ready.report_lines, *sized.lines, *plan, proof.line(), memory.line(), *begin.lines()):
         reporter.say(line)
+    if kernels:
+        reporter.say(", ".join(f"{name}: {kernel}" for name, kernel in kernels.items()))
     if recipe.log.trackers:
         backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
     keeper = Keeper(
@@ -137,6 +179,10 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         guard=Watch(backend, recipe.guard.max_skipped_steps),
         identity=identity,
         targets=torch.full((1,), float(begin.tokens), dtype=torch.float64, device=backend.device),
-        watch=Stopwatch(backend.device),
+        reader=Ahead(ready.train.batch) if ready.train is not None else None,
+        watch=Stopwatch(backend.device, *([profiler.mark] if profiler is not None else [])),
+        profiler=profiler,
+        graphs=recompute.Graphs() if recipe.model.compile else None,
+        held=memory.frozen + memory.trained,
         results=begin.results,
     )

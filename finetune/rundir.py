@@ -31,6 +31,7 @@ _LIBRARIES = (
     "tokenizers",
     "peft",
     "bitsandbytes",
+    "torchao",
     "deepspeed",
     "safetensors",
     "numpy",
@@ -140,8 +141,8 @@ class RunDirectory:
         known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
         write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
 
-    def finish(self, backend: Backend, results: dict[str, Any]) -> None:
-        """Adds the results to `run.json`, on rank 0, and lets go of the directory.
+    def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
+        """Adds the results and more to `run.json`, on rank 0, and lets go of the directory.
 
         Raises:
             CheckpointError: On every rank, if it cannot be written.
@@ -149,6 +150,7 @@ class RunDirectory:
 
         def write() -> None:
             facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            facts |= more
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             write_json(self.path / "run.json", facts)

@@ -40,6 +40,9 @@ class LogSection(Section):
 
     every_steps: PositiveInt = 10
     """Steps between lines of `metrics.jsonl`; the loss is read from the device only then."""
+    profile: PositiveInt | None = None
+    """Profile this many steps, once the run is warm: a torch trace of each process and a table of where a step's time
+    goes, in `DIR/profile`."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers such as `tensorboard` or `wandb`. Off unless named here."""
 

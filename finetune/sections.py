@@ -4,10 +4,11 @@ Nothing about processes, devices or sharding belongs here: that is the launch co
 `None` (YAML `null`) means off or "not given"; there are no magic numbers.
 """
 
+import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from finetune.reading import ChatSection, ChecksSection, DataSection, TokenizerSection
 from finetune.running import (
@@ -33,6 +34,14 @@ def _names_or_expression(value: str | tuple[str, ...], other: str) -> str | tupl
     return value
 
 
+def _size_or_auto(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if type(value) is not int or value < 1:
+        raise ValueError(f"give a whole number above 0, or `auto`; got {json.dumps(value, default=str)}")
+    return value
+
+
 class ModelSection(Section):
     """The network and where its first weights come from."""
 
@@ -42,8 +51,14 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
     config: dict[str, Any] | None = None
     """Start from random weights: `model_type` plus the architecture's own sizes, in its own key names."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """The attention implementation that the architecture is asked to use."""
+    attention: Literal[
+        "auto", "packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "auto"
+    """The attention implementation that the architecture is asked to use. `packed`: `sdpa`, but each document of a row
+    by itself, and told where they begin. `auto`: `packed` where the architecture can, else `sdpa`, else `eager`."""
+    loss: Literal["auto", "chunked", "plain"] = "auto"
+    """How a language model's loss is computed. `chunked`: by its head, some tokens at a time, so that all logits never
+    exist at once; `plain`: from all logits. `auto`: chunked, but where logits are scaled or capped behind the head."""
     freeze: str | tuple[str, ...] | None = None
     """Without `lora`: modules that are not trained, with all that is in them: names such as `[embed_tokens]`, or one
     regular expression that matches whole names, such as `model.layers.[0-7]`."""
@@ -52,8 +67,16 @@ class ModelSection(Section):
     al. 2022); needs `lora`. `nf4` is the better one of 4 bits."""
     double_quantization: bool = True
     """Quantise the scales of the 4-bit weights as well: 0.516 bytes a weight instead of 0.563."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. `selective` keeps what matrix
+    products and attention put out, and recomputes the cheap rest."""
+    activation_offload: bool = False
+    """Keep activations in host memory until the backward pass needs them. On a machine without a GPU they are there."""
+    compile: bool = False
+    """Compile each layer by `torch.compile`: minutes before the first step, and faster ones then."""
+    fp8: bool | Literal["emulated"] = False
+    """Compute the products of linear modules in fp8, all but the first and the last, with a scale for each token; needs
+    `precision: bf16`, torchao and a GPU that can (Ada, Hopper or later). `emulated`: the same on any device, slowly."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off, because it is code from the internet."""
 
@@ -121,8 +144,16 @@ class BatchSection(Section):
 
     global_size: PositiveInt = 32
     """Rows an optimiser step, over all processes. Moving to more processes does not change it."""
-    micro_size: PositiveInt = 8
-    """Rows in one forward pass of one process. Changes memory and speed, not what is learned."""
+    micro_size: Annotated[
+        int | Literal["auto"], PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"])
+    ] = 8
+    """Rows in one forward pass of one process. Changes memory and speed, not what is learned. `auto`: the most that
+    fit, found by trial before the first run of such a model under such a launch."""
+
+    @property
+    def rows(self) -> int:
+        """`micro_size` as a number. Where `auto` is not settled yet it is 1, which always comes out even."""
+        return 1 if self.micro_size == "auto" else self.micro_size
 
 
 class LengthSection(Section):
@@ -150,6 +181,8 @@ class OptimSection(Section):
     """More arguments of the optimiser, such as `betas: [0.9, 0.95]`, `eps: 1e-8` or `momentum: 0.9`."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; larger gradients are scaled down. `null`: no clipping."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed over processes in. `bf16` halves what is sent, and rounds."""
     lr_scaling: Literal["linear", "sqrt"] | None = None
     """Multiply `lr` by global batch / `reference_batch`, or by its square root (Goyal et al. 2017; Hoffer et
     al. 2017)."""
@@ -219,6 +252,11 @@ class Recipe(Section):
         if self.lora is not None and self.model.freeze is not None:
             raise ValueError(
                 "model.freeze: with a `lora` section the whole model is frozen already. Remove one of both"
+            )
+        if self.lora is not None and self.model.fp8:
+            raise ValueError(
+                "model.fp8: it is for linear weights that are trained, and a `lora` section freezes them (packed ones, "
+                "by model.quantization, have products of their own). Set fp8 to false, or remove `lora`"
             )
         if self.model.quantization is None:
             return self

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune import adapters, data, models
+from finetune import adapters, attention, data, loss, models
 from finetune.errors import RecipeError
 from finetune.optim import import_object
 from finetune.recipe import Recipe
@@ -158,18 +158,30 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Scores of the next token, (B, T, V), in the dtype that the network computes in.
 
     No attention mask, and no cache: transformers tells packed documents apart by their restarting positions,
-    and only if it is given neither.
+    and only if it is given neither. Attention that takes one document at a time is told where they begin.
     """
+    return _outputs(network, batch).logits  # type: ignore[no-any-return]
+
+
+def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    return network(input_ids=batch["input_ids"], use_cache=False, **positions).logits  # type: ignore[no-any-return]
+    told = attention.told_by(adapters.transformer(network), batch)
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
 
 
 def _causal_lm_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-    logits = causal_lm_logits(network, batch)
-    # Targets are shifted already. In fp32 whatever the network computes in: bf16 sums lose whole tokens.
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum"
-    )
+    """Targets are shifted already."""
+    inner = adapters.transformer(network)
+    fused = loss.of_network(inner)
+    if fused is None:
+        return loss.plain(causal_lm_logits(network, batch), batch["targets"])
+    fused.targets = batch["targets"].flatten()
+    try:
+        outputs = _outputs(network, batch)
+    finally:
+        fused.targets = None
+    # A copy, not a view: wrappers that shard warn of views that leave a module.
+    return outputs.logits.reshape(()).clone()  # type: ignore[no-any-return]
 
 
 def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune import evaluate, export, generate, ledger, models, optim
+from finetune import evaluate, export, generate, ledger, models, optim, profiling
 from finetune.data.order import rows_at
+from finetune.gauge import Gauge
 from finetune.guard import Later, Signs, Taken
 from finetune.metrics import peak_flops, peak_memory_gib
 from finetune.run import Run
@@ -30,11 +31,14 @@ def train(run: Run) -> dict[str, Any]:
         began = time.perf_counter()
         run.keeper.open(step=begin.step, position=begin.position, order=_order(run))
         stop = begin.must_look(last) and not _look_at(run, begin.step)
+        gauge = Gauge(run.backend, run.held)
         for step in range(last if stop else begin.step, last):
             lr = optim.lr_at(step, last, recipe)
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
             taken = train_step(run, step)
+            gauge.took()
+            _look_inside(run, step)
             done, signs = step + 1, Signs(*taken.signs.read())
             run.keeper.took(step, signs)
             _check(run, taken)
@@ -51,7 +55,7 @@ def train(run: Run) -> dict[str, Any]:
         elif recipe.output.save_model and last:
             _write_model(run)
         run.results["train_s"] = time.perf_counter() - began
-    run.directory.finish(run.backend, run.results)
+    run.directory.finish(run.backend, run.results, peak_memory=gauge.compare(recipe))
     return run.results
 
 
@@ -63,6 +67,8 @@ def train_step(run: Run, step: int) -> Taken:
     would make the host wait.
     """
     backend, accelerator = run.backend, run.backend.accelerator
+    if run.profiler is not None:
+        run.profiler.before(step)
     window = _window(run, step)
     run.watch.mark("data")
     signs = _exchange(run, window)
@@ -73,21 +79,22 @@ def train_step(run: Run, step: int) -> Taken:
     heard = Later(signs)
     for index, rows in enumerate(window):
         run.watch.mark("data")
-        assert run.data.train is not None
-        batch = evaluate.to_device(run.data.train.batch(rows), backend.device)
-        run.watch.mark("compute")
+        assert run.reader is not None
+        batch = evaluate.to_device(run.reader.batch(rows, _behind(run, step, window, index)), backend.device)
+        run.watch.mark("forward")
         # Dropout depends on where in the global batch rows stand, not on who computes them or what came before.
         seed_everything(run.recipe.seed, step, index * backend.world + backend.rank)
         accelerator.sync_gradients = index == len(window) - 1
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(run.model):
             part = run.model(run.task.loss_sum, batch)
+            run.watch.mark("backward")
             # A loss that is not finite spoils its gradient, whatever the derivative: so every rank sees it in the norm.
-            accelerator.backward(part * (scale + 0 * part.detach()))
+            backend.backward(part * (scale + 0 * part.detach()))
         losses.append(part.detach())
     run.watch.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
-    run.optimizer.zero_grad()
+    backend.clear(run.optimizer)
     run.watch.mark("other")
     run.targets += targets
     return Taken(step=step, signs=heard, norm=Later(norm.reshape(1)), losses=torch.stack(losses), rows=window)
@@ -98,7 +105,11 @@ def seed_everything(*parts: int) -> None:
 
     Source: numpy's SeedSequence, whose mixing is fixed for all versions.
     """
-    torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]))
+    seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+    # What torch.manual_seed does, which writes down a stack trace for each kind of device that is not there.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def _window(run: Run, step: int) -> list[np.ndarray]:
@@ -108,8 +119,15 @@ def _window(run: Run, step: int) -> list[np.ndarray]:
     positions = np.arange(first, first + batch.global_size)
     rows = rows_at(positions, num_rows=len(run.data.train), seed=run.recipe.seed, epoch_rows=run.length.epoch_rows)
     # (micro-batch, rank, row): with equal micro-batches, the same rows make a forward pass on any number of ranks.
-    grid = rows.reshape(backend.accumulation, backend.world, batch.micro_size)
+    grid = rows.reshape(backend.accumulation, backend.world, batch.rows)
     return list(grid[:, backend.rank])
+
+
+def _behind(run: Run, step: int, window: list[np.ndarray], index: int) -> np.ndarray | None:
+    """The micro-batch that this rank reads after one of a step's."""
+    if index + 1 < len(window):
+        return window[index + 1]
+    return _window(run, step + 1)[0] if step + 1 < run.length.num_steps else None
 
 
 def _exchange(run: Run, window: list[np.ndarray]) -> torch.Tensor:
@@ -133,6 +151,18 @@ def _order(run: Run) -> dict[str, Any]:
         "global_size": run.recipe.batch.global_size,
         "data": run.data.digest,
     }
+
+
+def _look_inside(run: Run, step: int) -> None:
+    """Profiles a step that was taken, and counts what it compiled, whose time says nothing of the next."""
+    if run.profiler is not None:
+        found = run.profiler.after(step)
+        if found is not None:
+            run.reporter.say(f"profile of {found['steps']} steps:\n{profiling.table(found)}")
+    if run.graphs is not None and run.graphs.grew():
+        run.watch.totals()
+        run.results["_logged"] = {"step": step + 1, "targets": run.targets.item()}
+        run.results["compiled_graphs"] = run.graphs.count
 
 
 def _due(every: int, done: int, last: int) -> bool:
@@ -164,10 +194,15 @@ def _log(run: Run, done: int, lr: float, taken: Taken) -> dict[str, Any]:
     before = run.results.get("_logged", {"step": run.begin.step, "targets": float(run.begin.tokens)})
     steps = done - before["step"]
     seconds = sum(split.values())
-    rate = (seen - before["targets"]) / max(seconds, 1e-9)
+    # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
+    rate = (seen - before["targets"]) / max(seconds, 1e-9) if steps else None
     run.results["_logged"] = {"step": done, "targets": seen}
     peak = peak_flops(run.backend.device, run.backend.precision)
     loss = total.item() / max(1.0, taken.signs.read()[0])
+
+    def a_step(*parts: str) -> float | None:
+        return sum(split.get(part, 0.0) for part in parts) / steps if steps else None
+
     values = {
         "step": done,
         "epoch": run.position_of(done) / max(1, run.length.epoch_rows),
@@ -176,13 +211,13 @@ def _log(run: Run, done: int, lr: float, taken: Taken) -> dict[str, Any]:
         "grad_norm": taken.norm.read()[0],
         "tokens": int(seen),
         "tokens_per_s": rate,
-        "step_s": seconds / steps,
-        "data_s": split.get("data", 0.0) / steps,
-        "forward_backward_s": split.get("compute", 0.0) / steps,
+        "step_s": a_step("data", "forward", "backward", "optimizer", "other"),
+        "data_s": a_step("data"),
+        "forward_backward_s": a_step("forward", "backward"),
         # Where the backend steps inside the backward pass, this is in forward_backward_s.
-        "optimizer_s": None if run.backend.steps_in_backward() else split.get("optimizer", 0.0) / steps,
+        "optimizer_s": None if run.backend.steps_in_backward() else a_step("optimizer"),
         "peak_memory_gib": peak_memory_gib(run.backend.device),
-        "mfu": None if peak is None else rate * run.flops_per_target / (peak * run.backend.world),
+        "mfu": None if peak is None or rate is None else rate * run.flops_per_target / (peak * run.backend.world),
         "skipped_steps": run.guard.counts["nonfinite"],
         "overflows": run.guard.counts["overflow"],
     }
@@ -215,7 +250,7 @@ def _evaluate(run: Run, done: int) -> bool:
         asked = torch.tensor([float(run.stopper.requested)], device=run.backend.device)
         return run.backend.sum(asked).item() > 0
 
-    micro = run.recipe.eval.micro_size or run.recipe.batch.micro_size
+    micro = run.recipe.eval.micro_size or run.recipe.batch.rows
     figures = evaluate.evaluate(run.backend, run.model, run.task, run.data.validation, micro, stopped=stopped)
     if figures is None:
         return False

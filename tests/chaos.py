@@ -30,7 +30,7 @@ from ranks import by_finetune
 
 from finetune import ledger
 from finetune.checkpoint import folder as folders
-from finetune.cli import REQUEUE
+from finetune.exits import REQUEUE
 from finetune.files import read_lines
 
 STEPS, KEEP = 24, 2

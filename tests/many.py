@@ -1,6 +1,7 @@
 """Runs several recipes in one process, one after the other; what `harness.Launcher.many` launches.
 
-The variable FAULT breaks the loop on purpose, so that tests can see the suite fail.
+The variable FAULT breaks the loop on purpose, so that tests can see the suite fail. With FAULTS_BY_NAME a recipe is
+broken by the fault of `finetune.faults` that its file is named after, up to a `+`.
 """
 
 import gc
@@ -8,27 +9,29 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from finetune import adapters, cli, train
+from finetune import adapters, exits, faults, train
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.models import unwrap
+from finetune.parity.launches import FAULTS
 from finetune.quiet import silence_libraries
 from finetune.recipe import load
 from finetune.run import Run, build
 
 
 def plant(fault: str) -> None:
-    backward, total = Accelerator.backward, Backend.sum
+    backward, total = Backend.backward, Backend.sum
     if fault == "rank_factor":
-        Accelerator.backward = lambda self, loss, **k: backward(self, loss / self.num_processes, **k)
+        Backend.backward = lambda self, loss: backward(self, loss / self.world)
     elif fault == "accumulation_factor":
-        Accelerator.backward = lambda self, loss, **k: backward(self, loss / self.gradient_accumulation_steps, **k)
+        Backend.backward = lambda self, loss: backward(self, loss / self.accumulation)
     elif fault == "mean_of_means":
         # Every rank divides by its own targets, as if all had equally many.
         def own(self: Backend, values: Any) -> Any:
@@ -72,11 +75,13 @@ def main(paths: list[str]) -> None:
     run = None
     for path in paths:
         try:
-            run = build(load(path))
-            train_watched(run)
+            fault = Path(path).stem.partition("+")[0]
+            with faults.planted(fault) if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext():
+                run = build(load(path))
+                train_watched(run)
         except FinetuneError as error:
-            cli.report(error)
-            cli.exit_with(cli.USER_ERROR)
+            exits.report(error)
+            exits.exit_with(exits.USER_ERROR)
         run.backend.wait()
         # Accelerate keeps its state for the life of a process; the process group can stay.
         if path != paths[-1]:
@@ -85,7 +90,7 @@ def main(paths: list[str]) -> None:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
     run.backend.close()
-    cli.exit_with(0)
+    exits.exit_with(0)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,48 @@
-"""Ranks forked from a process that has imported everything, so that a start costs a second and not ten.
+"""Python processes forked from one that has imported everything (`forked.py`): a start costs 20 ms, not five seconds.
 
-They get the environment that torchrun and Accelerate give, and run what `scripts/train.py` runs. What a launcher
-does is no part of this: tests of it start a real one.
+`Nursery.run` is `harness.run`: it runs `python …` to its end. The process is a fork that sets up what an exec would:
+arguments, environment, working directory, open files, session. From there on nothing is imitated. `accelerate launch`
+runs torchrun's own agent, which chooses the port, exports the ranks' environment, and ends them if one fails; only
+where it would start a Python for a rank it takes a fork, made before it had threads. `test_nursery.py` compares what
+such ranks see, and the bits that they compute, with real launches of each kind of launch file.
+
+Two things differ. Ranks have one seed for Python's hashes, so that a set's order on which they must agree shows in a
+real launch only. And variables that libraries read when they are imported (OMP_NUM_THREADS, HF_HOME, …) are those of
+`harness.environment`: a test of them needs a real one.
 """
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import LIMIT_S, ROOT, environment
 from ranks import exported, free_port
 
 
 class Nursery:
-    """The process that forks ranks. Its ranks see it as their launcher."""
+    """The process that forks others; it starts when it is first asked."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._exported: dict[str, dict[str, str]] = {}
 
-    def ask(self, **what: Any) -> Any:
+    def _ask(self, **what: Any) -> Any:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, str(ROOT / "tests" / "forked.py")],
                 cwd=ROOT,
-                env=environment(DS_ACCELERATOR="cpu", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
+                # Arrow's allocator would start a thread.
+                env=environment(DS_ACCELERATOR="cpu", JE_ARROW_MALLOC_CONF="background_thread:false"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -39,18 +50,50 @@ class Nursery:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        try:
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except BaseException:
+            # A test that took too long: an answer may be left, which the next one must not take for its own.
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._process = None
+
+    def fork(self, words: list[str], env: Mapping[str, str], out: Path, err: Path, cwd: Path = ROOT) -> int:
+        """Starts `python …`; returns its process id."""
+        assert words[0] == sys.executable
+        return self._ask(do="fork", words=words[1:], env=dict(env), cwd=str(cwd), out=str(out), err=str(err))
+
+    def code(self, pid: int) -> int | None:
+        """The exit code, negative for a signal; None while it runs. Once known, it is not to be asked for again."""
+        return self._ask(do="poll", pid=pid)
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a process; 124 for one that took too long and was killed, with all below it."""
+        if ends(pid, LIMIT_S):
+            return self._ask(do="wait", pid=pid)
+        for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._ask(do="wait", pid=pid)
+        return 124
+
+    def run(self, words: list[str], *, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+        """Runs `python …` to its end; returns its exit code and everything that it and its children printed."""
+        with tempfile.NamedTemporaryFile() as said:
+            output = Path(said.name)
+            code = self.wait(self.fork(words, env or environment(), output, output, cwd))
+            return code, output.read_text(errors="replace")
 
     @contextmanager
     def start(self, config: str, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Iterator["Ranks"]:
-        """The ranks of a shipped launch file, which are gone afterwards.
+        """The ranks of a shipped launch file without a launcher, each with its own exit code; afterwards they are gone.
 
         Args:
             folder: For what they print; a new one, or one that other ranks have left.
@@ -72,7 +115,8 @@ class Nursery:
                 }
                 group = {key: str(value) for key, value in place.items()} | meeting
                 variables = environment(**self._exported[config], **(group if world > 1 else {}), **(env or {}))
-                ranks.add(self.ask(do="fork", words=[str(w) for w in words], env=variables, folder=str(own)))
+                line = [sys.executable, "scripts/train.py", *map(str, words)]
+                ranks.pids.append(self.fork(line, variables, own / "out", own / "err"))
             for said in folder.glob("elastic/said-*"):
                 said.unlink()
             yield ranks
@@ -88,9 +132,6 @@ class Ranks:
         self.pids: list[int] = []
         self._codes: dict[int, int] = {}
 
-    def add(self, pid: int) -> None:
-        self.pids.append(pid)
-
     def signal(self, number: int, *ranks: int) -> None:
         """Sends a signal, to all if none is named; those that have ended are passed over."""
         for rank in ranks or range(len(self.pids)):
@@ -101,7 +142,7 @@ class Ranks:
         """The exit code, negative for a signal; None while it runs."""
         pid = self.pids[rank]
         if pid not in self._codes:
-            code = self._nursery.ask(do="poll", pid=pid)
+            code = self._nursery.code(pid)
             if code is None:
                 return None
             self._codes[pid] = code
@@ -126,7 +167,16 @@ class Ranks:
         self.signal(signal.SIGKILL)
         for pid in self.pids:
             if pid not in self._codes:
-                self._nursery.ask(do="reap", pid=pid)
+                self._nursery.wait(pid)
+
+
+def ends(pid: int, limit_s: float) -> bool:
+    """Whether a process, of whomever, ends within some seconds."""
+    watched = os.pidfd_open(pid)
+    try:
+        return bool(select.select([watched], [], [], limit_s)[0])
+    finally:
+        os.close(watched)
 
 
 def until(true: Callable[[], bool], limit_s: float, what: Callable[[], str] | str) -> None:
@@ -136,58 +186,3 @@ def until(true: Callable[[], bool], limit_s: float, what: Callable[[], str] | st
         if time.monotonic() > end:
             raise AssertionError(f"not within {limit_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.005)
-
-
-def _serve() -> None:
-    import accelerate.commands.launch  # noqa: F401
-    import deepspeed  # noqa: F401
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp  # noqa: F401
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
-
-    import finetune.run
-    import finetune.train  # noqa: F401
-
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if asked["do"] == "fork":
-            answer: int | None = os.fork()
-            if answer == 0:
-                _become_rank(asked)
-        else:
-            pid, status = os.waitpid(asked["pid"], 0 if asked["do"] == "reap" else os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        print(json.dumps(answer), flush=True)
-
-
-def _become_rank(asked: dict[str, Any]) -> None:
-    code = 70
-    try:
-        os.setsid()
-        # Like the end of a terminal: what a rank prints must not depend on where this process's output goes.
-        for number, name in ((0, None), (1, "out"), (2, "err")):
-            path = os.devnull if name is None else os.path.join(asked["folder"], name)
-            flags = os.O_RDONLY if name is None else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            os.dup2(os.open(path, flags, 0o644), number)
-        os.environ.clear()
-        os.environ.update(asked["env"])
-        sys.argv = ["scripts/train.py", *asked["words"]]
-        from finetune import parent
-
-        parent.note()
-        from finetune.cli import exit_with, train_main
-
-        exit_with(train_main(asked["words"]))
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -4,17 +4,19 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from harness import LIMIT_S, ROOT, SHARED, command, environment
+from harness import ROOT, SHARED, command, environment
 
 from finetune import cli
+
+if TYPE_CHECKING:
+    from nursery import Nursery
 
 MODEL = SHARED / "stories260K"
 CONFIG = {
@@ -36,6 +38,7 @@ class Place:
     """A folder with a good recipe, and the means to spoil it."""
 
     folder: Path
+    nursery: "Nursery"
 
     def write(self, name: str, text: str | bytes) -> Path:
         file = self.folder / name
@@ -121,7 +124,7 @@ def start(
     script: str = "scripts/train.py",
 ) -> list[Rank]:
     """Two ranks, in the environment that torchrun and Accelerate give them, each with its own exit code."""
-    ranks = []
+    folders, pids, codes = [], [], []
     port = str(free_port())
     for rank in (1, 0) if in_turn else (0, 1):
         folder = place.folder / "elastic" / "attempt_0" / str(rank)
@@ -136,20 +139,14 @@ def start(
             MASTER_PORT=port,
             TORCHELASTIC_ERROR_FILE=str(folder / "error.json"),
         )
-        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-            words = [sys.executable, script, str(recipe), *overrides]
-            ranks.append((folder, subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=err)))
+        folders.append(folder)
+        words = [sys.executable, script, str(recipe), *overrides]
+        pids.append(place.nursery.fork(words, env, folder / "out", folder / "err"))
         if in_turn:
-            ranks[-1][1].wait(LIMIT_S)
-    ended = []
-    try:
-        for folder, process in ranks:
-            code = process.wait(LIMIT_S)
-            ended.append(Rank(code, (folder / "out").read_text(), (folder / "err").read_text()))
-    finally:
-        for _, process in ranks:
-            process.kill()
-    return ended
+            codes.append(place.nursery.wait(pids[-1]))
+    codes = codes or [place.nursery.wait(pid) for pid in pids]
+    texts = ([(folder / name).read_text() for name in ("out", "err")] for folder in folders)
+    return [Rank(code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
 PARAGRAPH = re.compile(r"^Error: .*$", re.MULTILINE)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.integrations import deepspeed
 
-from finetune import cli, models, optim
+from finetune import exits, models, optim
 from finetune.backend import Backend, read_launch, settle
 from finetune.errors import CheckpointError
 from finetune.quiet import silence_libraries
@@ -281,7 +281,7 @@ def main(name: str, folder: Path, jobs: list[list[str]]) -> None:
         (folder / f"{name}.json").write_text(json.dumps(report, indent=1))
     if WORLD > 1:
         torch.distributed.destroy_process_group()
-    cli.exit_with(0)
+    exits.exit_with(0)
 
 
 if __name__ == "__main__":

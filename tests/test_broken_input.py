@@ -26,7 +26,7 @@ from ranks import (
     start,
 )
 
-from finetune import cli
+from finetune import exits
 from finetune.errors import DataError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here runs on a GPU")
@@ -39,7 +39,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is ref
     ("overrides", "says"),
     [
         (["optim.lrr=1e-3"], ["optim.lrr: unknown key, did you mean 'lr'?", "allowed: name, lr, "]),
-        (["batch.micro_size=two"], ["batch.micro_size: input should be a valid integer", 'got "two"']),
+        (["batch.micro_size=two"], ["batch.micro_size: give a whole number above 0, or `auto`", 'got "two"']),
         (["batch.global_size=10", "batch.micro_size=4"], ["4 does not divide", "sizes that do: 1, 2, 5, 10"]),
         (["batch.global_size=8", "batch.micro_size=8"], ["x 2 processes = 16", "can be 1, 2, 4."]),
     ],
@@ -249,14 +249,14 @@ LATE = """
 import sys, time
 from datetime import timedelta
 from torch import distributed
-from finetune import cli
+from finetune import exits
 from finetune.errors import RecipeError
 distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 if distributed.get_rank() == 1:
     time.sleep(2)
     distributed.distributed_c10d._get_default_store().add("still there", 1)
-cli.report(RecipeError("both fail"))
-cli.exit_with(cli.USER_ERROR)
+exits.report(RecipeError("both fail"))
+exits.exit_with(exits.USER_ERROR)
 """
 
 
@@ -273,7 +273,7 @@ def test_different_errors_are_all_said(
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        cli.report(DataError(text))
+        exits.report(DataError(text))
     assert capsys.readouterr().err == "\nError: one thing\n\nError: another\n"
 
 
@@ -283,7 +283,7 @@ def test_without_a_launcher_local_rank_0_speaks(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        cli.report(DataError(rank))
+        exits.report(DataError(rank))
     assert capsys.readouterr().err == "\nError: 0\n"
 
 

@@ -15,7 +15,7 @@ from harness import ROOT, SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune import cli, tasks
+from finetune import cli, exits, tasks
 from finetune import recipe as recipes
 from finetune.data import IGNORED, PreparedData, Rows, prepare
 from finetune.data.masks import MaskFile, pack
@@ -505,6 +505,6 @@ def test_the_command_line_says_one_paragraph(folder: Path, tmp_path: Path) -> No
     file.write_text(recipes.dump(recipe(folder, [source])))
     code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "data", str(file)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == cli.USER_ERROR
+    assert done.returncode == exits.USER_ERROR
     assert "Traceback" not in done.stderr
     assert "the role is 'narrator'" in done.stderr

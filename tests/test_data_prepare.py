@@ -122,6 +122,10 @@ def test_packed_rows_restart_and_never_cross(tmp_path: Path, word_tokenizer: str
     )
     assert data.train is not None
     batch = all_rows(data.train)
+    edges = batch.pop("cu_seqlens")
+    assert edges.dtype == torch.int32
+    assert torch.equal(edges[:-1], (batch["position_ids"].flatten() == 0).nonzero()[:, 0].int())
+    assert edges[-1] == batch["input_ids"].numel()
     assert set(batch) == {"input_ids", "targets", "position_ids"}
     assert all(value.dtype == torch.int64 and value.shape[1] == 16 for value in batch.values())
     bos, eos = data.tokenizer.bos_token_id, data.tokenizer.eos_token_id

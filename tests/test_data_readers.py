@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import readers
+from finetune.data import streams
 from finetune.data.readers import Fields, read_file
 from finetune.data.sources import open_source
 from finetune.errors import DataError
@@ -87,7 +87,7 @@ def test_json_lists_are_read_in_parts(
     path = tmp_path_factory.mktemp("json") / "a.json"
     path.write_text(json.dumps([{"text": item, "n": [1, {"a": 2}]} for item in items], indent=indent))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "_JSON_CHUNK", chunk)
+        patch.setattr(streams, "_CHUNK", chunk)
         assert texts(path) == items
 
 

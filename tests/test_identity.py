@@ -14,7 +14,7 @@ from recipes_for_tests import SHARED
 from finetune import identity, tasks
 from finetune.errors import FinetuneError, RecipeError
 from finetune.length import measure
-from finetune.recipe import Recipe, _section_in, validate
+from finetune.recipe import Recipe, section_in, validate
 
 pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="the shared data are not here")
 
@@ -30,6 +30,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.freeze": (["embed_tokens"], {}),
     "model.quantization": ("nf4", LORA),
     "model.double_quantization": (False, {**LORA, "model.quantization": "nf4"}),
+    "model.fp8": ("emulated", {}),
     "lora.rank": (4, LORA),
     "lora.alpha": (7.0, LORA),
     "lora.dropout": (0.5, LORA),
@@ -77,13 +78,18 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "schedule.floor": (0.3, {}),
     "schedule.decay_fraction": (0.3, {}),
     "precision": ("bf16", {}),
+    "optim.reduce_dtype": ("bf16", {}),
     "seed": (5, {}),
 }
 
 # Keys that may change: how fast, how long, how often, where.
 FREE: dict[str, Any] = {
     "model.attention": "eager",
+    "model.loss": "plain",
     "model.gradient_checkpointing": True,
+    "model.activation_offload": True,
+    "model.compile": True,
+    "log.profile": 3,
     "model.trust_remote_code": True,
     "data.validation": [{"sample": 20}],
     "data.cache_dir": None,
@@ -141,13 +147,13 @@ def reported(key: str) -> set[str]:
 def keys_of(section: Any, prefix: str = "") -> set[str]:
     found: set[str] = set()
     for name, facts in section.model_fields.items():
-        inner = _section_in(facts.annotation)
+        inner = section_in(facts.annotation)
         if inner is None or prefix == "data.":
             found.add(prefix + name)
         else:
             found |= keys_of(inner, f"{prefix}{name}.")
     if prefix == "data.":
-        found |= keys_of(_section_in(section.model_fields["train"].annotation), "source.")
+        found |= keys_of(section_in(section.model_fields["train"].annotation), "source.")
     return found
 
 

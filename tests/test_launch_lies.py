@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from harness import command, environment, run
@@ -14,6 +15,7 @@ from finetune.backend import Launch, Proof, read_launch
 from finetune.backend.prove import _differences
 from finetune.backend.settle import _check_planes
 from finetune.errors import BackendError
+from finetune.recipe import ModelSection, Recipe
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -109,7 +111,7 @@ class Started:
             def environ(self) -> dict[str, str]:
                 return {}
 
-        monkeypatch.setattr("finetune.backend.launch.psutil.Process", Parent)
+        monkeypatch.setattr("psutil.Process", Parent)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +192,7 @@ def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, w
 )
 def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) -> None:
     Started(here.monkeypatch)
-    from finetune.backend import launch
-
-    parent: Any = launch.psutil.Process()
+    parent: Any = psutil.Process()
     here.monkeypatch.setattr(type(parent), "cmdline", lambda self: line)
     for key, value in {**exported("ddp"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         here.monkeypatch.setenv(key, value)
@@ -207,14 +207,28 @@ def test_exported_accumulation(monkeypatch: pytest.MonkeyPatch, kind: str) -> No
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     asked = Launch(kind=kind, num_processes=1 if kind == "single" else 2)
     with pytest.raises(BackendError, match="says gradient accumulation 3, the recipe's batch makes it 2"):
-        _check_planes(asked, "fp32", 2)
+        _check_planes(Recipe(), asked, "fp32", 2)
+
+
+def test_selective_recomputation_has_no_place_where_weights_come_and_go() -> None:
+    recipe = Recipe(model=ModelSection(gradient_checkpointing="selective"))
+    _check_planes(recipe, Launch(kind="fsdp", num_processes=2), "fp32", 1)
+    with pytest.raises(BackendError, match="Set it to true or false"):
+        _check_planes(recipe, Launch(kind="zero3", num_processes=2), "fp32", 1)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
+def test_gradients_that_are_summed_in_another_dtype(kind: str) -> None:
+    found = list(_differences(proof(kind), asked(kind), 2, "fp32", "bfloat16"))
+    assert found == ["gradients: asked to be summed in bfloat16, are summed in float32"]
+    assert not list(_differences(proof(kind, reduce_dtype="bfloat16"), asked(kind), 2, "fp32", "bfloat16"))
 
 
 @pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
 def test_precision_of_the_launch_plane(launch: str, recipe: str) -> None:
     asked = Launch(kind="ddp", num_processes=2, file="some.yaml", mixed_precision=launch)
     with pytest.raises(BackendError, match=f"some.yaml says mixed_precision: {launch}, the recipe says .* {recipe}"):
-        _check_planes(asked, recipe, 2)
+        _check_planes(Recipe(), asked, recipe, 2)
 
 
 # ---------------------------------------------------------------- what is honest
@@ -247,8 +261,8 @@ FALLBACKS = {
 def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
     script = place.write(
         "falls_back.py",
-        "from finetune import cli\nfrom finetune.backend import start\n"
-        f"{FALLBACKS[kind]}\ncli.exit_with(cli.train_main())\n",
+        "from finetune import cli, exits\nfrom finetune.backend import start\n"
+        f"{FALLBACKS[kind]}\nexits.exit_with(cli.train_main())\n",
     )
     code, output = run(by_launcher(kind, str(place.recipe()), script=str(script)))
     assert code == 2, output
@@ -304,15 +318,15 @@ KINDS = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_difference(kind: str) -> None:
-    assert list(_differences(proof(kind), asked(kind), 2, "fp32")) == []
+    assert list(_differences(proof(kind), asked(kind), 2, "fp32", "float32")) == []
     bf16 = proof(kind, output_dtypes={"LayerNorm": "float32", "Linear": "bfloat16", "loss": "float32"})
-    assert list(_differences(bf16, asked(kind), 2, "bf16")) == []
+    assert list(_differences(bf16, asked(kind), 2, "bf16", "float32")) == []
 
 
 @pytest.mark.parametrize("one", KINDS)
 @pytest.mark.parametrize("other", KINDS)
 def test_no_kind_passes_for_another(one: str, other: str) -> None:
-    problems = "; ".join(_differences(proof(other), asked(one), 2, "fp32"))
+    problems = "; ".join(_differences(proof(other), asked(one), 2, "fp32", "float32"))
     assert (f"kind: asked {one}, runs {other}" in problems) == (one != other)
 
 
@@ -353,19 +367,19 @@ def test_no_kind_passes_for_another(one: str, other: str) -> None:
     ],
 )
 def test_a_difference_is_told(kind: str, field: str, value: Any, says: str) -> None:
-    problems = list(_differences(proof(kind, **{field: value}), asked(kind), 2, "fp32"))
+    problems = list(_differences(proof(kind, **{field: value}), asked(kind), 2, "fp32", "float32"))
     assert len(problems) == 1
     assert says in problems[0]
 
 
 def test_bf16_that_does_not_happen_is_told() -> None:
-    problems = list(_differences(proof("ddp"), asked("ddp"), 2, "bf16"))
+    problems = list(_differences(proof("ddp"), asked("ddp"), 2, "bf16", "float32"))
     assert problems == ["matrix products: asked bfloat16, come out in float32"]
 
 
 def test_offload_that_does_not_happen_is_told() -> None:
     launch = asked("zero3", offload_params="nvme", offload_optimizer="cpu")
-    problems = list(_differences(proof("zero3"), launch, 2, "fp32"))
+    problems = list(_differences(proof("zero3"), launch, 2, "fp32", "float32"))
     assert problems == [
         "offload of parameters: asked nvme, runs none",
         "offload of the optimiser: asked cpu, runs none",
@@ -373,24 +387,29 @@ def test_offload_that_does_not_happen_is_told() -> None:
 
 
 def test_resharding_and_the_dtype_of_sums_are_compared() -> None:
-    assert list(_differences(proof("fsdp", reshards=True), asked("fsdp"), 2, "fp32")) == []
-    (said,) = _differences(proof("fsdp", reshards=False), asked("fsdp"), 2, "fp32")
+    assert list(_differences(proof("fsdp", reshards=True), asked("fsdp"), 2, "fp32", "float32")) == []
+    (said,) = _differences(proof("fsdp", reshards=False), asked("fsdp"), 2, "fp32", "float32")
     assert "resharding after the forward pass: asked True, runs False" in said
-    (said,) = _differences(proof("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32")
+    (said,) = _differences(proof("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32", "float32")
     assert "are summed in bfloat16" in said
     chosen = asked("zero2", ds_config={"communication_data_type": "bf16"})
-    assert list(_differences(proof("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32")) == []
+    assert list(_differences(proof("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32", "float32")) == []
 
 
 def test_all_differences_are_told_at_once() -> None:
     wrong = proof("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
-    assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32"))) >= 6
+    assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32", "float32"))) >= 6
 
 
 def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
-    assert list(_differences(proof("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32")) == []
+    assert (
+        list(
+            _differences(proof("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32", "float32")
+        )
+        == []
+    )
     whole = proof("fsdp", num_parameters=500, parameter_fraction=1.0)
-    assert len(list(_differences(whole, asked("fsdp"), 2, "fp32"))) == 1
+    assert len(list(_differences(whole, asked("fsdp"), 2, "fp32", "float32"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,6 @@ def test_each_row_once_however_often_it_stopped(tmp_path_factory: pytest.TempPat
         assert epoch.finished == (len(part) == epoch_rows)
     assert len(found.epochs) == -(-last * size // epoch_rows)
     shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 def test_two_ranks_and_one_in_turn(nursery: Nursery, tmp_path: Path) -> None:

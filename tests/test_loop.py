@@ -2,15 +2,21 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
-from harness import Launcher
+from harness import ROOT, SHARED, Launcher, command, environment
 from hypothesis import given
 from hypothesis import strategies as st
+from nursery import Nursery
 from own_task import Points
+from recipes_for_tests import base
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -209,6 +215,40 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.Monk
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+@pytest.mark.parametrize(
+    ("config", "sent"),
+    [
+        ("single", {}),
+        # What ranks tell each other, once a step.
+        ("ddp", {"allreduce_": 1}),
+        # And weights as they are needed, and the gradient's norm.
+        pytest.param("fsdp", None, id="fsdp"),
+        pytest.param("zero3", None, id="zero3"),
+    ],
+)
+def test_what_a_step_asks_of_host_and_ranks(
+    nursery: Nursery, tmp_path, config: str, sent: dict[str, int] | None
+) -> None:
+    """Of four micro-batches: no read of the device, and outside the backward passes no collective of a micro-batch."""
+    job = base(batch={"global_size": 8 if config == "single" else 16, "micro_size": 2}, length={"steps": 5})
+    job["output"] = {"dir": str(tmp_path / "run")}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    code, output = nursery.run(command(config, str(tmp_path / "job.yaml"), script="tests/count_worker.py"))
+    assert code == 0, output[-3000:]
+    found = json.loads((tmp_path / "run" / "counted.json").read_text())
+    assert found["sees"] == [1, 0 if config == "single" else 1], "the counter must see"
+    # DeepSpeed reads whether gradients overflowed.
+    assert found["reads"] == 0 or config == "zero3"
+    if sent is not None:
+        assert found["sent"] == sent
+    else:
+        assert found["sent"]["allreduce_"] <= 2
+    if config == "zero3":
+        # So small a model stays whole from the forward pass on; the last backward pass takes the optimiser's step.
+        assert found["gathers"][:3] == [0, 0, 0]
+
+
 @pytest.mark.xdist_group("ddp")
 def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
     job = {
@@ -252,8 +292,32 @@ def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
     assert set(run.weights) == {"0.weight", "0.bias", "3.weight", "3.bias", "5.weight", "5.bias"}
 
 
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MAPPING = """
+import torch, finetune
+big = torch.ones(1 << 24)
+mappings = open("/proc/self/smaps").read().split("VmFlags:")
+for at, flags in zip(mappings, mappings[1:]):
+    for line in at.splitlines():
+        first, _, last = line.split(" ")[0].partition("-")
+        if last and int(first, 16) <= big.data_ptr() + big.nbytes // 2 < int(last, 16):
+            print("hg" in flags.split("\\n")[0].split())
+"""
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no huge pages to ask for")
+@pytest.mark.parametrize(("told", "asked"), [(None, True), ("0", False)])
+def test_large_tensors_ask_for_huge_pages_unless_told_not_to(told, asked) -> None:
+    env = {key: value for key, value in environment().items() if key != "THP_MEM_ALLOC_ENABLE"}
+    env |= {} if told is None else {"THP_MEM_ALLOC_ENABLE": told}
+    done = subprocess.run(
+        [sys.executable, "-c", MAPPING], env=env, cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    assert done.stdout.split() == [str(asked)]
+
+
 def test_trackers_that_are_not_installed_are_refused(tmp_path) -> None:
-    from finetune.backend.settle import _check_trackers
+    from finetune.backend.settle import check_trackers
 
     with pytest.raises(RecipeError, match=r"log.trackers: nonesuch cannot be used; installed here"):
-        _check_trackers(recipe(log={"trackers": ["nonesuch"]}))
+        check_trackers(recipe(log={"trackers": ["nonesuch"]}))

@@ -6,7 +6,6 @@ the same everywhere, so all backends must tell the same story.
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +77,6 @@ class Ended:
         folder = self.directory / "checkpoints" / f"step-{step:08d}"
         files = [*folder.glob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 @pytest.fixture(

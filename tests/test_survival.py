@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ from harness import LIMIT_S, ROOT, command, environment
 from nursery import Nursery, until
 from ranks import PARAGRAPH
 
-from finetune.cli import REQUEUE
+from finetune.exits import REQUEUE
 
 pytestmark = pytest.mark.xdist_group("survival")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,16 @@ from finetune.recipe import Recipe
 # Shipped configs say "auto" where the recipe decides.
 AUTO = "auto"
 
+# What of the recipe decides a value.
+DECIDES = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x processes)",
+    "gradient_clipping": "optim.clip_norm",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+}
+
 
 def complete(
     config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
@@ -32,30 +42,24 @@ def complete(
     """
     config = copy.deepcopy(config)
     batch, clip = recipe.batch, recipe.optim.clip_norm
-    decided: dict[str, tuple[Any, str]] = {
-        "train_batch_size": (batch.micro_size * accumulation * world, "batch.global_size"),
-        "train_micro_batch_size_per_gpu": (batch.micro_size, "batch.micro_size"),
-        "gradient_accumulation_steps": (
-            accumulation,
-            "batch.global_size / (batch.micro_size x processes)",
-        ),
+    values: dict[str, Any] = {
+        "train_batch_size": batch.rows * accumulation * world,
+        "train_micro_batch_size_per_gpu": batch.rows,
+        "gradient_accumulation_steps": accumulation,
         # Absent means 1.0 to DeepSpeed; 0.0 is its word for off.
-        "gradient_clipping": (0.0 if clip is None else clip, "optim.clip_norm"),
-        "fp16.enabled": (precision == "fp16", "precision"),
+        "gradient_clipping": 0.0 if clip is None else clip,
+        "fp16.enabled": precision == "fp16",
     }
     if precision == "bf16" and _get(config, "bf16.enabled") in (None, AUTO):
         _autocast_bf16(config)
-    decided["bf16.enabled"] = (
-        precision == "bf16" and not _get(config, "torch_autocast.enabled"),
-        "precision",
-    )
+    values["bf16.enabled"] = precision == "bf16" and not _get(config, "torch_autocast.enabled")
     contradictions = []
-    for key, (value, source) in decided.items():
+    for key, value in values.items():
         written = _get(config, key)
         if written in (None, AUTO):
             _set(config, key, value)
         elif written != value:
-            contradictions.append(f"{place} says {key}: {written}, the recipe's {source} makes it {value}")
+            contradictions.append(f"{place} says {key}: {written}, the recipe's {DECIDES[key]} makes it {value}")
     for key in ("optimizer", "scheduler"):
         if key in config:
             contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
@@ -67,10 +71,14 @@ def complete(
             + "; ".join(contradictions)
             + f'. Change the recipe, or write "auto" in {place} (or remove the key).'
         )
-    # Gradients are summed over ranks and micro-batches in fp32; DeepSpeed's default is the model's dtype.
-    for key in ("data_types.grad_accum_dtype", "communication_data_type"):
+    # Gradients are summed over micro-batches in fp32, and over ranks in what the recipe says; DeepSpeed's default is
+    # the model's dtype.
+    for key, value in (
+        ("data_types.grad_accum_dtype", "fp32"),
+        ("communication_data_type", recipe.optim.reduce_dtype),
+    ):
         if _get(config, key) in (None, AUTO):
-            _set(config, key, "fp32")
+            _set(config, key, value)
     _offload_needs_adamw(config, recipe, place)
     return config
 

@@ -7,12 +7,10 @@ own command line, which is the parent process's, is read as well, and the two ar
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from finetune.errors import BackendError
 
@@ -76,6 +74,8 @@ def read() -> Launch:
     Raises:
         BackendError: If file and processes contradict each other, or it asks for what is not offered.
     """
+    import torch
+
     env = os.environ
     if not torch.cuda.is_available():
         # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
@@ -84,14 +84,29 @@ def read() -> Launch:
     arguments = _launcher_arguments()
     file, config = _launch_file(arguments)
     if file is not None:
-        _check_file(file, config, arguments, world)
+        check_file(file, config, arguments, world)
     elif arguments is not None and (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
             "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
             "accelerate_configs/ddp.yaml."
         )
-    elif world > 1 and "LOCAL_RANK" not in env:
+    return of_worker(env, world, file, _threads(arguments))
+
+
+def of_worker(env: Mapping[str, str], world: int, file: str | None, num_threads: int | None) -> Launch:
+    """What a worker is asked for, by the environment that it has.
+
+    Args:
+        env: The worker's environment.
+        world: Processes over all machines.
+        file: The launch file, which has been checked, if there is one.
+        num_threads: See `Launch`.
+
+    Raises:
+        BackendError: If it contradicts itself, or asks for what is not offered.
+    """
+    if file is None and world > 1 and "LOCAL_RANK" not in env:
         raise BackendError(
             f"WORLD_SIZE is {world}, but this process has no LOCAL_RANK: it was not started by a launcher. Start "
             "it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
@@ -104,17 +119,29 @@ def read() -> Launch:
     common: dict[str, Any] = {
         "num_processes": world,
         "file": file,
-        "num_threads": _threads(arguments),
+        "num_threads": num_threads,
         "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
     }
+    return of_environment(env, common)
+
+
+def of_environment(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
+    """What a worker's environment asks for.
+
+    Args:
+        common: The fields that every kind of launch has.
+
+    Raises:
+        BackendError: If it asks for what is not offered.
+    """
     if _uses(env, "DEEPSPEED"):
-        return _deepspeed(common)
+        return _deepspeed(env, common)
     if _uses(env, "FSDP"):
-        return _fsdp(common)
-    return Launch(kind="single" if world == 1 else "ddp", **common)
+        return _fsdp(env, common)
+    return Launch(kind="single" if common["num_processes"] == 1 else "ddp", **common)
 
 
-def _uses(env: Any, name: str) -> bool:
+def _uses(env: Mapping[str, str], name: str) -> bool:
     return _truthy(env.get(f"ACCELERATE_USE_{name}"))
 
 
@@ -124,6 +151,8 @@ def _truthy(value: str | None) -> bool:
 
 def _launcher_arguments() -> Any | None:
     """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
+    import psutil
+
     try:
         parent = psutil.Process().parent()
         line = parent.cmdline() if parent is not None else []
@@ -160,7 +189,7 @@ def _launch_file(arguments: Any | None) -> tuple[str | None, Any]:
     return str(path), load_config_from_file(arguments.config_file)
 
 
-def _check_file(file: str, config: Any, arguments: Any, world: int) -> None:
+def check_file(file: str, config: Any, arguments: Any, world: int) -> None:
     """Compares a launch file with what started; Accelerate itself falls back without a word."""
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     asked = arguments.num_processes or config.num_processes or 1
@@ -189,6 +218,8 @@ def _check_file(file: str, config: Any, arguments: Any, world: int) -> None:
 
 def _threads(arguments: Any | None) -> int | None:
     """Threads a process should use, unless the user chose: Accelerate exports one thread unasked."""
+    import psutil
+
     if arguments is not None and arguments.num_cpu_threads_per_process is not None:
         return None
     try:
@@ -196,14 +227,16 @@ def _threads(arguments: Any | None) -> int | None:
         environ = before.environ() if before is not None and arguments is not None else dict(os.environ)
     except psutil.Error:
         return None
-    if "OMP_NUM_THREADS" in environ:
-        return None
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // local)
+    return threads_each(environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _fsdp(common: dict[str, Any]) -> Launch:
-    env, place = os.environ, common["file"] or "the environment"
+def threads_each(environ: Mapping[str, str], local: int) -> int | None:
+    """Threads for each of `local` processes on this machine; None where the user's environment says."""
+    return None if "OMP_NUM_THREADS" in environ else max(1, len(os.sched_getaffinity(0)) // local)
+
+
+def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
+    place = common["file"] or "the environment"
     if env.get("FSDP_VERSION", "1") != "2":
         raise BackendError(
             f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
@@ -240,9 +273,9 @@ def _fsdp(common: dict[str, Any]) -> Launch:
     )
 
 
-def _deepspeed(common: dict[str, Any]) -> Launch:
+def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
     launch_file = common["file"] or "The environment"
-    place = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    place = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if place == "none":
         raise BackendError(
             f"{launch_file} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
@@ -274,7 +307,7 @@ def _deepspeed(common: dict[str, Any]) -> Launch:
         kind=f"zero{stage}",
         offload_params=str((section.get("offload_param") or {}).get("device", "none")),
         offload_optimizer=str((section.get("offload_optimizer") or {}).get("device", "none")),
-        sharded_init=stage == 3 and _truthy(os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
+        sharded_init=stage == 3 and _truthy(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
         ds_config=config,
         ds_place=place,
         **common,

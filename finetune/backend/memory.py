@@ -50,8 +50,11 @@ def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: fl
     held, elements = sum(map(_held, trained)), sum(local(p).numel() for p in trained)
     if launch.uses_deepspeed:
         engine: Any = model
+        # Stages 1 and 2 hold the weights of a group as views of one tensor, padded.
+        padded = getattr(engine.optimizer, "bit16_groups_flat", None)
+        held = held if padded is None else sum(t.nbytes for t in padded)
         elements = _masters(engine.optimizer)
-        held += 4 * elements
+        held += 4 * _apart(engine.optimizer)
     # Until their last micro-batch, gradients are whole: FSDP2 under `no_sync`, and ZeRO-1.
     whole = {
         "fsdp": accumulation > 1,
@@ -73,13 +76,28 @@ def _held(parameter: Any) -> int:
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
         return local(parameter).nbytes
-    return int(shard.ds_numel * shard.element_size()) + int(parameter.nbytes)
+    # Small ones stay whole once training has needed them, which it may not have yet.
+    whole = parameter.ds_numel * parameter.element_size() if parameter.ds_persist else parameter.nbytes
+    return int(shard.ds_numel * shard.element_size()) + int(whole)
 
 
 def _masters(inner: Any) -> int:
     """Elements of the masters here; those on NVMe are empty between steps."""
     sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
     return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
+
+
+def _apart(inner: Any) -> int:
+    """Elements of the masters that are not the weights themselves.
+
+    Stage 3 means to step fp32 weights in place, but deepspeed 0.19 compares a device with its name
+    (`_create_fp32_partitions` in `runtime/zero/stage3.py`), so that its masters are copies.
+    """
+    masters = getattr(inner, "fp32_partitioned_groups_flat", None)
+    if masters is None:
+        return _masters(inner)
+    sizes, weights = inner.fp16_partitioned_groups_flat_numel, inner.fp16_partitioned_groups_flat
+    return sum(n for n, master, held in zip(sizes, masters, weights, strict=True) if master is not held)
 
 
 def _scales(state: Any) -> Iterator[torch.Tensor]:

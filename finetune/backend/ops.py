@@ -11,7 +11,6 @@ In the folder for extensions (`TORCH_EXTENSIONS_DIR`, by default in the virtual 
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import time
@@ -78,6 +77,7 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
         return
     toolchain.own_tools_first()
     toolchain.own_folder()
+    toolchain.look_once_at_the_processor()
     needed = dict.fromkeys(op for name in names for op in (*_OPS[name].first, name))
     ops = [op for op in needed if not _came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
@@ -280,17 +280,8 @@ def _who(op: Op) -> str:
 
 
 def _check_tools(op: Op) -> None:
-    if shutil.which(toolchain.compiler()) is None:
-        _missing(op, f"there is no C++ compiler ({toolchain.compiler()})", "apt-get install g++")
-    if shutil.which("ninja", path=toolchain.environment()["PATH"]) is None:
-        _missing(op, "there is no ninja", f"{sys.executable} -m pip install ninja")
-    if not Path(toolchain.python_headers(), "Python.h").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        _missing(
-            op, f"Python's headers are not in {toolchain.python_headers()}", f"apt-get install python{version}-dev"
-        )
-    if op == "async_io" and not toolchain.has_libaio():
-        _missing(op, "libaio and its header libaio.h were not found", "apt-get install libaio-dev")
+    if (lacking := toolchain.lacking(libaio=op == "async_io")) is not None:
+        _missing(op, *lacking)
 
 
 def _missing(op: Op, what: str, install: str) -> NoReturn:

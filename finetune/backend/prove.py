@@ -16,7 +16,7 @@ from finetune.backend.launch import Launch
 from finetune.errors import BackendError
 
 # Where matrix products happen, and with them nearly all the arithmetic.
-_MATRIX_MODULES = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
+_MATRIX_MODULES = ("Float8Linear", "Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
 # A rank may hold this much more than its share: padding, and parameters too small to be worth sharding.
 _SHARD_SLACK = 0.03
@@ -96,11 +96,13 @@ def prove(
     model: nn.Module,
     optimizer: Any,
     accumulation: int,
+    reduced: torch.dtype,
     rehearse: Callable[[], torch.Tensor],
 ) -> Proof:
     """Reads back what runs and compares it with the request.
 
     Args:
+        reduced: What gradients are to be summed over ranks in.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
@@ -108,7 +110,7 @@ def prove(
     """
     proof = _read(accelerator, launch, precision, model, optimizer)
     proof = replace(proof, output_dtypes=_census(model, rehearse))
-    problems = list(_differences(proof, launch, accumulation, precision))
+    problems = list(_differences(proof, launch, accumulation, precision, _short(reduced)))
     if problems:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: "
@@ -118,7 +120,7 @@ def prove(
     return proof
 
 
-def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str) -> Iterator[str]:
+def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str, reduced: str) -> Iterator[str]:
     """Each difference between request and reality, as a clause."""
     for name, asked, runs in (
         ("kind", launch.kind, proof.kind),
@@ -132,9 +134,10 @@ def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str
             yield f"{name}: asked {asked}, runs {runs}"
     if proof.reshards not in (None, launch.reshard):
         yield f"resharding after the forward pass: asked {launch.reshard}, runs {proof.reshards}"
-    # A ds config can ask for gradients in 16 bit; nothing else may.
-    if proof.reduce_dtype != "float32" and launch.ds_config.get("communication_data_type") in (None, "auto", "fp32"):
-        yield f"gradients: asked to be summed in float32, are summed in {proof.reduce_dtype}"
+    # A ds config can ask for gradients in 16 bit as well.
+    said = launch.ds_config.get("communication_data_type") not in (None, "auto")
+    if proof.world_size > 1 and proof.reduce_dtype != reduced and not said:
+        yield f"gradients: asked to be summed in {reduced}, are summed in {proof.reduce_dtype}"
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0
     want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
@@ -161,7 +164,8 @@ def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str,
     seen: dict[str, str] = {}
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.is_floating_point():
+        # A head that puts out the loss says nothing of products.
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() > 1:
             name = type(module).__name__.removeprefix("FSDP")
             seen[name] = _short(output.dtype)
 
@@ -211,11 +215,16 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
         parameter_fraction=1.0,
         optimizer_fraction=1.0,
         model_dtypes=_dtypes(parameters),
-        reduce_dtype="float32",
+        reduce_dtype="bfloat16" if wrapped and _halves_gradients(model) else "float32",
         offload_params="none",
         offload_optimizer="none",
         **common,
     )
+
+
+def _halves_gradients(model: Any) -> bool:
+    """Whether DDP sends gradients in bf16."""
+    return "bf16" in str(model._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> Proof:

@@ -1,12 +1,12 @@
 """What follows from recipe and launch together, settled and checked before data is read or anything is started."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from finetune.backend import deepspeed_config
+from finetune.backend import deepspeed_config, devices
+from finetune.backend.devices import Devices
 from finetune.backend.launch import Launch
 from finetune.errors import BackendError, RecipeError
 from finetune.recipe import Recipe, divisors
@@ -31,11 +31,22 @@ def settle(recipe: Recipe, launch: Launch) -> Settled:
         RecipeError: If the batch does not come out even, or a tracker is not installed.
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
-    _check_devices(launch)
-    precision = _pick_precision(recipe)
+    settled = agree(recipe, launch, devices.of_torch(), os.environ)
+    check_trackers(recipe)
+    return settled
+
+
+def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> Settled:
+    """`settle` on given devices and for a worker's environment, without torch.
+
+    Raises:
+        RecipeError: If the batch does not come out even.
+        BackendError: If the planes contradict each other, or the devices cannot run what is asked.
+    """
+    check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
+    precision = _pick_precision(recipe, here)
     accumulation = derive_accumulation(recipe, launch.num_processes)
-    _check_planes(launch, precision, accumulation)
-    _check_trackers(recipe)
+    _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
         config = deepspeed_config.complete(
@@ -58,8 +69,8 @@ def derive_accumulation(recipe: Recipe, world: int) -> int:
     batch = recipe.batch
     if recipe.length.steps == 0:
         return 1  # nothing is trained, so there is no global batch to fill
-    if batch.global_size % (batch.micro_size * world) == 0:
-        return batch.global_size // (batch.micro_size * world)
+    if batch.global_size % (batch.rows * world) == 0:
+        return batch.global_size // (batch.rows * world)
     share = batch.global_size // world if batch.global_size % world == 0 else 0
     fits = divisors(share) if share else []
     advice = (
@@ -68,43 +79,41 @@ def derive_accumulation(recipe: Recipe, world: int) -> int:
         else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
     )
     raise RecipeError(
-        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} x {world} "
-        f"processes = {batch.micro_size * world}. {advice}"
+        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
+        f"processes = {batch.rows * world}. {advice}"
     )
 
 
-def _pick_precision(recipe: Recipe) -> str:
+def _pick_precision(recipe: Recipe, here: Devices) -> str:
     """`fp32`, `bf16` or `fp16`: what the recipe asks for, `auto` settled by the device.
 
     Raises:
         BackendError: If this machine cannot compute in it.
     """
-    gpu = torch.cuda.is_available()
     if recipe.precision == "auto":
-        return "bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32"
-    if recipe.precision == "fp16" and not gpu:
+        return "bf16" if here.gpus and here.bf16 else "fp32"
+    if recipe.precision == "fp16" and not here.gpus:
         raise BackendError(
             "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling, and it would "
             "silently run as fp32 on some backends and without scaling on others. Set `precision: bf16` or `fp32`."
         )
-    if recipe.precision == "bf16" and gpu and not torch.cuda.is_bf16_supported():
+    if recipe.precision == "bf16" and not here.bf16:
         raise BackendError("The recipe asks for precision bf16, which this GPU does not have. Set it to fp16 or fp32.")
     return recipe.precision
 
 
-def _check_devices(launch: Launch) -> None:
-    """Refuses what this machine's devices cannot run.
+def check_devices(launch: Launch, here: Devices, local: int) -> None:
+    """Refuses what this machine's devices cannot run with `local` processes.
 
     Raises:
         BackendError: With what is missing.
     """
     place = launch.file or "The launch environment"
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local > torch.cuda.device_count():
+    if here.gpus:
+        if local > here.gpus:
             raise BackendError(
-                f"{place} starts {local} processes on a machine with {torch.cuda.device_count()} GPU(s); each needs "
-                f"one of its own. Set num_processes (or --num_processes) to {torch.cuda.device_count()}."
+                f"{place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
+                f"Set num_processes (or --num_processes) to {here.gpus}."
             )
     elif launch.uses_fsdp and launch.offload_params != "none":
         raise BackendError(
@@ -113,15 +122,36 @@ def _check_devices(launch: Launch) -> None:
         )
 
 
-def _check_planes(launch: Launch, precision: str, accumulation: int) -> None:
+def _check_planes(
+    recipe: Recipe, launch: Launch, precision: str, accumulation: int, env: Mapping[str, str] = os.environ
+) -> None:
     """Refuses values of the launch plane that are the recipe's to say."""
     mixed = {"fp32": "no"}.get(precision, precision)
+    if launch.kind == "zero3" and recipe.model.gradient_checkpointing == "selective":
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, which gathers weights inside of what "
+            "`model.gradient_checkpointing: selective` recomputes. Set it to true or false, or take another launch "
+            "config, such as accelerate_configs/fsdp.yaml."
+        )
+    if recipe.model.fp8 and precision != "bf16":
+        came = " on this machine" if recipe.precision == "auto" else ""
+        raise RecipeError(
+            f"model.fp8 needs bf16 for all that is not computed in fp8, and precision is {precision}{came}. Set "
+            "`precision: bf16`, or model.fp8 to false."
+        )
+    if recipe.model.fp8 and launch.kind == "zero3" and not recipe.model.gradient_checkpointing:
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, and `model.fp8` would keep its gathered "
+            "weights, all of them and in fp32, from the forward to the backward pass. Set "
+            "`model.gradient_checkpointing: true`, with which those of one layer are kept at a time, or take another "
+            "launch config, such as accelerate_configs/fsdp.yaml."
+        )
     if launch.mixed_precision not in ("no", mixed):
         raise BackendError(
             f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {launch.mixed_precision}, the "
             f"recipe says precision: {precision}. The recipe decides: take mixed_precision out of the launch config."
         )
-    exported = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if exported not in ("auto", "1", str(accumulation)):
         raise BackendError(
             f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
@@ -129,7 +159,7 @@ def _check_planes(launch: Launch, precision: str, accumulation: int) -> None:
         )
 
 
-def _check_trackers(recipe: Recipe) -> None:
+def check_trackers(recipe: Recipe) -> None:
     """Accelerate drops a tracker that is not installed with a warning; whoever asked for it would miss it."""
     from accelerate.tracking import get_available_trackers
 

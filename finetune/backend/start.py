@@ -13,7 +13,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune.backend import ops
+from finetune.backend import board, ops
 from finetune.backend.launch import Launch
 from finetune.backend.settle import Settled
 from finetune.errors import BackendError
@@ -21,6 +21,9 @@ from finetune.recipe import Recipe
 
 # Collectives wait this long for a slow rank before they give up.
 TIMEOUT = timedelta(minutes=30)
+
+REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""`optim.reduce_dtype` as torch names it."""
 
 
 def needed_ops(launch: Launch) -> list[ops.Op]:
@@ -55,11 +58,11 @@ def start(launch: Launch, recipe: Recipe, settled: Settled) -> Accelerator:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     else:
         handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
+        if launch.uses_fsdp:
+            settings["fsdp_plugin"] = _fsdp_plugin(launch, REDUCED[recipe.optim.reduce_dtype])
+    with _meeting_anew():
         if cpu and launch.uses_fsdp:
             _enter_fsdp_on_gloo()
-        if launch.uses_fsdp:
-            settings["fsdp_plugin"] = _fsdp_plugin(launch)
-    with _meeting_anew():
         accelerator = Accelerator(
             # DeepSpeed's config has its own say, completed above.
             mixed_precision="no" if launch.uses_deepspeed or settled.precision == "fp32" else settled.precision,
@@ -79,7 +82,7 @@ def start(launch: Launch, recipe: Recipe, settled: Settled) -> Accelerator:
 
 @contextmanager
 def _meeting_anew() -> Iterator[None]:
-    """Lets ranks that `--max_restarts` has started again leave their addresses under names of their own.
+    """Lets ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own.
 
     The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
     attempts, so that a rank may find the address of one that is dead.
@@ -88,6 +91,7 @@ def _meeting_anew() -> Iterator[None]:
     distributed: Any = torch.distributed
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     create, attempt = rendezvous._create_c10d_store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt += os.environ.get(board.TRIAL, "")
 
     def prefixed(*arguments: Any, **options: Any) -> Any:
         return distributed.PrefixStore(f"finetune/attempt-{attempt}", create(*arguments, **options))
@@ -115,7 +119,7 @@ def _enter_fsdp_on_gloo() -> None:
     PartialState._shared_state["device"] = torch.device("cpu")
 
 
-def _fsdp_plugin(launch: Launch) -> Any:
+def _fsdp_plugin(launch: Launch, reduced: torch.dtype) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -124,7 +128,7 @@ def _fsdp_plugin(launch: Launch) -> Any:
     # Without an output dtype the loss leaves the model as it was computed: in fp32. Weights stay fp32 and are cast
     # inside operations, as on one device, unless the launch file asks for the lighter way.
     weights = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(launch.mixed_precision)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=torch.float32)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=reduced)
     return plugin
 
 
@@ -136,6 +140,13 @@ def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
     if launch.kind != "zero3" or (pretrained and launch.sharded_init):
         return nullcontext()
     return _WholeModel()
+
+
+def sum_in_bf16(group: Any, bucket: Any) -> Any:
+    """What DDP calls to sum a bucket of gradients over ranks: in bf16, on gloo too, unlike torch's own."""
+    rounded = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size(group))
+    sent: Any = torch.distributed.all_reduce(rounded, group=group, async_op=True)
+    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
@@ -157,6 +168,27 @@ def match_shards(model: nn.Module) -> None:
         shard: Any = getattr(parameter, "ds_tensor", None)
         if shard is not None and shard.dtype != parameter.dtype:
             shard.data = shard.data.to(parameter.dtype)
+
+
+def plan_gathers_by_training(engine: Any) -> None:
+    """Has ZeRO-3 learn from the first training step, not from forward passes before it, what is needed when.
+
+    DeepSpeed records the order of the first pass, and remembers for ever, by position in it, which weights are not
+    needed again soon. Told by a forward pass alone, it would free all of them before the backward pass, which would
+    gather them again one by one.
+    Source: deepspeed 0.19, `__params_to_release` in `runtime/zero/partitioned_param_coordinator.py` (an `lru_cache`
+    that outlives the order it was made for).
+    """
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+
+    def forget(module: nn.Module, arguments: Any) -> None:
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        if torch.is_grad_enabled():
+            handle.remove()
+
+    # Before DeepSpeed's own hook, which takes the order of the pass before as settled.
+    handle = engine.module.register_forward_pre_hook(forget, prepend=True)
 
 
 class _WholeModel(AbstractContextManager[None]):

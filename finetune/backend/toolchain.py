@@ -1,7 +1,9 @@
 """What native ops are compiled with: this environment's tools and folder, first on the path."""
 
+import functools
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +30,18 @@ def own_folder() -> None:
     """
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
+
+def look_once_at_the_processor() -> None:
+    """Has py-cpuinfo keep its answer, for this process.
+
+    DeepSpeed asks it twice each time that it loads an op, and it starts processes and measures clocks to answer: more
+    than a second of every rank's processor each time.
+    """
+    with suppress(ImportError):
+        from cpuinfo import cpuinfo
+
+        cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
 
 
 def environment() -> dict[str, str]:
@@ -58,3 +72,21 @@ def has_libaio() -> bool:
         probe = ["-x", "c++", "-", "-laio", "-o", os.path.join(scratch, "probe")]
         command = [compiler(), *compile_flags, *link_flags, *probe]
         return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
+
+
+def lacking(*, libaio: bool) -> tuple[str, str] | None:
+    """What is missing to compile an op with, and the command that installs it; None if nothing is.
+
+    Args:
+        libaio: Whether the op needs it.
+    """
+    if shutil.which(compiler()) is None:
+        return f"there is no C++ compiler ({compiler()})", "apt-get install g++"
+    if shutil.which("ninja", path=environment()["PATH"]) is None:
+        return "there is no ninja", f"{sys.executable} -m pip install ninja"
+    if not Path(python_headers(), "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"Python's headers are not in {python_headers()}", f"apt-get install python{version}-dev"
+    if libaio and not has_libaio():
+        return "libaio and its header libaio.h were not found", "apt-get install libaio-dev"
+    return None

@@ -1,6 +1,7 @@
 """Conversations that cannot be used: refused at once, or left out and counted."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.errors import DataError
@@ -30,6 +31,11 @@ class Tolerance:
         """Forgets what was counted."""
         self.counts.clear()
         self.first = None
+
+    def restore(self, counts: Mapping[str, int], first: str | None) -> None:
+        """Takes what another process has counted instead of what this one has."""
+        self.counts = Counter(counts)
+        self.first = first
 
     def meet(self, problem: BrokenConversation) -> None:
         """Raises it, or counts it.

@@ -19,6 +19,14 @@ from finetune.errors import DataError
 from finetune.files import sync
 
 _INDEX = "index.json"
+STATE = "state.json"
+"""A build that leaves this file in its folder can go on with what is there."""
+STATE_VERSION = 1
+"""Of that file, which says it as `version`, and of those that it is about."""
+
+
+class Interrupted(DataError):
+    """A build ends for no reason that lies in the data; the next one goes on."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Cache:
 
         Args:
             name: Names everything that shapes the content.
-            build: Fills an empty folder and returns JSON-able facts.
+            build: Fills a folder and returns JSON-able facts. The folder is empty, or what an earlier build left that
+                was killed and had kept its state there (`STATE`).
 
         Raises:
             DataError: If the directory cannot be written, or `build` raises it.
@@ -71,9 +80,9 @@ class Cache:
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         staging = folder.with_name(folder.name + ".part")
         for leftover in (staging, folder):
-            if leftover.exists():
+            if leftover.exists() and not (leftover == staging and self._can_go_on(staging)):
                 shutil.rmtree(leftover)
-        staging.mkdir()
+        staging.mkdir(exist_ok=True)
         try:
             facts = build(staging)
             files = sorted(path for path in staging.iterdir() if path.is_file())
@@ -86,13 +95,29 @@ class Cache:
             sync(staging)
             os.rename(staging, folder)
             sync(self._root)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
+        except BaseException as error:
+            # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can go on.
+            hopeless = isinstance(error, DataError) and not isinstance(error, Interrupted)
+            if hopeless or not (staging / STATE).exists():
+                shutil.rmtree(staging, ignore_errors=True)
             raise
         # Read back, so that the process that built sees what the others see.
         entry = _open(folder)
         assert entry is not None
         return Entry(entry.folder, entry.facts, reused=False)
+
+    def _can_go_on(self, staging: Path) -> bool:
+        """Whether a build can use what another has left."""
+        if not (staging / STATE).exists():
+            return False
+        version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
+        if version != STATE_VERSION:
+            self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
+        return bool(version == STATE_VERSION)
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
@@ -100,13 +125,8 @@ class Cache:
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            if not self._quiet:
-                print(
-                    "Waiting for another process that is preparing the same data.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                self._quiet = True
+            self._say("Waiting for another process that is preparing the same data.")
+            self._quiet = True
             lock.acquire()
         try:
             yield

@@ -4,7 +4,7 @@ Letters: `N` tokens of one conversation.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from finetune.data.encode_worker import open_tokenizer
 from finetune.data.examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.literals import Span
 from finetune.data.templates import Template, answers
-from finetune.data.tokenizer import identity
 from finetune.errors import DataError
 from finetune.recipe import ChatSection
 
@@ -83,12 +82,12 @@ class ChatEncoder:
             self._special[int(tokenizer.eos_token_id)] = str(tokenizer.eos_token)
         self._names = tuple(sorted(self._special.values()))
 
-    def key(self) -> dict[str, Any]:
-        """Everything that shapes examples."""
+    def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that shapes examples; takes the tokenizer's identity."""
         section = self._section
         return {
             "version": FORMAT_VERSION,
-            "tokenizer": identity(self._tokenizer),
+            "tokenizer": tokenizer,
             "special": self._names,
             "template": self._template.text,
             "variables": dict(self._template.variables),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.packing import Int64s
+from finetune.data.arrays import Int64s
 from finetune.errors import DataError
 
 _SHOWN = 10

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import xxhash
 
+from finetune.data.readers import too_long
 from finetune.data.sources import Corpus
+from finetune.data.streams import MAX_DOCUMENT_BYTES
 from finetune.errors import DataError
 
 _RANGE = 1 << 64
@@ -38,6 +40,8 @@ class Chosen(NamedTuple):
     label: int | str | None
     where: str
     """File and line, for error messages."""
+    read: int
+    """Bytes of the source's files up to its end, as far as these can be told."""
 
 
 def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
@@ -46,7 +50,8 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
     A held-out document counts once: evaluation reads every document once, whatever its training weight.
 
     Raises:
-        DataError: If a document cannot be read, or holds half a character (a lone surrogate).
+        DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
+            surrogate).
     """
     whole, part = divmod(corpus.weight, 1.0)
     held_below, kept_below = int(rules.held_out * _RANGE), int(part * _RANGE)
@@ -63,10 +68,13 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
                 "surrogate), which "
                 "no encoding can represent. Mend or remove the document."
             ) from error
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise too_long(document.where, f"{len(data) / (1 << 20):,.0f} MiB")
         digest = xxhash.xxh3_64_intdigest(data)
         copies = int(whole)
         if kept_below and xxhash.xxh3_64_intdigest(data, seed=_WEIGHT_SEED) < kept_below:
             copies += 1
         if copies:
             held_out = digest < held_below
-            yield Chosen(data, digest, held_out, 1 if held_out else copies, document.label, document.where)
+            copies = 1 if held_out else copies
+            yield Chosen(data, digest, held_out, copies, document.label, document.where, corpus.meter.done)

@@ -4,19 +4,18 @@ Frames on standard input and output, each an 8-byte length and that many bytes. 
 JSON. Then each frame in holds texts and each frame out their tokens, both as `join` writes them.
 """
 
-import itertools
 import os
 import signal
 import struct
 import sys
+from array import array
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
-UInt32s = npt.NDArray[np.uint32]
+Numbers: TypeAlias = "memoryview[int] | array[int]"
+"""Of 32 bits each. NumPy would take longer to import than all else here."""
 
 
 def open_tokenizer(definition: str) -> Tokenizer:
@@ -28,29 +27,39 @@ def open_tokenizer(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[UInt32s, UInt32s]:
-    """Tokens of some UTF-8 texts: how many each has, and all of them in a row."""
-    encodings = tokenizer.encode_batch_fast([text.decode("utf-8") for text in texts], add_special_tokens=False)
-    return flatten([encoding.ids for encoding in encodings])
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Numbers, Numbers]:
+    """Tokens of some texts: how many each has, and all of them in a row."""
+    return flatten([encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
 
 
-def flatten(lists: Sequence[Sequence[int]]) -> tuple[UInt32s, UInt32s]:
+def flatten(lists: Sequence[list[int]]) -> tuple[Numbers, Numbers]:
     """Lengths and concatenation of lists of numbers."""
-    lengths = np.fromiter((len(ids) for ids in lists), np.uint32, len(lists))
-    numbers = np.fromiter(itertools.chain.from_iterable(lists), np.uint32, int(lengths.sum()))
-    return lengths, numbers
+    numbers = array("I")
+    for ids in lists:
+        numbers.fromlist(ids)
+    return array("I", map(len, lists)), numbers
 
 
-def join(lengths: UInt32s, payload: bytes) -> bytes:
+def join(lengths: Numbers, payload: "bytes | Numbers") -> bytes:
     """A count, that many lengths, and what they are the lengths of."""
-    return struct.pack("<Q", lengths.size) + lengths.tobytes() + payload
+    return b"".join((struct.pack("<Q", len(lengths)), lengths, payload))
 
 
-def cut(frame: bytes) -> tuple[UInt32s, memoryview]:
-    """The reverse of `join`."""
+def cut(frame: bytes) -> tuple[memoryview, memoryview]:
+    """The reverse of `join`: lengths as numbers, and the rest as bytes."""
     (count,) = struct.unpack_from("<Q", frame)
-    lengths = np.frombuffer(frame, np.uint32, count, offset=8)
-    return lengths, memoryview(frame)[8 + 4 * count :]
+    whole = memoryview(frame)
+    return whole[8 : 8 + 4 * count].cast("I"), whole[8 + 4 * count :]
+
+
+def texts_of(frame: bytes) -> list[str]:
+    """What `join` has made of UTF-8 texts."""
+    sizes, payload = cut(frame)
+    texts, start = [], 0
+    for size in sizes:
+        texts.append(str(payload[start : start + size], "utf-8"))
+        start += size
+    return texts
 
 
 def write_frame(stream: IO[bytes], frame: bytes) -> None:
@@ -76,11 +85,7 @@ def _serve() -> None:
         return
     tokenizer = open_tokenizer(definition.decode("utf-8"))
     while (frame := read_frame(sys.stdin.buffer)) is not None:
-        sizes, payload = cut(frame)
-        ends = np.cumsum(sizes, dtype=np.int64)
-        texts = [bytes(payload[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
-        lengths, numbers = encode(tokenizer, texts)
-        write_frame(sys.stdout.buffer, join(lengths, numbers.tobytes()))
+        write_frame(sys.stdout.buffer, join(*encode(tokenizer, texts_of(frame))))
 
 
 if __name__ == "__main__":

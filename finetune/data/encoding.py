@@ -5,29 +5,36 @@ The processes are plain programs on pipes: they import neither torch nor the cal
 """
 
 import contextlib
+import itertools
 import os
 import queue
 import subprocess
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from finetune.data import encode_worker
-from finetune.data.encode_worker import UInt32s
-from finetune.errors import DataError
+from finetune.data.cache import Interrupted
 
-BATCH_DOCUMENTS = 1000
-BATCH_BYTES = 1 << 20
-POOL_AFTER_BYTES = 20_000_000
-"""Corpora below this are tokenised before the processes would have started."""
+BATCH_DOCUMENTS = 256
+BATCH_BYTES = 1 << 18
+"""A tenth of a second's work: at the end the processes wait for the last one no longer than that."""
+POOL_AFTER_BYTES = 2_000_000
+"""Smaller corpora are tokenised here before processes would have started (a quarter of a second)."""
+BATCHES_AHEAD = 8
+"""Of each process: enough to keep it busy while a shard goes to the disk, little enough to bound memory."""
 
-Encode = Callable[[Sequence[bytes]], tuple[UInt32s, UInt32s]]
+UInt32s = npt.NDArray[np.uint32]
 Encoded = tuple[UInt32s, UInt32s]
+Encode = Callable[[Sequence[bytes]], Encoded]
 Item = TypeVar("Item")
 
 
@@ -50,16 +57,19 @@ class Encoder:
             # Parts that are written in Python cannot be sent to another process.
             with contextlib.suppress(Exception):
                 self._definition = backend.to_str()
-        self._encode: Encode
-        if self._definition is None:
-            self._encode = lambda texts: _encode_slowly(tokenizer, texts)
-        else:
-            fast = encode_worker.open_tokenizer(self._definition)
-            self._encode = lambda texts: encode_worker.encode(fast, texts)
+        self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """Tokens of a few UTF-8 texts, in this process: how many each has, and all of them in a row."""
         return self._encode(texts)
+
+    @cached_property
+    def _encode(self) -> Encode:
+        """Opened when it is needed: not where all is in the cache, nor where other processes do the work."""
+        if self._definition is None:
+            return lambda texts: _encode_slowly(self._tokenizer, texts)
+        fast = encode_worker.open_tokenizer(self._definition)
+        return lambda texts: _arrays(encode_worker.encode(fast, [text.decode() for text in texts]))
 
     def encode_all(
         self, batches: Iterable[Sequence[Item]], text_of: Callable[[Item], bytes]
@@ -69,13 +79,20 @@ class Encoder:
         Raises:
             DataError: If a tokenising process dies.
         """
-        source, seen = iter(batches), 0
-        for batch in source:
-            texts = [text_of(item) for item in batch]
-            seen += sum(map(len, texts))
-            yield batch, self._encode(texts)
-            if seen >= self._pool_after_bytes and self._num_workers > 1 and self._definition is not None:
-                yield from self._encode_in_pool(source, text_of, self._definition)
+        source = iter(batches)
+        if self._num_workers > 1 and self._definition is not None:
+            first, size = [], 0
+            for batch in source:
+                first.append(batch)
+                size += sum(len(text_of(item)) for item in batch)
+                if size >= self._pool_after_bytes:
+                    yield from self._encode_in_pool(itertools.chain(first, source), text_of, self._definition)
+                    return
+            source = iter(first)
+        # A thread has a heap of its own; in that of a process with so much in it the tokenizer takes a tenth longer.
+        with ThreadPoolExecutor(1) as thread:
+            for batch in source:
+                yield batch, thread.submit(self._encode, [text_of(item) for item in batch]).result()
 
     def _encode_in_pool(
         self, batches: Iterator[Sequence[Item]], text_of: Callable[[Item], bytes], definition: str
@@ -95,11 +112,10 @@ class Encoder:
                 finally:
                     idle.put(worker)
 
-            # A few batches ahead: enough to keep the processes busy, little enough to bound memory.
             ahead: deque[tuple[Sequence[Item], Future[Encoded]]] = deque()
             for batch in batches:
                 ahead.append((batch, threads.submit(encode, [text_of(item) for item in batch])))
-                if len(ahead) > 3 * self._num_workers:
+                if len(ahead) > BATCHES_AHEAD * self._num_workers:
                     done, future = ahead.popleft()
                     yield done, future.result()
             while ahead:
@@ -132,17 +148,19 @@ class _Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-        self._send(definition.encode("utf-8"))
+        # Sent with the first texts, by the thread that brings them: it waits until the process reads.
+        self._definition: bytes | None = definition.encode("utf-8")
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        lengths = np.fromiter(map(len, texts), np.uint32, len(texts))
-        self._send(encode_worker.join(lengths, b"".join(texts)))
+        if self._definition is not None:
+            self._send(self._definition)
+            self._definition = None
+        self._send(encode_worker.join(array("I", map(len, texts)), b"".join(texts)))
         assert self._process.stdout is not None
         frame = encode_worker.read_frame(self._process.stdout)
         if frame is None:
             raise self._died()
-        counts, payload = encode_worker.cut(frame)
-        return counts, np.frombuffer(payload, np.uint32)
+        return _arrays(encode_worker.cut(frame))
 
     def stop(self) -> None:
         self._process.kill()
@@ -159,8 +177,8 @@ class _Worker:
         except OSError as error:
             raise self._died() from error
 
-    def _died(self) -> DataError:
-        return DataError(
+    def _died(self) -> Interrupted:
+        return Interrupted(
             f"A tokenising process ended with exit code {self._process.wait()}; a negative code is a signal, "
             "and -9 "
             "usually means that memory ran out. Lower data.num_workers."
@@ -168,9 +186,14 @@ class _Worker:
 
 
 def _encode_slowly(tokenizer: Any, texts: Sequence[bytes]) -> Encoded:
-    return encode_worker.flatten(
-        [tokenizer.encode(text.decode("utf-8"), add_special_tokens=False, split_special_tokens=True) for text in texts]
-    )
+    lists = [tokenizer.encode(text.decode(), add_special_tokens=False, split_special_tokens=True) for text in texts]
+    return _arrays(encode_worker.flatten(lists))
+
+
+def _arrays(found: tuple[encode_worker.Numbers, encode_worker.Numbers]) -> Encoded:
+    """Lengths and tokens as NumPy has them, without a copy."""
+    lengths, numbers = (np.frombuffer(part, np.uint32) for part in found)
+    return lengths, numbers
 
 
 def _cores() -> int:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from finetune.data.arrays import Int64s
 from finetune.data.broken import BrokenConversation
-from finetune.data.packing import Int64s
 
 Span = tuple[int, int]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.packing import Int64s
+from finetune.data.arrays import Int64s
 
 _CHUNK = 1 << 22  # a multiple of 8
 
@@ -35,8 +35,7 @@ class MaskFile:
 
 
 def pack(loose: Path, path: Path) -> None:
-    """Turns a file of one byte a token into one of bits, and removes it."""
+    """Turns a file of one byte a token into one of bits."""
     with loose.open("rb") as source, path.open("wb") as target:
         while chunk := source.read(_CHUNK):
             target.write(np.packbits(np.frombuffer(chunk, np.uint8), bitorder="little").tobytes())
-    loose.unlink()

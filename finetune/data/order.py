@@ -11,6 +11,7 @@ import numpy.typing as npt
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
+_ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -57,9 +58,9 @@ def _permute(values: UInt64s, keys: UInt64s, half_bits: int) -> UInt64s:
     """A bijection of `[0, 4**half_bits)` for each key."""
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
-    for number in range(_ROUNDS):
-        round_key = np.uint64((number + 1) * int(_GOLDEN) & _MASK)
-        left, right = right, left ^ (mix(right ^ mix(keys ^ round_key)) & mask)
+    # The keys of all rounds at once: for few values a call of NumPy costs more than what it computes.
+    for key in mix(keys[None] ^ _ROUND_KEYS.reshape(-1, *[1] * keys.ndim)):
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << bits) | right
 
 

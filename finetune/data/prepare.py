@@ -1,8 +1,9 @@
 """From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from finetune.data.classes import ClassList
 from finetune.data.conversations import RecordForm
 from finetune.data.documents import Rules
 from finetune.data.encoding import Encoder
-from finetune.data.progress import documents_bar
+from finetune.data.progress import Bar, documents_bar
 from finetune.data.report import DataReport, SplitReport, split_report
 from finetune.data.rows import Classes, Rows
 from finetune.data.sources import Corpus, open_source
@@ -96,8 +97,7 @@ class _Preparation:
         for number, source in enumerate(data.validation):
             if source.weight != 1.0:
                 raise DataError(
-                    f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every "
-                    "document once. "
+                    f"data.validation.{number}.weight is {source.weight:g}, but evaluation reads every document once. "
                     "Remove the weight; `limit` reads fewer documents."
                 )
         held_out = data.validation_fraction if data.train and not data.validation else 0.0
@@ -111,9 +111,8 @@ class _Preparation:
             entry, digest = self._tokenise(train_corpora, train_rules)
             if entry.facts[tokens.TRAIN] is None:
                 raise DataError(
-                    f"All documents of data.train are held out for validation ({data.validation_fraction:g} "
-                    "of them by "
-                    "hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
+                    f"All documents of data.train are held out for validation ({data.validation_fraction:g} of them "
+                    "by hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
                 )
             train = self._pack(entry, tokens.TRAIN, digest)
             if entry.facts[tokens.HELD_OUT] is not None:
@@ -129,15 +128,14 @@ class _Preparation:
         validation_rows = self._rows(validation, classes) if validation else None
         if train_rows is not None and len(train_rows) == 0:
             raise DataError(
-                f"The training documents fill no row of {data.sequence_length} tokens (packing "
-                f"{data.packing}, "
+                f"The training documents fill no row of {data.sequence_length} tokens (packing {data.packing}, "
                 f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
                 "data.sequence_length."
             )
         report = DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
-            vocabulary=tokenizer.num_ids(self._tokenizer),
+            vocabulary=self._num_ids,
             train=self._report(train) if train else None,
             validation=self._report(validation, against=train) if validation else None,
             seconds=time.monotonic() - began,
@@ -188,25 +186,29 @@ class _Preparation:
             return tokenizer.load(self._recipe)
         if not corpora:
             raise DataError(
-                "tokenizer.vocab_size trains a tokenizer on data.train, which is empty. Name a source in "
-                "data.train, "
+                "tokenizer.vocab_size trains a tokenizer on data.train, which is empty. Name a source in data.train, "
                 "or an existing tokenizer as tokenizer.name."
             )
 
         def build(folder: Path) -> dict[str, Any]:
             texts = tokens.training_texts(corpora, rules)
-            with documents_bar("training the tokenizer", quiet=self._quiet) as advance:
-                trained = tokenizer.train(_counted(texts, advance), vocab_size)
+            with documents_bar("training the tokenizer", [c.size for c in corpora], quiet=self._quiet) as bar:
+                trained = tokenizer.train(_counted(texts, bar), vocab_size)
             trained.save_pretrained(str(folder))
             return {}
 
-        key = {
-            "texts": self._key(corpora, rules),
-            "vocab_size": vocab_size,
-            "trainer": tokenizer.TRAINER_VERSION,
-        }
+        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": tokenizer.TRAINER_VERSION}
         entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
         return tokenizer.open_folder(entry.folder)
+
+    # Both read the whole vocabulary.
+    @cached_property
+    def _num_ids(self) -> int:
+        return tokenizer.num_ids(self._tokenizer)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return tokenizer.identity(self._tokenizer)
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         chat = self._recipe.chat
@@ -238,23 +240,24 @@ class _Preparation:
 
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.reset()  # training a tokenizer has read the same records
-            with documents_bar("tokenising", quiet=self._quiet) as advance:
+            with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
                 counts = tokens.write(
                     folder,
                     corpora,
                     rules,
                     self._encoder,
-                    num_ids=tokenizer.num_ids(self._tokenizer),
+                    num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,
-                    advance=advance,
+                    tolerance=self._tolerance,
+                    bar=bar,
                 )
             return {**counts, "broken": dict(self._tolerance.counts), "first_broken": self._tolerance.first}
 
         key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos}
-        key["tokenizer"] = tokenizer.identity(self._tokenizer)
+        key["tokenizer"] = self._identity
         if isinstance(self._encoder, ChatEncoder):
-            key["chat"] = self._encoder.key()
+            key["chat"] = self._encoder.key(self._identity)
         digest = digest_of(key)
         return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
 
@@ -263,8 +266,7 @@ class _Preparation:
         room = data.sequence_length - sum(map(len, self._wrapping))
         if room < 1:
             raise DataError(
-                f"data.sequence_length is {data.sequence_length}, which the {sum(map(len, self._wrapping))} "
-                "special "
+                f"data.sequence_length is {data.sequence_length}, which the {sum(map(len, self._wrapping))} special "
                 "tokens of this tokenizer fill alone. Raise it."
             )
         key = {
@@ -332,16 +334,14 @@ class _Preparation:
         )
 
 
-def _counted(texts: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
+def _counted(texts: Iterator[tuple[str, int]], bar: Bar) -> Iterator[str]:
     count = 0
-    for text in texts:
+    for text, read in texts:
         count += 1
-        advance(1)
+        bar.advance(1, read)
         yield text
     if not count:
         raise DataError(
-            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing "
-            "but "
-            "white space, or everything is held out. Name a source that holds text, or lower "
-            "data.validation_fraction."
+            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing but "
+            "white space, or everything is held out. Name a source that holds text, or lower data.validation_fraction."
         )

@@ -1,26 +1,77 @@
 """A progress bar of documents, on a terminal only: a log file gets nothing."""
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+class Bar:
+    """Documents that are done, and how far into the files they reach; shown by nobody if there is no display."""
+
+    def __init__(self, display: Progress | None, *, quiet: bool) -> None:
+        """Takes what shows it, with one task."""
+        self._display, self._quiet = display, quiet
+        self._done = self._documents = 0
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line, on a terminal or in a log."""
+        if self._quiet:
+            return
+        if self._display is not None:
+            self._display.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def start(self, done: int) -> None:
+        """Begins at so many bytes of the files, which do not count for the rate."""
+        self._done, self._documents, self._began = done, 0, time.monotonic()
+        if self._display is not None:
+            self._display.reset(self._display.task_ids[0], completed=done)
+
+    def advance(self, documents: int, done: int = 0) -> None:
+        """Shows that some more documents are done, and so many bytes of the files with them."""
+        self._documents += documents
+        self._done = done
+        if self._display is not None:
+            rate = self._documents / max(time.monotonic() - self._began, 1e-9)
+            shown = f"{self._documents:,} documents, {rate:,.0f}/s"
+            self._display.update(self._display.task_ids[0], completed=done, documents=shown)
 
 
 @contextmanager
-def documents_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Shows documents done and documents/s while open; yields what each further number goes to."""
+def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> Iterator[Bar]:
+    """A bar with documents done and documents/s while open; with total and time left where all sizes are known.
+
+    Args:
+        title: What is going on.
+        sizes: Bytes of each source's files; None where nobody knows.
+        quiet: Show and say nothing.
+    """
     if quiet or not sys.stderr.isatty():
-        yield lambda count: None
+        yield Bar(None, quiet=quiet)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), _Rate(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda count: progress.advance(task, count)
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed):,} documents, {task.speed or 0:,.0f}/s")
+    total = sum(size or 0 for size in sizes) if None not in sizes else None
+    documents = TextColumn("{task.fields[documents]}")
+    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), documents)
+    if total is None:
+        columns += (TimeElapsedColumn(),)
+    else:
+        columns += (BarColumn(), TaskProgressColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task(title, total=total, documents="")
+        yield Bar(display, quiet=quiet)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.conversations import RecordForm
+from finetune.data.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, Meter, json_items, lines
 from finetune.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 
-_JSON_CHUNK = 1 << 20
 _BATCH_ROWS = 1024
 
 
@@ -41,8 +41,13 @@ class Fields(NamedTuple):
         return None if self.form else list(dict.fromkeys(name for name in (self.text, self.label) if name is not None))
 
 
-def read_file(path: Path, fields: Fields) -> Iterator[Document]:
+def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
     """Reads a .txt, .jsonl, .json, .parquet or .csv file, never more than a part of it at once.
+
+    Args:
+        path: The file.
+        fields: What to take from each record.
+        meter: Goes forward by the file's size, if given.
 
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
@@ -54,7 +59,7 @@ def read_file(path: Path, fields: Fields) -> Iterator[Document]:
             f"{', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk; convert the file."
         )
     try:
-        yield from reader(path, fields)
+        yield from reader(path, fields, meter or Meter())
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
@@ -96,6 +101,15 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
     return Document(text, int(label) if isinstance(label, bool) else label, where)
 
 
+def too_long(where: str, why: str) -> DataError:
+    """The error for a document that cannot be tokenised in bounded memory."""
+    return DataError(
+        f"{where}: the document is longer than {MAX_DOCUMENT_BYTES >> 20} MiB ({why}), and tokenising takes a hundred "
+        "times a document's size in memory. Cut it into several documents; in a .txt file put a line `<|endoftext|>` "
+        "between them."
+    )
+
+
 def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     """Checks that the wanted fields are there.
 
@@ -119,29 +133,32 @@ def _or_chat(names: Iterable[str]) -> str:
     return ", or give the recipe a `chat` section if these are conversations" if spoken else ""
 
 
-def _read_txt(path: Path, fields: Fields) -> Iterator[Document]:
+def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     if fields.label is not None:
         raise DataError(
             f"{path} is plain text and has no labels, which sequence classification needs. Give a .jsonl, "
             ".json, "
             ".parquet or .csv file with a label field."
         )
-    lines: list[str] = []
-    first = 1
-    for number, line in _lines(path):
+    found: list[str] = []
+    first, size = 1, 0
+    for number, line in lines(path, meter):
         if line.strip() != END_OF_TEXT:
-            lines.append(line.replace("\r\n", "\n"))
+            found.append(line.replace("\r\n", "\n"))
+            size += len(line)
+            if size > MAX_DOCUMENT_BYTES:
+                raise too_long(f"{path}, line {first}", "there is no line `<|endoftext|>` behind so much")
             continue
-        yield document_of("".join(lines), fields, f"{path}, line {first}")
-        lines.clear()
-        first = number + 1
-    rest = "".join(lines)
+        yield document_of("".join(found), fields, f"{path}, line {first}")
+        found.clear()
+        first, size = number + 1, 0
+    rest = "".join(found)
     if rest.strip():
         yield document_of(rest, fields, f"{path}, line {first}")
 
 
-def _read_jsonl(path: Path, fields: Fields) -> Iterator[Document]:
-    for number, line in _lines(path):
+def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    for number, line in lines(path, meter):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -155,86 +172,21 @@ def _read_jsonl(path: Path, fields: Fields) -> Iterator[Document]:
         yield document_of(record, fields, where)
 
 
-def _read_json(path: Path, fields: Fields) -> Iterator[Document]:
+def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     with path.open("rb") as file:
-        start = file.read(_JSON_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start == b"{":
         # Many published `.json` files are JSON lines.
-        yield from _read_jsonl(path, fields)
+        yield from _read_jsonl(path, fields, meter)
         return
-    for number, record in enumerate(_json_list(path), start=1):
+    for number, record in enumerate(json_items(path, meter), start=1):
         yield document_of(record, fields, f"{path}, item {number}")
 
 
-def _json_list(path: Path) -> Iterator[Any]:
-    """The items of a JSON list, parsed one by one so that the file is never in memory as a whole."""
-    decoder = json.JSONDecoder()
-    lines = (line for _, line in _lines(path))
-    buffer, position, passed, ended = "", 0, 0, False
-    opened = closed = False
-    comma = False
-    while True:
-        position = _skip_space(buffer, position)
-        if position == len(buffer) and not ended:
-            passed += buffer.count("\n")
-            buffer, position, ended = _more(lines, "", _JSON_CHUNK)
-            continue
-        rest = buffer[position : position + 1]
-        problem = ""
-        if closed:
-            if not rest:
-                return
-            problem = "there is something behind the end of the list"
-        elif not opened:
-            opened = rest == "["
-            problem = "" if opened else "it must be a list of objects or of texts"
-            position += 1
-        elif rest == "]":
-            closed = True
-            position += 1
-        elif comma:
-            comma = rest != ","
-            problem = "a comma or the end of the list is missing" if comma else ""
-            position += 1
-        else:
-            try:
-                item, position = decoder.raw_decode(buffer, position)
-            except json.JSONDecodeError as error:
-                if not ended:
-                    passed += buffer.count("\n", 0, position)
-                    buffer, position, ended = _more(lines, buffer[position:], 2 * (len(buffer) - position))
-                    continue
-                problem = error.msg
-                position = error.pos
-            else:
-                comma = True
-                yield item
-        if problem:
-            line = passed + buffer.count("\n", 0, position) + 1
-            raise DataError(f"{path}, line {line} is not valid JSON: {problem}. Mend the file.")
-
-
-def _more(lines: Iterator[str], kept: str, size: int) -> tuple[str, int, bool]:
-    """`kept` and at least `size` more characters; also the position 0, and whether the file ended."""
-    parts, got = [kept], 0
-    for line in lines:
-        parts.append(line)
-        got += len(line)
-        if got >= max(size, _JSON_CHUNK):
-            return "".join(parts), 0, False
-    return "".join(parts), 0, True
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
-
-
-def _read_csv(path: Path, fields: Fields) -> Iterator[Document]:
-    # Documents are longer than the module's own limit of 128 KiB a field.
-    csv.field_size_limit(2**31 - 1)
-    rows = csv.reader((line for _, line in _lines(path)), strict=True)
+def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    # Documents are longer than the module's own limit of 128 KiB a field; a quote that never closes must end.
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    rows = csv.reader((line for _, line in lines(path, meter)), strict=True)
     try:
         header = next(rows, None)
         if header is None:
@@ -262,35 +214,27 @@ def _csv_label(label: str) -> int | str:
     return int(label) if label.isascii() and label.isdigit() else label
 
 
-def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
+def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
         require_fields(file.schema_arrow.names, fields, str(path))
-        number = 0
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=fields.columns):
+        number, before, size = 0, meter.done, path.stat().st_size
+        # Asked for all groups at once, it keeps in memory what it has passed.
+        batches = (
+            batch
+            for group in range(file.num_row_groups)
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
+        )
+        for batch in batches:
             for record in batch.to_pylist():
                 number += 1
+                meter.done = before + size * number // file.metadata.num_rows
                 yield document_of(record, fields, f"{path}, row {number}")
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines, decoded one by one so that a bad byte is reported with its line."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            data = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            try:
-                yield number, data.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number} holds byte 0x{data[error.start]:02x}, which is not UTF-8. "
-                    "Convert the "
-                    "file to UTF-8, for example with iconv."
-                ) from error
 
 
 def _kind(value: Any) -> str:
@@ -300,7 +244,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
 
 
-_READERS: dict[str, Callable[[Path, Fields], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,

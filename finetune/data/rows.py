@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from finetune.data.arrays import Int64s
 from finetune.data.masks import MaskFile
-from finetune.data.packing import Int64s, Packed
+from finetune.data.packing import Packed
 from finetune.data.tokenizer import Wrapping
 from finetune.data.tokens import Tokens
 
@@ -77,7 +78,8 @@ class Rows:
         Returns:
             For language modelling `input_ids` and `targets`, both (B, T) or (B, L) int64: the target is the
             token that follows the input, -100 where there is none or it is not learned. Where documents share rows also
-            `position_ids`, which restart at each document and at the padding. There is no attention mask: it
+            `position_ids`, which restart at each document and at the padding, and `cu_seqlens`: where they do in
+            the batch read row by row, and its end, (D + 1,) int32 for D documents. There is no attention mask: it
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
         """
@@ -103,7 +105,11 @@ class Rows:
         if self.restarts:
             batch["position_ids"] = (np.arange(width) - widths[:, None]).ravel()
             batch["position_ids"][place] = within
-        return {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
+        found = {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
+        if self.restarts:
+            edges = np.append(np.flatnonzero(batch["position_ids"] == 0), rows.size * width)
+            found["cu_seqlens"] = torch.from_numpy(edges.astype(np.int32))
+        return found
 
     def _class_batch(self, rows: npt.NDArray[np.integer], classes: Classes) -> dict[str, torch.Tensor]:
         before, behind = classes.wrapping
@@ -124,6 +130,10 @@ class Rows:
             "attention_mask": torch.from_numpy(mask),
             "targets": torch.from_numpy(classes.numbers[rows]),
         }
+
+    def longest(self) -> Int64s:
+        """All row numbers, those with the most tokens first."""
+        return np.argsort(-self._widths, kind="stable")
 
     @cached_property
     def _widths(self) -> Int64s:

@@ -1,17 +1,17 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
-import functools
 import glob
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data import sample, sample_conversations
 from finetune.data.conversations import RecordForm
 from finetune.data.readers import Document, Fields, document_of, read_file, require_fields
+from finetune.data.streams import Meter
 from finetune.errors import DataError
 from finetune.files import digest
 from finetune.recipe import Source
@@ -28,10 +28,14 @@ class Corpus:
     weight: float
     fingerprint: dict[str, Any]
     """Changes when the documents change, and not with where the files lie."""
-    _read: Callable[[], Iterator[Document]]
+    _read: Callable[[Meter], Iterator[Document]]
     _limit: int | None
+    size: int | None
+    """Bytes of its files; None where it has none, or is not read to its end."""
     form: RecordForm | None = None
     """How records become conversations; None where they are documents."""
+    meter: Meter = field(default_factory=Meter)
+    """How much of `size` has been read."""
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.
@@ -39,7 +43,8 @@ class Corpus:
         Raises:
             DataError: If something in the source cannot be read.
         """
-        return itertools.islice(self._read(), self._limit)
+        self.meter.done = 0
+        return itertools.islice(self._read(self.meter), self._limit)
 
 
 def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None) -> Corpus:
@@ -55,24 +60,29 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     """
     fields = Fields(source.text_field, source.label_field if labelled else None, form)
     if source.sample is not None:
-        content: Any
-        name, content, read = _open_sample(source.sample, fields)
+        name, opened = _open_sample(source.sample, fields)
     elif source.path is not None:
         name = source.path
-        content, read = _open_path(source, source.path, fields)
+        opened = _open_path(source, source.path, fields)
     else:
         assert source.hub is not None
         name = source.hub
-        content, read = _open_hub(source, source.hub, fields)
+        opened = _open_hub(source, source.hub, fields)
     taken = form.fingerprint() if form else [fields.text, fields.label]
-    fingerprint = {"content": content, "fields": taken, "weight": source.weight, "limit": source.limit}
-    return Corpus(name, source.weight, fingerprint, read, source.limit, form)
+    fingerprint = {"content": opened.content, "fields": taken, "weight": source.weight, "limit": source.limit}
+    size = opened.size if source.limit is None else None
+    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form)
 
 
-Opened = tuple[Any, Callable[[], Iterator[Document]]]
+class _Opened(NamedTuple):
+    content: Any
+    """Changes when the documents change."""
+    read: Callable[[Meter], Iterator[Document]]
+    size: int | None
+    """Bytes of the files, where the meter goes forward by them."""
 
 
-def _open_path(source: Source, given: str, fields: Fields) -> Opened:
+def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
     pattern = os.path.expanduser(given)
     # A name with brackets in it is first of all a name.
     paths = [Path(pattern)] if os.path.exists(pattern) else [Path(p) for p in glob.glob(pattern, recursive=True)]
@@ -86,10 +96,14 @@ def _open_path(source: Source, given: str, fields: Fields) -> Opened:
         return _open_saved(source, paths[0], fields)
     files = [path for path in paths if not path.is_dir()]
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
-    return content, lambda: itertools.chain.from_iterable(read_file(path, fields) for path in files)
+
+    def read(meter: Meter) -> Iterator[Document]:
+        return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
+
+    return _Opened(content, read, sum(path.stat().st_size for path in files))
 
 
-def _open_saved(source: Source, folder: Path, fields: Fields) -> Opened:
+def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
     """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
     inner = folder
     if (folder / "dataset_dict.json").is_file():
@@ -107,7 +121,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Opened:
         )
     content = [[path.name, _hash_file(path)] for path in sorted(inner.glob("*.arrow"))]
 
-    def read() -> Iterator[Document]:
+    def read(_: Meter) -> Iterator[Document]:
         import datasets
 
         try:
@@ -116,10 +130,10 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Opened:
             raise DataError(f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return content, read
+    return _Opened(content, read, None)
 
 
-def _open_hub(source: Source, name: str, fields: Fields) -> Opened:
+def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
     import datasets
 
     try:
@@ -134,7 +148,7 @@ def _open_hub(source: Source, name: str, fields: Fields) -> Opened:
             "its "
             "files as `path`."
         ) from error
-    return {"hub": dataset._fingerprint}, functools.partial(_read_dataset, dataset, fields, name)
+    return _Opened({"hub": dataset._fingerprint}, lambda _: _read_dataset(dataset, fields, name), None)
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
@@ -147,8 +161,8 @@ def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]
             yield document_of(dict(zip(columns, values, strict=True)), fields, f"{name}, row {number}")
 
 
-def _open_sample(count: int, fields: Fields) -> tuple[str, dict[str, Any], Callable[[], Iterator[Document]]]:
-    """Its name, content and documents: conversations, where they are wanted."""
+def _open_sample(count: int, fields: Fields) -> tuple[str, _Opened]:
+    """Its name and documents: conversations, where they are wanted."""
     content = {"sample": count, "version": sample.GENERATOR_VERSION}
     if fields.form is None or fields.form.format == "text":
         made: Callable[[int], Iterator[NamedTuple]] = sample.stories
@@ -157,11 +171,11 @@ def _open_sample(count: int, fields: Fields) -> tuple[str, dict[str, Any], Calla
         made, kind, kinds = sample_conversations.conversations, "conversation", "conversations"
         content[kinds] = sample_conversations.GENERATOR_VERSION
 
-    def read() -> Iterator[Document]:
+    def read(_: Meter) -> Iterator[Document]:
         for number, item in enumerate(made(count), start=1):
             yield document_of(item._asdict(), fields, f"the built-in sample, {kind} {number}")
 
-    return f"built-in sample ({count} {kinds})", content, read
+    return f"built-in sample ({count} {kinds})", _Opened(content, read, None)
 
 
 def _hash_file(path: Path) -> str:

@@ -1,0 +1,100 @@
+"""Which devices there are: as torch sees them, or, where torch shall not be loaded, as the driver does."""
+
+import ctypes
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a process of this machine may compute on."""
+
+    gpus: int
+    bf16: bool
+    """Whether the GPU has bf16; a CPU does."""
+
+
+def of_torch() -> Devices:
+    """The devices that a run will use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Devices(0, True)
+    return Devices(torch.cuda.device_count(), torch.cuda.is_bf16_supported())
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a process may fill."""
+
+    total: int
+    """Bytes."""
+    place: str
+
+
+def room() -> Room:
+    """The memory that this process may fill: its GPU's, or its share of the host's that is free now."""
+    import torch
+
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        return Room(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
+    import psutil
+
+    each = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return Room(min([each + psutil.Process().memory_info().rss, *allowed, *_container()]), "the host's memory")
+
+
+def held() -> int:
+    """The most bytes of it taken so far: what allocators have reserved, and what lies outside of them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
+
+
+def identity() -> dict[str, Any]:
+    """What memory depends on beside what is asked for: the device, and the libraries."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {platform.machine()}"
+    return {"device": device, **{name: metadata.version(name) for name in _LIBRARIES}}
+
+
+def _container() -> Iterator[int]:
+    """What a container's limit leaves to each process. Source: the kernel's documentation of cgroup v2, memory."""
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        most, now = (int((group / f"memory.{part}").read_text()) for part in ("max", "current"))
+        yield (most - now) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def of_driver() -> Devices:
+    """The same without torch, in milliseconds: what NVIDIA's driver lists, where torch was built to use it.
+
+    The driver itself heeds CUDA_VISIBLE_DEVICES. bf16: torch's own answer is yes on every GPU that this release of
+    torch runs on, natively or not.
+    Source: `torch.cuda.is_bf16_supported`, whose default includes emulation.
+    """
+    with suppress(metadata.PackageNotFoundError):
+        if "+cpu" in metadata.version("torch"):
+            return Devices(0, True)
+    count = ctypes.c_int(0)
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDeviceGetCount(ctypes.byref(count))
+    return Devices(count.value, True)

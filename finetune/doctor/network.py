@@ -1,0 +1,116 @@
+"""Where processes meet: port, names, the first machine, clocks."""
+
+import ctypes
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from finetune.backend.devices import of_torch
+from finetune.doctor.finding import Asked, Finding, failure, ok, warning
+
+
+def port(asked: Asked) -> Iterable[Finding]:
+    """Whether the port that the launch file names is free."""
+    named = asked.foreseen.get("main_process_port") if asked.foreseen else 0
+    if asked.machines > 1 and asked.foreseen and asked.foreseen.get("machine_rank") != 0:
+        yield ok("port", f"{named} on the first machine; look there")
+    elif is_free(named):
+        yield ok("port", f"{named} is free" if named else "there are free ones")
+    elif named == 0:
+        yield failure("port", "no port of this machine can be bound", "look at its firewall, and at `ip link` for lo")
+    elif asked.machines > 1:
+        yield failure("port", f"{named} is taken", "name another main_process_port, the same on all machines")
+    else:
+        yield warning("port", f"{named} is taken, and another run may meet there", "give --main_process_port 0")
+
+
+def is_free(number: int) -> bool:
+    """Whether a port can be bound; 0 is any."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", number))
+        except OSError:
+            return False
+    return True
+
+
+def hostname(asked: Asked) -> Iterable[Finding]:
+    """Whether this machine's name is an address that others reach; gloo tells them that one."""
+    name, several = socket.gethostname(), asked.machines > 1
+    # NCCL goes by interfaces, not by names.
+    bad = failure if several and not of_torch().gpus else warning
+    advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
+    found = addresses(name)
+    if not found:
+        yield bad("hostname", f"{name} has no address", advice)
+    elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
+        yield bad("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
+    else:
+        yield ok("hostname", f"{name} is {', '.join(found)}")
+
+
+def first_machine(asked: Asked) -> Iterable[Finding]:
+    """Whether the machine where all meet is there, and is the one that it should be."""
+    if asked.foreseen is None or asked.machines == 1:
+        yield ok("machines", "one")
+        return
+    named, rank = asked.foreseen.get("main_process_ip"), asked.foreseen.get("machine_rank")
+    advice = "give --main_process_ip with an address of the first machine, the same on all"
+    found = addresses(named) if named else []
+    ours = bool(set(found) & own_addresses())
+    if not found:
+        yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
+    elif all(map(is_loopback, found)):
+        yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
+    elif (rank == 0) != ours:
+        is_here = "is an address of this machine" if ours else "is no address of this machine"
+        yield failure(
+            "machines", f"this is machine {rank}, but main_process_ip {named} {is_here}", f"{advice}, or --machine_rank"
+        )
+    else:
+        what = (
+            "the first one is this" if ours else f"the first one, {named}, is known; whether it answers shows the start"
+        )
+        yield ok("machines", f"{asked.machines}; {what}")
+
+
+def clock(asked: Asked) -> Iterable[Finding]:
+    """Whether this machine's clock can be right; logs of several machines, and certificates, need that."""
+    now, newest = time.time(), max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
+    if now < newest:
+        found = f"it says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC, before its files were written"
+        yield warning("clock", found, "set it; certificates of the hub look invalid else")
+    elif asked.machines > 1 and not is_synchronised():
+        yield warning("clock", "the kernel does not know it to be synchronised", "run an NTP client on all machines")
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)))
+
+
+def is_synchronised() -> bool:
+    """Whether the kernel says that a time server steers the clock.
+
+    Source: adjtimex(2); without modes it only reads, and 5 is TIME_ERROR: not synchronised.
+    """
+    buffer = ctypes.create_string_buffer(512)
+    return bool(ctypes.CDLL(None).adjtimex(buffer) != 5)
+
+
+def addresses(name: str) -> list[str]:
+    """The addresses of a host; none if it is not known."""
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine's interfaces."""
+    return {address.address for entries in psutil.net_if_addrs().values() for address in entries}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is only this machine's own."""
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,68 @@
+"""Counts what a step asks of the host and of other ranks outside its backward passes. Launched with a recipe."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune import exits
+from finetune.backend import Backend
+from finetune.quiet import silence_libraries
+from finetune.recipe import load
+from finetune.run import build
+from finetune.train import train_step
+
+
+class Calls(TorchDispatchMode):
+    """Reads of a tensor's value by the host, and collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.sent: Counter[str] = Counter()
+        self.backwards = False
+        self.gathers: list[int] = []
+        """In each backward pass."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name == "aten::_local_scalar_dense":
+            self.reads += 1
+        elif self.backwards:
+            self.gathers[-1] += "allgather" in name
+        elif name.startswith("c10d::"):
+            self.sent[name.removeprefix("c10d::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def main(words: list[str]) -> None:
+    silence_libraries()
+    run = build(load(words[0]), quiet=True)
+    calls, backward = Calls(), Backend.backward
+
+    def marked(self: Backend, loss: torch.Tensor) -> None:
+        calls.backwards = True
+        calls.gathers.append(0)
+        backward(self, loss)
+        calls.backwards = False
+
+    Backend.backward = marked
+    for step in (0, 1):
+        train_step(run, step)
+    with calls:
+        train_step(run, 2)
+    with Calls() as sees:
+        torch.ones(1).item()
+        run.backend.sum(torch.ones(1))
+    found = {"reads": calls.reads, "sent": calls.sent, "gathers": calls.gathers[-4:]}
+    found["sees"] = [sees.reads, sum(sees.sent.values())]
+    if run.backend.is_main:
+        Path(run.recipe.output.dir, "counted.json").write_text(json.dumps(found))
+    run.backend.close()
+
+
+if __name__ == "__main__":
+    exits.exit_with(exits.guarded(lambda: main(sys.argv[1:])))

@@ -1,0 +1,74 @@
+"""Takes steps of a recipe and writes the most memory that tensors took in the third, on rank 0.
+
+Launched with a recipe and the file to write into.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from finetune import models, optim, tasks
+from finetune.backend import Backend, read_launch, settle
+from finetune.recipe import validate
+
+
+def peak_of(step: Callable[[], None], held: int) -> int:
+    """The most bytes at a time, by each allocation and release that torch's profiler sees.
+
+    Args:
+        held: Bytes that are there before.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    inner: Any = profiled.profiler
+    events = [e for e in inner.kineto_results.events() if e.name() == "[memory]"]
+    most = held
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def main(source: Path, result: Path) -> None:
+    recipe, asked = validate(json.loads(source.read_text())), read_launch()
+    backend, task = Backend.start(recipe, asked, settle(recipe, asked), quiet=True), tasks.find(recipe)
+    config = models.resolve_config(recipe, vocab_size=recipe.tokenizer.vocab_size)
+    caller = models.Caller(models.build(recipe, config, "causal_lm"))
+    caller.autocast = backend.autocast
+    model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
+    ids = torch.zeros(recipe.batch.micro_size, recipe.data.sequence_length, dtype=torch.long)
+
+    def step() -> None:
+        for last in (False, True) if backend.accumulation > 1 else (True,):
+            backend.accelerator.sync_gradients = last
+            with nullcontext() if last else backend.accelerator.no_sync(model):
+                backend.accelerator.backward(model(task.loss_sum, {"input_ids": ids, "targets": ids}))
+        backend.step(optimizer, backend.clip(model, 1.0))
+        backend.clear(optimizer)
+
+    step()
+    step()  # in which copies of a model arrange their buckets anew
+    tensors = [*model.parameters(), *model.buffers(), ids, ids]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    # Buckets hold gradients whether there are any or not.
+    tensors += [p for p in model.parameters() if p.requires_grad and asked.kind == "ddp"]
+    held = sum(local(tensor).nbytes for tensor in tensors)
+    # The least of some: now and then gloo's threads have not let go yet of what they have sent.
+    most = min(peak_of(step, held) for _ in range(4))
+    if backend.is_main:
+        result.write_text(json.dumps(most))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

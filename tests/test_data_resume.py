@@ -1,0 +1,205 @@
+"""A build of tokens that is killed goes on where it was, and ends as if nothing had happened."""
+
+import io
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ROOT, python
+
+from finetune import recipe as recipes
+from finetune.data import cache, encoding, prepare, sample, sample_conversations, shards
+from finetune.data.cache import STATE, Interrupted
+from finetune.data.progress import Bar, documents_bar
+from finetune.data.side import Side
+from finetune.errors import DataError
+
+SHARD_BYTES = 6000  # as in killed.py
+NUM_MOMENTS = 7
+
+
+def texts(folder: Path, name: str, first: int, last: int) -> dict[str, Any]:
+    stories = [{"text": story.text, "label": story.label} for story in sample.stories(last)]
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in stories[first:]))
+    return {"path": str(folder / name)}
+
+
+def chats(folder: Path) -> dict[str, Any]:
+    records: list[dict[str, Any]] = [item._asdict() for item in sample_conversations.conversations(120)]
+    for number in (3, 50, 51, 110):
+        records[number] = {"messages": [{"role": "nobody" if number != 50 else "user", "content": "x"}]}
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"path": str(folder / "chats.jsonl")}
+
+
+def tree(folder: Path, kind: str) -> dict[str, Any]:
+    data: dict[str, Any] = {"sequence_length": 64, "validation_fraction": 0.1}
+    made: dict[str, Any] = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"vocab_size": 300}}
+    if kind == "conversations":
+        data |= {"train": [{**chats(folder), "weight": 2.0}], "sequence_length": 512}
+        made |= {"chat": {"template": "plain"}, "checks": {"max_broken": 0.5}}
+    else:
+        first, second = texts(folder, "a.jsonl", 0, 60), texts(folder, "b.jsonl", 60, 100)
+        data["train"] = [{**first, "weight": 2.5}, second]
+    if kind == "labels":
+        made["task"] = {"name": "sequence_classification"}
+        data["packing"] = "padded"
+    return {**made, "data": data, "length": {"steps": 0}}
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("texts", 2), ("labels", 1), ("conversations", 1)])
+def test_a_killed_build_goes_on(tmp_path: Path, kind: str, workers: int) -> None:
+    words = [str(tmp_path), json.dumps(tree(tmp_path, kind)), str(workers), str(NUM_MOMENTS)]
+    output, said = python(str(ROOT / "tests" / "killed.py"), *words)
+    whole, *killed = [json.loads(line) for line in output.splitlines()]
+    assert any(name.endswith("train.tokens") for name in whole["files"])
+    documents = whole["encoded"]
+    went_on = 0
+    for found in killed:
+        assert found["files"] == whole["files"], f"moment {found['moment']} of {whole['moments']}"
+        assert found["left"] == []
+        went_on += found["done"] > 0
+        if found["killed"] and not found["next"]:
+            assert found["tokens_whole"]  # killed behind the last document
+            continue
+        # No document of a finished shard is tokenised again, and all others are, once.
+        assert sorted(found["next"]) == sorted(documents[found["done"] :])
+        if workers == 1:
+            lost = sum(int(line.split()[1]) for line in found["killed"][found["done"] :])
+            assert lost <= SHARD_BYTES + 7 * max(int(line.split()[1]) for line in documents)
+    assert went_on >= NUM_MOMENTS // 2
+    assert "Going on at document" in said
+
+
+def tiny(folder: Path, *, quiet: bool = True) -> Any:
+    data = {"train": [{"sample": 100}], "cache_dir": str(folder), "num_workers": 1}
+    made = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"vocab_size": 300}, "data": data}
+    return prepare(recipes.validate({**made, "length": {"steps": 0}}), quiet=quiet)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("memory"), OSError(28, "No space left on device")])
+def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Ctrl-C, a process that died, a full disk."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    with monkeypatch.context() as patch:
+
+        def stop(self: Any, form: str) -> None:
+            raise error
+
+        patch.setattr(Side, "repeat", stop)
+        with pytest.raises((KeyboardInterrupt, DataError)):
+            tiny(tmp_path)
+    (left,) = tmp_path.glob("tokens-*.part")
+    assert (left / STATE).exists()
+    tiny(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+
+    def stop(self: Any, form: str) -> None:
+        raise DataError("a bad line")
+
+    monkeypatch.setattr(Side, "repeat", stop)
+    with pytest.raises(DataError, match="a bad line"):
+        tiny(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a build that was killed behind its last document has left."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Side, "repeat", lambda self, form: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tiny(folder)
+    (left,) = folder.glob("tokens-*.part")
+    return left
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other text"])
+def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    left = left_behind(tmp_path, monkeypatch)
+    if damage == "shorter":
+        os.truncate(left / "train.tokens", 2)
+    else:
+        state = json.loads((left / STATE).read_text())
+        (left / STATE).write_text(json.dumps({**state, "last": state["last"] ^ 1}))
+    with pytest.raises(DataError, match="Start again"):
+        tiny(tmp_path)
+    tiny(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("version", [None, cache.STATE_VERSION + 1])
+def test_what_another_version_has_left_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: int | None
+) -> None:
+    left = left_behind(tmp_path / "a", monkeypatch)
+    (left / "train.other").write_text("a file that this version does not know")
+    (left / STATE).write_text(json.dumps({"version": version, "what": "it means nothing here"}))
+    capsys.readouterr()
+    tiny(tmp_path / "a", quiet=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"is of version {version or 0}, and this one reads {cache.STATE_VERSION}: it is made anew" in line
+    tiny(tmp_path / "b")
+    one, other = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("tokens-*/*")} for n in "ab")
+    assert one
+    assert one == other
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_counts_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far ahead the reader is, and up to the files' sizes."""
+    path = Path(texts(tmp_path, "a.jsonl", 0, 60)["path"])
+    ends = list(itertools.accumulate(map(len, path.read_bytes().splitlines(keepends=True))))
+    seen: list[tuple[int, int]] = []
+    advance = Bar.advance
+    monkeypatch.setattr(Bar, "advance", lambda self, *words: (seen.append(words), advance(self, *words))[1])
+    monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setitem(encoding.Encoder.__init__.__kwdefaults__, "pool_after_bytes", 1)  # type: ignore[index]
+    trained = tiny(tmp_path / "c").tokenizer
+    trained.save_pretrained(str(tmp_path / "t"))
+    seen.clear()
+    data = {"train": [{"path": str(path)}], "cache_dir": str(tmp_path / "d"), "num_workers": 2}
+    made = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"name": str(tmp_path / "t")}, "data": data}
+    prepare(recipes.validate({**made, "length": {"steps": 0}}), quiet=True)
+    done = list(itertools.accumulate(documents for documents, _ in seen))
+    assert len(done) == 9
+    assert [read for _, read in seen] == [ends[number - 1] for number in done]
+    assert ends[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "150")
+    with documents_bar("tokenising", [600, 400 if known else None], quiet=False) as bar:
+        bar.say("Going on at document 7.")
+        bar.start(500)
+        bar.advance(30, 750)
+        assert bar._display is not None
+        bar._display.refresh()
+    written = terminal.getvalue()
+    assert "Going on at document 7." in written
+    assert "30 documents" in written
+    assert ("75%" in written) == ("left" in written) == known
+
+
+def test_a_log_gets_lines_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in (False, True):
+        with documents_bar("tokenising", [5], quiet=quiet) as bar:
+            bar.advance(1, 5)
+            bar.say("Going on.")
+    assert capsys.readouterr().err == "Going on.\n"

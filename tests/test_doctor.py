@@ -1,0 +1,506 @@
+"""`finetune doctor`: every check can fail, says what to do, and leaves nothing behind."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from harness import ROOT
+from nursery import Nursery
+from ranks import Place, free_port
+
+from finetune import doctor
+from finetune import recipe as recipes
+from finetune.backend import Launch, ops_look
+from finetune.backend.devices import Devices
+from finetune.backend.foresee import foresee
+from finetune.cli import main
+from finetune.doctor import (
+    Asked,
+    Finding,
+    collective,
+    devices,
+    disk,
+    hub,
+    limits,
+    native,
+    network,
+    packing,
+    planes,
+    variables,
+    versions,
+)
+
+Patch = pytest.MonkeyPatch
+# What a case puts in place of this machine's, and what is asked for.
+Case = tuple[Callable[[Asked], Any], str, str, Callable[[Patch, Place], Asked]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: Patch, nursery: Nursery) -> Place:
+    monkeypatch.chdir(ROOT)
+    return Place(tmp_path, nursery)
+
+
+def asked_of(place: Place, base: str | None = None, env: dict[str, str] | None = None, **changes: Any) -> Asked:
+    """A recipe, and a shipped launch file with changes."""
+    foreseen = foresee(str(place.launch_file(base, **changes)), {}, env or {}) if base else None
+    return Asked(recipes.load(place.recipe()), foreseen, env or {})
+
+
+def having(path: str, value: Any) -> Callable[[Patch, Place], Asked]:
+    """A machine on which `path` is `value`, and a run that asks for nothing."""
+
+    def setup(patch: Patch, place: Place) -> Asked:
+        patch.setattr(path, value)
+        return Asked(env={})
+
+    return setup
+
+
+def launched(
+    base: str, patches: dict[str, Any] | None = None, env: dict[str, str] | None = None, **changes: Any
+) -> Callable[[Patch, Place], Asked]:
+    """A launch on a machine with patches."""
+
+    def setup(patch: Patch, place: Place) -> Asked:
+        for path, value in (patches or {}).items():
+            patch.setattr(path, value)
+        return asked_of(place, base, env, **changes)
+
+    return setup
+
+
+def with_env(**env: str) -> Callable[[Patch, Place], Asked]:
+    return lambda patch, place: Asked(env=env)
+
+
+def with_recipe(*overrides: str, patches: dict[str, Any] | None = None, **env: str) -> Callable[[Patch, Place], Asked]:
+    def setup(patch: Patch, place: Place) -> Asked:
+        for path, value in (patches or {}).items():
+            patch.setattr(path, value)
+        return Asked(recipes.load(place.recipe(), overrides), None, env)
+
+    return setup
+
+
+def installed(**others: str | None) -> Callable[[str], str]:
+    truly = metadata.version
+
+    def version(name: str) -> str:
+        if name in others and others[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return others.get(name) or truly(name)
+
+    return version
+
+
+def free(gib: float) -> Callable[[Any], Any]:
+    return lambda folder: SimpleNamespace(free=int(gib * 2**30))
+
+
+def one_op(**facts: Any) -> Callable[..., list[ops_look.Op]]:
+    found = ops_look.Op("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
+    return lambda launch: [replace(found, **facts)]
+
+
+def of_gpus(number: int) -> Callable[[], Devices]:
+    return lambda: Devices(number, True)
+
+
+def where(path: str, text: str) -> Callable[[Patch, Place], Asked]:
+    """A machine whose file at `path` (a variable that names one) holds a text."""
+
+    def setup(patch: Patch, place: Place) -> Asked:
+        patch.setattr(path, place.write("file", text))
+        return Asked(env={})
+
+    return setup
+
+
+def taken(patch: Patch, place: Place, **changes: Any) -> Asked:
+    patch.setattr(network, "is_free", lambda number: False)
+    return asked_of(place, "ddp", main_process_port=29511, **changes)
+
+
+def no_folder(patch: Patch, place: Place) -> Asked:
+    patch.setattr(disk, "SHARED", place.folder / "nothing")
+    return Asked(env={})
+
+
+NO_ADDRESS = {"finetune.doctor.network.addresses": lambda name: []}
+LOOPBACK = {
+    "finetune.doctor.network.addresses": lambda name: ["127.0.1.1"],
+    "finetune.doctor.network.of_torch": of_gpus(0),
+}
+ELSEWHERE = {
+    "finetune.doctor.network.addresses": lambda name: ["10.0.0.1"],
+    "finetune.doctor.network.own_addresses": lambda: {"10.0.0.2"},
+}
+TWO = {"num_machines": 2, "main_process_ip": "first"}
+BROKEN = ("", "Illegal instruction")
+
+CASES: list[Case] = [
+    (versions.python, "failure", "3.8.1, needed is >=3.11", having("sys.version_info", (3, 8, 1))),
+    (
+        versions.packages,
+        "failure",
+        "No such file.*constraints",
+        having("finetune.doctor.versions.ROOT", Path("/nowhere")),
+    ),
+    (versions.packages, "failure", "peft is not installed", having("importlib.metadata.version", installed(peft=None))),
+    (
+        versions.packages,
+        "failure",
+        "torch 2.1.0, needed",
+        having("importlib.metadata.version", installed(torch="2.1.0")),
+    ),
+    (
+        versions.packages,
+        "warning",
+        "torch 9.0; the tests",
+        having("importlib.metadata.version", installed(torch="9.0")),
+    ),
+    (
+        devices.gpus,
+        "failure",
+        "with 1 GPU",
+        launched(
+            "ddp", {"finetune.doctor.devices.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
+        ),
+    ),
+    (
+        devices.gpus,
+        "warning",
+        "sees no GPU",
+        launched(
+            "ddp", {"finetune.doctor.devices.of_torch": of_gpus(0), "finetune.doctor.devices.DRIVER": Path(__file__)}
+        ),
+    ),
+    (
+        devices.dtypes,
+        "failure",
+        "bfloat16 fails",
+        having("finetune.doctor.devices.product", lambda dtype, device: 8.0 if dtype == "float32" else float("nan")),
+    ),
+    (planes.agreement, "failure", "not a multiple of", launched("ddp", num_processes=3)),
+    (planes.agreement, "failure", "nonesuch cannot be used", with_recipe("log.trackers=[nonesuch]")),
+    (planes.agreement, "failure", "is no optimiser", with_recipe("optim.name=Adamm")),
+    (
+        native.ops,
+        "failure",
+        "libaio",
+        launched(
+            "zero3_nvme",
+            {"finetune.backend.ops_look.look": one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))},
+        ),
+    ),
+    (
+        native.ops,
+        "warning",
+        "cannot be compiled",
+        having("finetune.backend.ops_look.look", one_op(lacking=("there is no C++ compiler", "apt-get install g++"))),
+    ),
+    (native.ops, "warning", "build lock", having("finetune.backend.ops_look.look", one_op(locked=True))),
+    (native.ops, "warning", "not compiled yet", having("finetune.backend.ops_look.look", one_op(built=False))),
+    (packing.kernels, "warning", "Illegal", having("finetune.doctor.packing.probe", lambda *words: BROKEN)),
+    (
+        packing.kernels,
+        "failure",
+        "the recipe needs it",
+        with_recipe(
+            "model.quantization=nf4", "lora={}", patches={"finetune.doctor.packing.probe": lambda *words: BROKEN}
+        ),
+    ),
+    (disk.folders, "failure", "0.1 GiB free", having("shutil.disk_usage", free(0.1))),
+    (disk.folders, "warning", "5.0 GiB free", having("shutil.disk_usage", free(5))),
+    (disk.folders, "failure", "may not write", having("os.access", lambda folder, mode: False)),
+    (disk.folders, "failure", r"nvme_path: .*0.1 GiB", launched("zero3_nvme", {"shutil.disk_usage": free(0.1)})),
+    (disk.shared_memory, "warning", "0.06 GiB", having("shutil.disk_usage", free(0.0625))),
+    (
+        disk.shared_memory,
+        "failure",
+        "this launch maps 0.13 GiB",
+        launched("zero2", {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}),
+    ),
+    (disk.shared_memory, "failure", "there is no", no_folder),
+    (network.port, "warning", "29511 is taken", taken),
+    (network.port, "failure", "29511 is taken", lambda patch, place: taken(patch, place, **TWO)),
+    (network.port, "failure", "no port", having("finetune.doctor.network.is_free", lambda number: False)),
+    (network.hostname, "warning", "has no address", having("finetune.doctor.network.addresses", lambda name: [])),
+    (network.hostname, "failure", "other machines do not reach", launched("ddp", LOOPBACK, **TWO)),
+    (network.first_machine, "failure", "main_process_ip is first, which has no", launched("ddp", NO_ADDRESS, **TWO)),
+    (network.first_machine, "failure", "each machine itself", launched("ddp", LOOPBACK, **TWO)),
+    (network.first_machine, "failure", "machine 0, .* is no address of", launched("ddp", ELSEWHERE, **TWO)),
+    (
+        network.first_machine,
+        "failure",
+        "machine 1, .* is an address of",
+        launched(
+            "ddp", {**ELSEWHERE, "finetune.doctor.network.own_addresses": lambda: {"10.0.0.1"}}, **TWO, machine_rank=1
+        ),
+    ),
+    (network.clock, "warning", "before its files were written", having("time.time", lambda: 0.0)),
+    (
+        network.clock,
+        "warning",
+        "synchronised",
+        launched("ddp", {"finetune.doctor.network.is_synchronised": lambda: False}, **TWO),
+    ),
+    (hub.reach, "warning", "HF_HUB_OFFLINE is set", with_env(HF_HUB_OFFLINE="1")),
+    (
+        hub.reach,
+        "warning",
+        "huggingface.co cannot be reached",
+        having("finetune.doctor.hub.connects", lambda address: False),
+    ),
+    (
+        hub.reach,
+        "failure",
+        "not in the cache: gpt3",
+        with_recipe("model={name: gpt3}", HF_HUB_OFFLINE="1", HF_HOME="nowhere"),
+    ),
+    (limits.threads, "failure", "OMP_NUM_THREADS is 'many'", with_env(OMP_NUM_THREADS="many")),
+    (limits.threads, "warning", "wait for each other", with_env(OMP_NUM_THREADS="100000")),
+    (
+        limits.threads,
+        "warning",
+        "processes wait",
+        launched("ddp", {"os.sched_getaffinity": lambda pid: {0}, "finetune.doctor.limits.of_torch": of_gpus(0)}),
+    ),
+    (limits.threads, "warning", "may use 0.5", where("finetune.doctor.limits.QUOTA", "50000 100000\n")),
+    (limits.files, "failure", "100 open files", having("resource.getrlimit", lambda which: (100, 100))),
+    (limits.files, "warning", "512 open files", having("resource.getrlimit", lambda which: (512, 1 << 20))),
+    (variables.overriding, "warning", "NCCL_P2P_DISABLE=1 acts on every run", with_env(NCCL_P2P_DISABLE="1")),
+    (
+        variables.overriding,
+        "warning",
+        "ACCELERATE_DYNAMO_BACKEND=inductor acts beside the launch file",
+        launched("fsdp", env={"ACCELERATE_DYNAMO_BACKEND": "inductor"}),
+    ),
+    (variables.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", with_env(NCCL_SOCKET_IFNAME="ib7")),
+    (variables.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", with_env(GLOO_SOCKET_IFNAME="l")),
+    (
+        collective.all_reduce,
+        "failure",
+        "rank 1 ended with 3: no",
+        having("finetune.doctor.collective.SCRIPT", "import sys\nif sys.argv[2] == '1': sys.exit(print('no') or 3)"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "status", "says", "setup"), CASES, ids=[f"{c[0].__name__}: {c[2]}" for c in CASES])
+def test_every_check_can_fail(
+    check: Any, status: str, says: str, setup: Callable[[Patch, Place], Asked], place: Place, monkeypatch: Patch
+) -> None:
+    asked = setup(monkeypatch, place)
+    monkeypatch.setattr(doctor, "CHECKS", [check])
+    found = [finding for finding in doctor.examine(asked, lambda what: None) if finding.status != "ok"]
+    assert {finding.status for finding in found if re.search(says, finding.found)} == {status}, found
+    assert all(finding.advice or "." in finding.found for finding in found)
+
+
+def test_no_check_is_left_out() -> None:
+    assert {case[0] for case in CASES} == set(doctor.CHECKS)
+
+
+SOUND = {
+    "importlib.metadata.version": installed(),
+    "shutil.disk_usage": free(100),
+    "finetune.backend.ops_look.look": one_op(),
+    "finetune.doctor.devices.DRIVER": Path("/nowhere"),
+    "finetune.doctor.packing.probe": lambda *words: ("1.0", ""),
+    "finetune.doctor.network.is_free": lambda number: True,
+    "finetune.doctor.network.addresses": lambda name: ["10.0.0.1"],
+    "finetune.doctor.hub.connects": lambda address: True,
+    "finetune.doctor.limits.QUOTA": Path("/nowhere"),
+    "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
+    "os.sched_getaffinity": lambda pid: set(range(8)),
+    "finetune.doctor.collective.pair": lambda *words: None,
+}
+
+
+@pytest.fixture
+def sound(monkeypatch: Patch) -> None:
+    """A machine that has everything, whatever this one has."""
+    tested = versions._tested()
+    monkeypatch.setattr(versions, "_installed", lambda name: tested.get(name.lower()))
+    for path, value in SOUND.items():
+        monkeypatch.setattr(path, value)
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "ACCELERATE_", "FSDP_", "HF_", "GLOO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "--recipe", str(place.recipe()), "--config_file", "accelerate_configs/ddp.yaml"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert {line.split()[0] for line in shown.out.splitlines()} == {"ok"}
+    assert shown.err == ""  # quiet without a terminal
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["status"] for row in rows} == {"ok"}
+    assert len({row["check"] for row in rows}) == len(doctor.CHECKS)
+
+
+@pytest.mark.usefixtures("sound")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--config_file", "nowhere.yaml"], "launch file: There is no launch file nowhere.yaml"),
+        (["--recipe", "nowhere.yaml"], "recipe: Cannot read the recipe nowhere.yaml"),
+        (["--recipe", "recipes/sample.yaml", "--", "optim.lrr=1"], "recipe: .*did you mean 'lr'"),
+    ],
+)
+def test_what_cannot_be_read_is_a_finding(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chdir(ROOT)
+    assert main(["doctor", *words]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(f"^FAILURE  {says}", shown)
+    # The rest is looked at all the same.
+    assert "all-reduce" in shown
+
+
+def test_warnings_alone_do_not_fail(sound: None, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", free(5))
+    assert main(["doctor"]) == 0
+    assert "warning" in capsys.readouterr().out
+
+
+def test_without_torch_it_says_so(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(doctor, "CHECKS", [devices.gpus])
+    (found,) = doctor.examine(Asked(env={}), lambda what: None)
+    assert (found.status, found.advice) == ("failure", "install it: `make setup`")
+
+
+# ---------------------------------------------------------------- the probes themselves
+
+
+def test_a_free_port_and_a_taken_one() -> None:
+    number = free_port()
+    assert network.is_free(number)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", number))
+        assert not network.is_free(number)
+
+
+def test_connections() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        assert not hub.connects(server.getsockname())
+        server.listen()
+        assert hub.connects(server.getsockname())
+
+
+def test_the_hubs_cache(tmp_path: Path) -> None:
+    asked = Asked(env={"HF_HOME": str(tmp_path)})
+    assert not hub.is_cached(asked, "models", "owner/name")
+    (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
+    assert hub.is_cached(asked, "models", "owner/name")
+    assert not hub.is_cached(asked, "datasets", "owner/name")
+
+
+def test_a_dtype_that_torch_cannot_multiply() -> None:
+    assert devices.product("float32", "cpu") == 8.0
+    assert devices.product("bool", "cpu") != 8.0
+
+
+def test_what_a_probe_complains_of() -> None:
+    assert packing.probe("import sys; print(sys.argv[1])", "cpu", 60) == ("cpu", "")
+    assert packing.probe("raise ValueError('why')", "cpu", 60) == ("", "ValueError: why")
+    assert packing.probe("import os; os.abort()", "cpu", 60) == ("", "it ended with -6")
+    assert packing.probe("input()\nimport signal; signal.pause()", "cpu", 60)[1].startswith("EOFError")
+    assert packing.probe("import signal; signal.pause()", "cpu", 0.5) == ("", "no answer within 0 s")
+
+
+def test_two_processes_agree() -> None:
+    assert collective.pair(collective.SCRIPT, "gloo", os.environ, collective.LIMIT_S) is None
+
+
+def test_nothing_is_left_of_processes_that_hang(tmp_path: Path, monkeypatch: Patch) -> None:
+    # Deaf to all but SIGKILL, and each with a child that would outlive it.
+    script = f"""
+import os, pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+file = pathlib.Path({str(tmp_path)!r}, sys.argv[2])
+file.write_text(f"{{os.getpid()}} {{child.pid}}")
+file.rename(file.with_suffix(".pids"))
+signal.pause()
+"""
+
+    def clock() -> float:
+        """Time is up when both are there."""
+        return 100.0 if len(list(tmp_path.glob("*.pids"))) == 2 else 0.0
+
+    monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    problem = collective.pair(script, "gloo", os.environ, 50.0)
+    assert problem == "rank 0 and 1 had not ended after 50 s"
+    pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    while any(map(is_alive, pids)):  # a signal that is sent takes a moment
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one whose parent is gone stays a zombie until init takes it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_rank_that_ends_early_ends_the_other() -> None:
+    script = "import signal, sys\nif sys.argv[2] == '0': sys.exit('lost')\nsignal.pause()"
+    assert collective.pair(script, "gloo", os.environ, float("inf")) == "rank 0 ended with 1: lost"
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)], ids=["max", "1.5", "empty"]
+)
+def test_a_containers_quota(tmp_path: Path, monkeypatch: Patch, text: str, quota: float | None) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(text)
+    monkeypatch.setattr(limits, "QUOTA", file)
+    assert limits.quota() == quota
+
+
+def test_what_a_launch_shares() -> None:
+    deep = Launch(kind="zero2", num_processes=4)
+    assert ops_look.shared_bytes(Launch(kind="ddp", num_processes=4), 4) == 0
+    assert ops_look.shared_bytes(deep, 4) == (0 if torch.cuda.is_available() else 4 * 66 * 2**20)
+
+
+def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = {op.name: op for op in ops_look.look(None)}
+    assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
+    assert not any(op.built or op.locked for op in found.values())
+    lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
+    assert all(op.lacking == lacking for op in found.values())
+    (next(tmp_path.rglob("cpu_adam")) / "lock").touch()
+    assert [op.name for op in ops_look.look(None) if op.locked] == ["cpu_adam"]
+    assert ops_look.look(Launch(kind="fsdp", num_processes=2)) == []
+
+
+def test_findings_as_text() -> None:
+    assert doctor.as_text(Finding("disk", "ok", "much")) == "ok       disk: much"
+    text = doctor.as_text(Finding("disk", "failure", "a\n b", "make room"))
+    assert text == "FAILURE  disk: a b\n         -> make room"

@@ -1,0 +1,391 @@
+"""`finetune explain` says of every value who set it, as a run would see it, and loads no torch for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import ROOT, environment
+from nursery import Nursery
+from ranks import Place, exported
+from test_identity import keys_of
+
+from finetune import recipe as recipes
+from finetune.backend import devices, meanings
+from finetune.backend.foresee import foresee
+from finetune.cli import main
+from finetune.errors import BackendError, FinetuneError, RecipeError
+from finetune.explain import explain, recipe_plane, select, text
+from finetune.explain.units import UNITS
+from finetune.layers import Value, flat, places
+from finetune.recipe import Recipe
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+ALONE = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> Place:
+    monkeypatch.chdir(ROOT)
+    return Place(tmp_path, nursery)
+
+
+def explained(
+    recipe: Path, *overrides: str, config: str | Path | None = None, options: dict[str, str] | None = None, **env: str
+) -> dict[str, Value]:
+    file = f"accelerate_configs/{config}.yaml" if isinstance(config, str) else config and str(config)
+    found = explain(str(recipe), overrides, file, options or {}, ALONE | env)
+    assert len({value.key for value in found}) == len(found)
+    return {value.key: value for value in found}
+
+
+def said(value: Value) -> list[tuple[str, Any]]:
+    return [(setting.layer, setting.value) for setting in value.settings]
+
+
+# ---------------------------------------------------------------- it answers at once
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["explain", "recipes/sample.yaml", "--all"],
+        [
+            "explain",
+            "recipes/sample.yaml",
+            "optim.lr",
+            "optim.lr=1e-4",
+            "--config_file",
+            "accelerate_configs/fsdp.yaml",
+        ],
+        ["explain", "recipes/llama_qlora.yaml", "--json", "--config_file", "accelerate_configs/zero3_nvme.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_is_loaded(words: list[str]) -> None:
+    script = f"""
+import sys
+from finetune.cli import main
+try:
+    main({words!r})
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    loaded = ended.stderr.split()
+    assert "finetune.cli" in loaded
+    assert not {"torch", "accelerate", "transformers", "numpy", "deepspeed"} & set(loaded)
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
+    effective, tree = flat(recipes.load(file).model_dump(mode="json")), flat(recipes.read(file))
+    found = {
+        value.key: value for value in recipe_plane.values(recipes.load(file), str(file), (), [recipes.read(file)], {})
+    }
+    sections = {key for key in found if key not in effective}
+    assert sections <= {"lora", "chat", "sample"}
+    assert set(effective) == set(found) - sections
+    lines = file.read_text().splitlines()
+    for key, value in effective.items():
+        *before, last = found[key].settings
+        assert last.value == value
+        assert last.layer == ("recipe file" if key in tree else "default"), key
+        assert found[key].meaning
+        if last.layer == "recipe file":
+            line = lines[int(last.place.rpartition(":")[2]) - 1]
+            assert key.rsplit(".", 1)[-1] in line, (key, line)
+        assert all(setting.layer == "default" for setting in before)
+
+
+def test_layers_lie_on_each_other(place: Place) -> None:
+    recipe = place.recipe(optim={"lr": 0.5, "args": {"eps": 1.0}}, sample={"prompt": "A"})
+    found = explained(
+        recipe, "optim.lr=1", "optim.lr=2e-3", "optim.args.betas.0=0.8", "sample=null", "chat={}", "data.packing=padded"
+    )
+    assert said(found["optim.lr"]) == [
+        ("default", 3e-4),
+        ("recipe file", 0.5),
+        ("command line", 1),
+        ("command line", 2e-3),
+    ]
+    assert said(found["optim.args.eps"]) == [("recipe file", 1.0)]
+    assert said(found["optim.args.betas"]) == [("command line", [0.8])]
+    assert said(found["sample"]) == [("default", None), ("command line", None)]
+    assert said(found["chat"]) == [("default", None), ("command line", "given")]
+    assert said(found["chat.train_on"]) == [("default", "assistant")]
+
+
+def test_a_list_from_the_command_line_leaves_nothing_of_the_file(place: Place) -> None:
+    recipe = place.recipe(data={"train": [{"path": "a.txt", "weight": 2}]})
+    found = explained(recipe, "data.train=[{path: b.txt}]")
+    assert said(found["data.train.0.path"])[-2:] == [("recipe file", "a.txt"), ("command line", "b.txt")]
+    # The file's weight fell with its list: by the command line, the default holds.
+    assert said(found["data.train.0.weight"]) == [("default", 1.0), ("recipe file", 2), ("command line", 1.0)]
+
+
+def test_the_short_form_of_resume(place: Place) -> None:
+    found = explained(place.recipe(resume={"mode": "never", "allow": ["data"]}), "resume=must")
+    assert said(found["resume.mode"]) == [("default", "auto"), ("recipe file", "never"), ("command line", "must")]
+    assert said(found["resume.allow"]) == [("default", []), ("recipe file", ["data"])]
+
+
+def test_lines_of_merged_keys(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("base: &base\n  x: 1\n  y: 1\nover:\n  <<: *base\n  y: 2\nlist:\n  - z: 3\n")
+    found = places(file)
+    assert (found["over.x"], found["over.y"], found["list.0.z"]) == (2, 6, 8)
+    file.write_text("a: [")
+    assert places(file) == {}
+
+
+def test_every_number_has_a_unit() -> None:
+    schema = Recipe.model_json_schema()
+    numbers = set()
+    for name, section in {**schema["$defs"], "Recipe": schema}.items():
+        for key, facts in section["properties"].items():
+            if {"integer", "number"} & {part.get("type") for part in [facts, *facts.get("anyOf", [])]}:
+                numbers.add(f"{name}.{key}")
+    assert numbers == set(UNITS)
+
+
+def test_every_key_is_known() -> None:
+    known = {
+        key.replace("data.train.0.", "source.").replace("data.validation.0.", "source.")
+        for key in recipe_plane.all_keys()
+    }
+    assert {key for key in keys_of(Recipe, "") if "." in key} <= known
+
+
+# ---------------------------------------------------------------- the launch file
+
+
+@pytest.mark.parametrize("file", [f for f in LAUNCH_FILES if f.stem != "single"], ids=lambda file: file.stem)
+def test_workers_hear_what_is_foreseen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    foreseen = foresee(f"accelerate_configs/{file.name}", {}, ALONE)
+    read = {key.variable for key in meanings.KNOWN.values()} | {
+        f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "CPU", "PARALLELISM_CONFIG")
+    }
+    truly = {key: value for key, value in exported(file).items() if key in read}
+    ours = {key: value for key, value in foreseen.exported.items() if not key.endswith(("WORLD_SIZE", "LOCAL_RANK"))}
+    assert ours == truly
+    assert foreseen.launch.num_processes == yaml.safe_load(file.read_text())["num_processes"]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ("fsdp", {"fsdp_config": {"fsdp_reshard_after_forward": False, "fsdp_offload_params": True}}),
+        ("fsdp", {"mixed_precision": "bf16", "debug": True, "gpu_ids": "0,1"}),
+        (
+            "fsdp",
+            {
+                "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "Block"},
+                "enable_cpu_affinity": True,
+                "debug": True,
+            },
+        ),
+        ("zero2", {"deepspeed_config": {"gradient_accumulation_steps": 2, "zero3_init_flag": True}}),
+        (
+            "hsdp",
+            {"parallelism_config": {"parallelism_config_dp_shard_size": 4, "parallelism_config_dp_replicate_size": 1}},
+        ),
+    ],
+)
+def test_workers_hear_what_is_foreseen_of_other_values(place: Place, base: str, changes: dict[str, Any]) -> None:
+    file = place.launch_file(base, **changes)
+    truly, ours = exported(file), foresee(str(file), {}, ALONE).exported
+    for name in {key.variable for key in meanings.KNOWN.values() if key.variable}:
+        assert ours.get(name) == truly.get(name), name
+
+
+def test_the_keys_are_those_of_accelerate() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    assert set(meanings.GENERAL) == set(ClusterConfig.__dataclass_fields__) | {"max_restarts"}
+    defaults = vars(launch_command_parser().parse_args(["script.py"]))
+    # It completes its options by the file, but only those that are None by themselves.
+    deaf = {name for name in ClusterConfig.__dataclass_fields__ if defaults.get(name) is not None}
+    assert {name for name, key in meanings.GENERAL.items() if meanings.DEAF in key.meaning} == deaf
+    for name, key in {**meanings.FSDP, **meanings.PARALLELISM}.items():
+        default = defaults[name.rpartition(".")[2]]
+        assert str(key.default).lower() == str(default).lower(), name
+    for key in meanings.KNOWN.values():
+        assert key.meaning
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_nvme"])
+def test_every_value_of_a_launch(place: Place, name: str) -> None:
+    found = explained(place.recipe(batch={"global_size": 8}), config=name)
+    written = foresee(f"accelerate_configs/{name}.yaml", {}, ALONE).written
+    lines = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text().splitlines()
+    for key, value in written.items():
+        assert said(found[key])[-1] == ("launch file", value)
+        assert key.rsplit(".", 1)[-1] in lines[int(found[key].settings[-1].place.rpartition(":")[2]) - 1]
+    assert found["backend"].settings[-1].value == name.removesuffix("_nvme")
+    assert found["accumulation"].settings[-1].value == 8 // (2 * written["num_processes"])
+    assert all(value.meaning for value in found.values())
+
+
+def test_what_deepspeed_leaves_to_the_recipe(place: Place) -> None:
+    found = explained(place.recipe(precision="bf16", optim={"clip_norm": None}), config="zero2")
+    assert said(found["train_batch_size"]) == [("ds_config", "auto"), ("derived", 4)]
+    assert found["train_batch_size"].settings[-1].place == "the recipe's batch.global_size"
+    assert said(found["gradient_clipping"]) == [("ds_config", "auto"), ("derived", 0.0)]
+    assert said(found["torch_autocast.enabled"]) == [("derived", True)]
+    assert said(found["zero_optimization.stage"]) == [("ds_config", 2)]
+    assert found["zero_optimization.stage"].settings[-1].place == "ds_configs/zero2.json:17"
+
+
+def test_options_of_the_launcher(place: Place) -> None:
+    found = explained(place.recipe(batch={"global_size": 8}), config="ddp", options={"num_processes": "4"})
+    assert said(found["num_processes"]) == [("launch file", 2), ("command line", 4)]
+    assert said(found["accumulation"]) == [("derived", 1)]
+
+
+def test_the_environment_and_the_launch_file(place: Place) -> None:
+    found = explained(
+        place.recipe(),
+        config="fsdp",
+        FSDP_OFFLOAD_PARAMS="true",
+        ACCELERATE_MIXED_PRECISION="bf16",
+        CUDA_VISIBLE_DEVICES="",
+        NCCL_DEBUG="INFO",
+        OMP_NUM_THREADS="3",
+    )
+    # What the launcher exports covers what was there; the rest reaches workers.
+    assert said(found["fsdp_config.fsdp_offload_params"])[-2:] == [("environment", "true"), ("launch file", False)]
+    assert said(found["mixed_precision"]) == [("default", "no"), ("environment", "bf16"), ("default", "no")]
+    assert said(found["gpu_ids"]) == [("default", "all"), ("environment", "")]
+    assert said(found["NCCL_DEBUG"]) == [("environment", "INFO")]
+    if not devices.of_torch().gpus:
+        assert said(found["num_threads"]) == [("environment", "3")]
+
+
+def test_what_accelerate_does_not_take_from_a_file(place: Place) -> None:
+    file = place.launch_file("ddp", same_network=True)
+    said_last = said(explained(place.recipe(), config=file)["same_network"])
+    assert said_last == [("default", False), ("launch file", True), ("default", False)]
+
+
+def test_an_unknown_key_of_a_section_is_named(place: Place) -> None:
+    file = place.launch_file("fsdp", fsdp_config={"fsdp_reshard_after_foward": False})
+    meaning = explained(place.recipe(), config=file)["fsdp_config.fsdp_reshard_after_foward"].meaning
+    assert "did you mean 'fsdp_config.fsdp_reshard_after_forward'" in meaning
+
+
+# ---------------------------------------------------------------- conflicts
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "env", "says"),
+    [
+        ("fsdp", {"use_cpu": True}, {}, "also for `use_cpu`"),
+        ("single", {"num_processes": 2}, {}, "distributed_type 'NO'"),
+        ("ddp", {"mixed_precision": "bf16"}, {}, "says mixed_precision: bf16"),
+        ("ddp", {"num_processes": 3}, {}, "is not a multiple of"),
+        ("ddp", {"num_processes": 3, "num_machines": 2}, {}, "asks for 3 processes, but 2 run"),
+        ("ddp", {"num_procesess": 3}, {}, "no key num_procesess, did you mean 'num_processes'"),
+        ("ddp", {"distributed_type": "MULTI_XPU"}, {}, "which is not offered"),
+        ("ddp", {"compute_environment": "AMAZON_SAGEMAKER"}, {}, "only LOCAL_MACHINE"),
+        ("ddp", {"num_processes": None}, {}, "names no num_processes"),
+        ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, {}, "FSDP version 1"),
+        ("fsdp", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, {}, "another mask"),
+        ("hsdp", {"num_processes": 2}, {}, "takes 4 processes"),
+        ("zero2", {"deepspeed_config": {"deepspeed_config_file": "nothing.json"}}, {}, "cannot be read as JSON"),
+        ("zero2", {"deepspeed_config": {"deepspeed_config_file": None}}, {}, "without a deepspeed_config_file"),
+        ("ddp", {}, {"ACCELERATE_USE_CPU": "1"}, "ACCELERATE_USE_CPU is set"),
+        ("ddp", {}, {"ACCELERATE_USE_FSDP": "1"}, "FSDP version 1"),
+        ("ddp", {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, "says gradient accumulation 7"),
+    ],
+)
+def test_conflicts_are_errors(place: Place, base: str, changes: dict[str, Any], env: dict[str, str], says: str) -> None:
+    with pytest.raises(FinetuneError, match=says):
+        explained(place.recipe(), config=place.launch_file(base, **changes), **env)
+
+
+def test_other_conflicts(place: Place) -> None:
+    with pytest.raises(BackendError, match=r"contradicts the recipe: .* says gradient_clipping: 3"):
+        explained(place.recipe(), config=place.ds_launch_file({"gradient_clipping": 3}))
+    with pytest.raises(RecipeError, match="unknown key, did you mean 'lr'"):
+        explained(place.recipe(), "optim.lrr=1")
+    with pytest.raises(BackendError, match="no LOCAL_RANK"):
+        explained(place.recipe(), WORLD_SIZE="2")
+    with pytest.raises(BackendError, match=r"There is no launch file nowhere\.yaml"):
+        explained(place.recipe(), config=Path("nowhere.yaml"))
+    with pytest.raises(BackendError, match="--num_processes takes a whole number, got two"):
+        explained(place.recipe(), config="ddp", options={"num_processes": "two"})
+    with pytest.raises(BackendError, match="name its file by --config_file"):
+        explained(place.recipe(), options={"num_processes": "2"})
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("lr", "did you mean optim.lr?"),
+        ("optim.larning_rate", "did you mean 'optim"),
+        ("lora.rnak", "did you mean 'lora.rank'"),
+        ("num_proceses", "did you mean 'num_processes'"),
+        ("xyzzy", "There is no key 'xyzzy'."),
+    ],
+)
+def test_an_unknown_key_says_the_nearest(place: Place, key: str, near: str) -> None:
+    values = list(explained(place.recipe(), config="ddp").values())
+    with pytest.raises(RecipeError) as raised:
+        select(values, key)
+    assert near in str(raised.value)
+
+
+def test_a_key_is_a_page(place: Place) -> None:
+    values = list(explained(place.recipe(optim={"lr": 0.5}), "optim.lr=0.25").values())
+    shown = text.page(*select(values, "optim.lr"))
+    for part in (
+        "optim.lr = 0.25",
+        "command line: optim.lr=0.25",
+        "0.5, recipe file",
+        "0.0003, default",
+        "rate",
+        "Peak",
+    ):
+        assert part in shown
+    assert "lora.rank is not in force" in text.page(*select(values, "lora.rank"))
+    assert {value.key for value in select(values, "derived")} >= {"backend", "accumulation"}
+    assert "optim.clip_norm" in text.table(select(values, "optim"))
+
+
+def test_the_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", str(place.recipe()), "optim.lr=0.25", "--config_file", "accelerate_configs/zero1.yaml"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "optim.lr" in shown
+    assert "optim.weight_decay" not in shown
+    assert main([*words, "--all"]) == 0
+    assert "optim.weight_decay" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["optim.lr"]["layer"] == "command line"
+    assert rows["optim.lr"]["overrode"][0] == {"layer": "default", "place": "", "value": 3e-4}
+    assert rows["train_batch_size"]["unit"] == "rows"
+    assert main(["explain", str(place.recipe()), "optim.rl"]) == 2
+    assert "did you mean 'optim.lr'" in capsys.readouterr().err
+
+
+def test_the_driver_sees_what_torch_sees() -> None:
+    assert devices.of_driver() == devices.of_torch()

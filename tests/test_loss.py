@@ -1,0 +1,191 @@
+"""The loss that a head computes in chunks is the loss of all logits, and so are its gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from recipes_for_tests import base
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune import frozen, loss, models, tasks
+from finetune.recipe import validate
+
+N, H, V = 150, 24, 300
+
+
+def exact(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> list[torch.Tensor]:
+    """Loss and gradients in fp64."""
+    given = [t.detach().double().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    logits = given[0] @ given[1].T + (given[2] if len(given) > 2 else 0)
+    value = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return [value, *torch.autograd.grad(value, given)]
+
+
+def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=generator).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).mul(0.3).requires_grad_()
+    bias = torch.randn(V, generator=generator).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[::7] = -100
+    return hidden, weight, bias, targets
+
+
+@pytest.mark.parametrize("rows", [1, 37, 64, N], ids="{} rows".format)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_gradients_are_those_of_fp64(
+    rows: int, dtype: torch.dtype, tolerance: float, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "rows_of_chunk", lambda tokens, vocabulary: rows)
+    hidden, weight, bias, targets = case()
+    given = [hidden, weight, bias] if biased else [hidden, weight]
+    value = loss.loss_of(hidden, weight, bias if biased else None, targets, dtype)
+    assert value.dtype == torch.float32
+    (value * 0.5).backward()
+    wanted = exact(hidden, weight, bias if biased else None, targets)
+    assert abs(value.item() - wanted[0].item()) / wanted[0].item() < tolerance
+    for tensor, gradient in zip(given, wanted[1:], strict=True):
+        assert tensor.grad is not None
+        error = (2 * tensor.grad.double() - gradient).norm() / gradient.norm()
+        assert error < tolerance, f"{tuple(tensor.shape)}: {error:.1e}"
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_only_what_is_trained_gets_a_gradient(trained: int) -> None:
+    given = list(case())
+    given[1 - trained] = given[1 - trained].detach()
+    value = loss.loss_of(given[0], given[1], None, given[3], torch.float32)
+    value.backward()
+    assert given[trained].grad is not None
+    assert given[1 - trained].grad is None
+
+
+def test_nothing_to_learn_is_nought() -> None:
+    hidden, weight, _, targets = case()
+    value = loss.loss_of(hidden, weight, None, torch.full_like(targets, -100), torch.float32)
+    value.backward()
+    assert value.item() == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+def test_scores_far_apart_stay_finite() -> None:
+    """A target whose probability is beyond fp32's smallest number."""
+    hidden, weight, _, targets = case()
+    value = loss.loss_of(hidden * 1000, weight, None, targets, torch.float32)
+    assert value.isfinite()
+    assert value.item() == pytest.approx(exact(hidden * 1000, weight, None, targets)[0].item(), rel=1e-5)
+
+
+class Logits(TorchDispatchMode):
+    """The largest tensor whose last side is the vocabulary, in rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[-1] == 512:
+                self.rows = max(self.rows, value.numel() // 512)
+        return out
+
+
+BATCH = 3  # whose tokens are not as many as the vocabulary has pieces
+
+
+def learn(network: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
+    ids = torch.randint(0, 512, (BATCH, 128), generator=torch.Generator().manual_seed(0))
+    with Logits() as logits:
+        value = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
+        value.backward()
+    return value.item(), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}, logits.rows
+
+
+def built(kind: str, way: str) -> nn.Module:
+    """A network whose head is of some kind, the same weights each time."""
+    config = {**base()["model"]["config"], "tie_word_embeddings": kind == "tied"}
+    lora = {"lora": {"rank": 4, "save_modules": ["lm_head"]}} if kind == "saved whole" else {}
+    recipe = validate(base(model={"config": config, "loss": way}, **lora))
+    network: Any = models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    if kind == "adapted":
+        if way == "chunked":
+            loss.part(network)
+        torch.manual_seed(0)
+        network = get_peft_model(
+            network, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        )
+        if way == "chunked":
+            loss.fuse(network.get_base_model())
+    if kind == "stored":
+        network.lm_head.requires_grad_(False)
+        frozen.hold(network, torch.bfloat16)
+    return network.train()
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "saved whole", "adapted", "stored"])
+def test_every_head_learns_what_logits_teach(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "rows_of_chunk", lambda tokens, vocabulary: 100)
+    value, gradients, rows = learn(built(kind, "chunked"))
+    wanted, expected, all_rows = learn(built(kind, "plain"))
+    assert (rows, all_rows) == (100, BATCH * 128), "logits of one chunk at a time"
+    assert value == pytest.approx(wanted, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max()))
+
+
+def test_evaluation_and_samples_pass_through_the_same_head() -> None:
+    network = built("plain", "chunked").eval()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        value = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
+        logits = tasks.causal_lm_logits(network, {"input_ids": ids})
+    assert logits.shape == (1, 20, 512)
+    assert value.item() == pytest.approx(loss.plain(logits, ids.roll(-1, 1)).item(), rel=1e-6)
+
+
+def test_no_view_leaves_a_module() -> None:
+    """Of which FSDP2 warns, on every rank, since its hooks do not survive what is done to one in place."""
+    network: Any = built("plain", "chunked")
+    head, ids = loss.of_network(network), torch.arange(20)[None]
+    assert head is not None
+    head.targets = ids.roll(-1, 1).flatten()
+    assert not head(torch.rand(1, 20, network.config.hidden_size))._is_view()
+    head.targets = None
+    assert not tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})._is_view()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("cohere", {"logit_scale": 0.5}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("gemma2", {"final_logit_softcapping": 30.0}),
+    ],
+)
+def test_changed_logits_are_left_alone(model_type: str, sizes: dict[str, Any]) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 8, "pad_token_id": 0}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small, **sizes))
+    loss.fuse(network)
+    assert loss.of_network(network) is None
+
+
+def test_fp16_keeps_the_order_that_loss_scaling_needs() -> None:
+    """Small gradients would be nought before the scale reaches them: chunks go through autograd."""
+    hidden, weight, _, targets = case()
+    head = nn.Linear(H, V, bias=False, dtype=torch.float16)
+    head.weight.data.copy_(weight)
+    fused = loss.LossHead(head)
+    fused.targets = targets[1:2]
+    small = hidden[None, 1:2].half().detach().requires_grad_()
+    scale = 1e-6
+    (fused(small).squeeze() * scale * 2.0**16).backward()
+    assert small.grad is not None
+    assert small.grad.any()

@@ -1,0 +1,404 @@
+"""`finetune plan`: what it says holds together, its advice is true, and broken input is one paragraph."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import ROOT, SHARED
+
+from finetune import cli, gpus
+from finetune.backend import choice, launch_of_file
+from finetune.errors import RecipeError
+from finetune.plan import made
+from finetune.plan.compute import Machines
+from finetune.recipe import Recipe, validate
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SMALL = {**LLAMA_8B, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
+VERDICTS = ["no", "tight", "fits"]
+
+
+def sections(**changed: Any) -> dict[str, Any]:
+    recipe: dict[str, Any] = {
+        "model": {"config": SMALL},
+        "tokenizer": {"vocab_size": 512},
+        "data": {"train": [{"sample": 3}], "sequence_length": 1024, "packing": "wrapped"},
+        "batch": {"global_size": 64, "micro_size": 8},
+        "length": {"tokens": 10_000_000},
+    }
+    for name, values in changed.items():
+        recipe[name] = {**recipe.get(name, {}), **values} if isinstance(values, dict) else values
+    return recipe
+
+
+def planned(recipe: dict[str, Any], gpu: str = "h100-80gb", number: int = 8, nodes: int = 1) -> made.Plan:
+    return _planned(json.dumps(recipe, sort_keys=True), gpu, number, nodes)
+
+
+@functools.cache
+def _planned(recipe: str, gpu: str, number: int, nodes: int) -> made.Plan:
+    machines = Machines(gpus.find(gpu), number, nodes, 50.0, 0.4)
+    return made.make(validate(json.loads(recipe)), machines, stored="bf16")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    place = tmp_path / "recipe.yaml"
+    place.write_text(yaml.safe_dump(sections()))
+    return place
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    code = cli.main(["plan", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_table_has_every_launch_file_and_way(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, file, "--price", "2.5", "--energy")
+    assert code == 0
+    names = {f.stem for f in (ROOT / "accelerate_configs").glob("*.yaml")} - {"single", "fsdp_2nodes", "zero3_2nodes"}
+    rows = [line.split()[0] for line in out.splitlines() if line.count(" > ") == 3]
+    assert set(rows) == names
+    assert len(rows) == len(names)
+    for word in (
+        "full (the recipe)",
+        "LoRA",
+        "QLoRA",
+        "Recommended: ",
+        "GPU hours, costs",
+        "kWh",
+        "all-reduce gradients",
+    ):
+        assert word in out
+
+
+def test_json_says_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, file, "--json")
+    assert code == 0
+    found = json.loads(out)
+    for cell in found["cells"]:
+        assert cell["peak"] == sum(cell["parts"].values())
+        assert cell["needed"] > cell["peak"]
+        assert cell["verdict"] in VERDICTS
+        assert (cell["fits_with"] is None) == (cell["verdict"] == "fits")
+    assert found["advice"]["cell"]["verdict"] == "fits"
+    assert found["work"]["tokens"] == found["work"]["steps"] * 64 * 1024
+    assert found["time"]["step_s"] >= found["time"]["compute_s"] > 0
+
+
+def facts(plan: made.Plan, part: str) -> dict[Any, int]:
+    return {key: cell.peak if part == "peak" else getattr(cell.memory, part) for key, cell in plan.cells.items()}
+
+
+def test_less_work_at_a_time_never_takes_more_memory() -> None:
+    plain = facts(planned(sections()), "peak")
+    for changed in (
+        {"model": {"gradient_checkpointing": True}},
+        {"batch": {"micro_size": 4}},
+        {"data": {"sequence_length": 512}},
+    ):
+        smaller = facts(planned(sections(**changed)), "peak")
+        assert all(smaller[key] <= plain[key] for key in plain)
+        assert any(smaller[key] < plain[key] for key in plain)
+
+
+def test_more_ranks_never_hold_more_each() -> None:
+    sizes = [planned(sections(batch={"micro_size": 1}), number=number) for number in (2, 4, 8, 16)]
+    for part in ("frozen", "trained", "optimizer"):
+        for fewer, more in itertools.pairwise(sizes):
+            one, other = facts(fewer, part), facts(more, part)
+            # Of small ranks' adapters, a row a rank is the least.
+            assert all(other[key] <= one[key] * 1.01 + 4096 for key in one if key in other)
+
+
+def test_packing_and_adapters_save_what_they_should() -> None:
+    plan = planned(sections(model={"config": LLAMA_8B}))
+    full, lora, packed = (plan.cells["ddp", kind].memory for kind in ("full", "LoRA", "QLoRA"))
+    assert full is not None
+    assert lora is not None
+    assert packed is not None
+    assert full.trained == full.gradients == full.optimizer // 2 == 4 * 8_030_261_248
+    linear = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert lora.frozen - packed.frozen == pytest.approx((2 - 4.127 / 8) * linear, rel=1e-4)  # QLoRA, section 3
+    assert lora.trained == packed.trained
+
+
+@pytest.mark.parametrize("gpu", ["memory=40,bf16=50", "memory=20,bf16=50", "memory=8,bf16=50"])
+@pytest.mark.parametrize("lora", [None, {"rank": 16}])
+def test_advice_is_true(gpu: str, lora: dict[str, Any] | None) -> None:
+    """What is said to fit with a change, fits with it; what is recommended fits, and nothing simpler does."""
+    wanted = sections(model={"config": {**LLAMA_8B, "num_hidden_layers": 6}}, **({"lora": lora} if lora else {}))
+    plan = planned(wanted, gpu)
+    tried = 0
+    for (name, kind), change in plan.cheapest.items():
+        if kind != plan.kind or change == "nothing offered":
+            continue
+        words = change.split()
+        where = words.pop(0) if words[0] in plan.launches else name
+        way = words.pop(0) if words and words[0] in ("LoRA", "QLoRA") else kind
+        other = planned(overridden(wanted, words), gpu)
+        assert other.cells[where, way].verdict == "fits", (name, change)
+        tried += 1
+    assert tried or all(cell.verdict == "fits" for (_, kind), cell in plan.cells.items() if kind == plan.kind)
+    chosen = plan.advice.cell
+    if chosen is None:
+        assert "tensor or pipeline parallelism" in plan.advice.reason
+        return
+    again = planned(overridden(wanted, plan.advice.changes), gpu)
+    assert again.cells[chosen.name, chosen.kind].verdict == "fits"
+    simpler = list(plan.launches)[: list(plan.launches).index(chosen.name)]
+    assert all(again.cells[name, chosen.kind].verdict != "fits" for name in simpler)
+
+
+def overridden(recipe: dict[str, Any], words: Any) -> dict[str, Any]:
+    changed = yaml.safe_load(yaml.safe_dump(recipe))
+    for word in words:
+        key, _, value = word.partition("=")
+        *parents, last = key.split(".")
+        node = changed
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = yaml.safe_load(value)
+    return changed
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    huge = {**LLAMA_8B, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+    plan = planned(sections(model={"config": {**huge, "num_attention_heads": 128}}), "memory=4,bf16=50", 2)
+    assert plan.advice.cell is None
+    assert "tensor or pipeline parallelism, which this toolkit does not offer" in plan.advice.reason
+
+
+@pytest.mark.parametrize(("number", "nodes"), [(8, 1), (4, 2), (1, 1)])
+def test_written_launch_files_ask_for_what_was_planned(number: int, nodes: int, tmp_path: Path) -> None:
+    plan = planned(sections(), number=number, nodes=nodes)
+    folder = tmp_path / "elsewhere" / "accelerate_configs"
+    folder.mkdir(parents=True)
+    for name, launch in plan.launches.items():
+        (written := folder / f"{name}.yaml").write_text(choice.written(launch, nodes))
+        config = yaml.safe_load(written.read_text())
+        assert (config["num_processes"], config["num_machines"]) == (number * nodes, nodes)
+        assert ("machine_rank" in config) == (nodes > 1)
+        if launch.uses_deepspeed:
+            assert (ROOT / config["deepspeed_config"]["deepspeed_config_file"]).is_file()
+            (folder.parent / "ds_configs").mkdir(exist_ok=True)
+            place = folder.parent / config["deepspeed_config"]["deepspeed_config_file"]
+            place.write_text(Path(launch.ds_place).read_text())
+        again = launch_of_file(written, number * nodes)
+        for field in (
+            "kind",
+            "replicate",
+            "reshard",
+            "offload_params",
+            "offload_optimizer",
+            "sharded_init",
+            "ds_config",
+        ):
+            assert getattr(again, field) == getattr(launch, field)
+
+
+def test_from_another_folder_the_library_config_is_named_whole(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = planned(sections(batch={"micro_size": 1}, model={"gradient_checkpointing": True})).cells
+    ends = [cells[name, "full"].needed / 2**30 for name in ("zero1", "ddp")]
+    assert ends[0] < ends[1]
+    monkeypatch.chdir(tmp_path)
+    # Too small for all whole on each: the optimiser has to be cut.
+    size, rest = sum(ends) / 2, ("batch.micro_size=1", "model.gradient_checkpointing=true")
+    code, out, _ = said(capsys, file, *rest, "--gpu", f"memory={size},bf16=100", "--write", "made.yaml")
+    assert code == 0
+    assert "Written: made.yaml" in out
+    place = yaml.safe_load(Path("made.yaml").read_text())["deepspeed_config"]["deepspeed_config_file"]
+    assert Path(place).is_file()
+    code, _, err = said(capsys, file, "--write", "made.yaml")
+    assert code == 2
+    assert "made.yaml is there already" in err
+
+
+def test_two_machines_keep_layers_within_them() -> None:
+    names = list(planned(sections(), nodes=2).launches)
+    assert names.index("hsdp") < names.index("fsdp")
+    names = list(planned(sections(), nodes=1).launches)
+    assert names.index("hsdp") > names.index("zero3")
+
+
+def test_traffic_between_machines_takes_the_network() -> None:
+    moved = {nodes: planned(sections(), number=8 // nodes, nodes=nodes).time for nodes in (1, 2)}
+    assert moved[1] is not None
+    assert moved[2] is not None
+    assert [m.between_machines for m in moved[1].moved] == [False]
+    assert [m.between_machines for m in moved[2].moved] == [True]
+    assert moved[2].moved[0].seconds == pytest.approx(moved[1].moved[0].seconds * 450 / 50)
+
+
+def test_rows_that_do_not_come_out_even_are_made_to() -> None:
+    plan = planned(sections(batch={"global_size": 16}))
+    assert plan.setting.micro == 2
+    assert plan.advice.changes == ("batch.micro_size=2",)
+    refused = planned(sections(batch={"global_size": 15, "micro_size": 1}))
+    assert {cell.verdict for cell in refused.cells.values()} == {"refused"}
+    assert "not a multiple" in refused.cells["ddp", "full"].reason
+
+
+def test_epochs_are_not_guessed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, file, "length.tokens=null", "length.epochs=1")
+    assert code == 0
+    assert "in epochs, whose rows are counted when the data is prepared" in out
+
+
+def test_optimisers_that_cannot_be_cut_are_refused_where_they_are() -> None:
+    plan = planned(sections(optim={"name": "PagedAdamW8bit", "lr": 1e-3}))
+    assert plan.cells["ddp", "full"].verdict == "fits"
+    assert "blocks of whole tensors" in plan.cells["zero3", "full"].reason
+    eight, whole = plan.cells["ddp", "full"].memory, planned(sections()).cells["ddp", "full"].memory
+    assert eight is not None
+    assert whole is not None
+    assert eight.optimizer < 0.27 * whole.optimizer
+
+
+def test_networks_of_ones_own_are_counted_without_activations() -> None:
+    recipe = sections(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, batch={"micro_size": 8})
+    plan = planned({key: value for key, value in recipe.items() if key != "model"})
+    assert "activations are not counted" in plan.cells["ddp", "full"].reason
+    assert isinstance(plan.variants["LoRA"], str)
+    assert plan.cells["ddp", "LoRA"].verdict == "refused"
+
+
+# Overrides of the recipe, options, and what the paragraph says.
+BROKEN = {
+    "gpu": ("", "--gpu h10-80gb", "did you mean 'h100-80gb'?"),
+    "figure": ("", "--gpu memory=24,speed=3", "cannot read 'speed=3'"),
+    "negative": ("", "--gpu memory=-1,bf16=3", "cannot read 'memory=-1'"),
+    "not a number": ("", "--gpu memory=nan,bf16=3", "cannot read 'memory=nan'"),
+    "too little": ("", "--gpu memory=24", "must say memory (GiB) and bf16"),
+    "no gpus": ("", "--gpus 0", "--gpus is 0"),
+    "nodes": ("", "--nodes -2", "--nodes is -2"),
+    "mfu": ("", "--mfu 40", "--mfu is 40.0"),
+    "network": ("", "--network nan", "--network is nan"),
+    "price": ("", "--price -1", "--price is -1.0"),
+    "configs": ("", "--configs nowhere", "There are no launch files in nowhere"),
+    "steps": ("length.tokens=null length.steps=0", "", "trains nothing that could be planned"),
+    "lora": ("lora.targets=[nothing]", "", "lora.targets"),
+    "folder": ("", "--write nowhere/a.yaml", "cannot write nowhere/a.yaml"),
+    "key": ("batch.micro=3", "", "batch.micro"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_input_is_one_paragraph(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, options, expected = BROKEN[name]
+    code, _, err = said(capsys, file, *overrides.split(), *options.split())
+    assert code == 2
+    assert expected in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "distributed_type: TPU\n", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "a: ["]
+)
+def test_broken_launch_files_are_one_paragraph(
+    text: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text(text)
+    code, _, err = said(capsys, file, "--configs", tmp_path / "configs")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "mine.yaml" in err
+
+
+def test_known_gpus_can_be_changed() -> None:
+    known, changed = gpus.find("a100-80gb"), gpus.find("a100-80gb,memory=60")
+    assert (changed.memory_gib, changed.bf16_tflops) == (60.0, known.bf16_tflops)
+    with pytest.raises(RecipeError, match="--gpu"):
+        gpus.find("a100-80gb,bf16=fast")
+
+
+def test_recipes_that_ship_can_be_planned() -> None:
+    for place in sorted((ROOT / "recipes").glob("*.yaml")):
+        text = yaml.safe_load(place.read_text())
+        if "config" not in text.get("model", {}) or "name" in text.get("tokenizer", {}):
+            continue
+        recipe: Recipe = validate(text)
+        plan = made.make(recipe, Machines(gpus.find("a100-80gb"), 8, 1, 50.0, 0.4))
+        assert plan.advice.cell is not None, place.name
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+def test_a_named_tokenizer_decides_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run counts the same network as a plan."""
+    config = {key: value for key, value in sections()["model"]["config"].items() if key != "vocab_size"}
+    named = {"model": {"config": config}, "tokenizer": {"name": str(SHARED / "stories260K")}}
+    data = {"train": [{"sample": 10}], "sequence_length": 32}
+    tree = {**named, "data": data, "length": {"steps": 1}, "output": {"dir": str(tmp_path / "run")}}
+    place = tmp_path / "recipe.yaml"
+    place.write_text(yaml.safe_dump(tree))
+    code, out, _ = said(capsys, place, "--json")
+    assert code == 0
+    parameters = json.loads(out)["variants"]["full"]["parameters"]
+    assert cli.train_main([str(place), "--dry-run"]) == 0
+    assert f"{parameters:,} parameters" in capsys.readouterr().out
+    vocabulary = json.loads((SHARED / "stories260K" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert (
+        parameters == planned({**tree, "model": {"config": {**config, "vocab_size": len(vocabulary)}}}).work.parameters
+    )
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -> None:
+    plan = planned(sections(batch={"global_size": 60, "micro_size": 1}), number=number)
+    assert "hsdp" not in plan.launches
+    assert "fsdp" in plan.launches or number == 1
+    assert "hsdp" in planned(sections(batch={"global_size": 60, "micro_size": 1}), number=4).launches
+
+
+def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def offloaded(*words: Any) -> dict[str, Any]:
+        code, out, _ = said(capsys, file, "--json", *words)
+        assert code == 0
+        return next(c for c in json.loads(out)["cells"] if (c["launch"], c["kind"]) == ("zero3_offload", "full"))
+
+    cell = offloaded()
+    assert cell["verdict"] == "fits"
+    gib = 8 * cell["host"] / 2**30
+    assert gib > 1
+    assert offloaded("--host", gib * 1.001)["verdict"] == "fits"
+    small = offloaded("--host", gib * 0.999)
+    assert small["verdict"] == "no"
+    assert "host memory a machine do not fit" in small["reason"]
+    code, _, err = said(capsys, file, "--host", "-1")
+    assert code == 2
+    assert "--host is -1.0" in err
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA L4", "l4-24gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_a_device_is_known_by_its_own_name_only(device: str, name: str | None) -> None:
+    found = gpus.of_device(device)
+    assert (found.name if found is not None else None) == name

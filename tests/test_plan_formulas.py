@@ -1,0 +1,266 @@
+"""The formulas of a plan: against papers, libraries' own estimates, what autograd saves, and each other."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+from finetune import metrics, models, quantization, tasks
+from finetune.backend import Launch, Outline, choice, flows, launch_of_file, places, state_of
+from finetune.backend.forecast import Weight
+from finetune.plan import networks
+from finetune.plan.activations import activations, shape_of
+from finetune.recipe import Recipe, validate
+
+BILLION = 10**9
+
+
+def one(kind: str, ranks: int, elements: int, itemsize: int = 4) -> tuple[Launch, Outline]:
+    """A network of a single weight, whose shape every backend cuts evenly."""
+    weight = Weight((elements // 1000, 1000), itemsize, 0, "", True)
+    return Launch(kind=kind, num_processes=ranks, ds_config=ds(kind)), Outline((weight,), 0, 1000)
+
+
+def ds(kind: str) -> dict[str, Any]:
+    auto = dict.fromkeys(("reduce_bucket_size", "stage3_param_persistence_threshold"), "auto")
+    return {"zero_optimization": {"stage": int(kind[-1]), **auto}} if kind.startswith("zero") else {}
+
+
+def held(launch: Launch, outline: Outline, *, state_bytes: float = 8, gradient_bytes: int = 4) -> int:
+    memory = state_of(launch, outline, accumulation=1, state_bytes=state_bytes, gradient_bytes=gradient_bytes)
+    return memory.frozen + memory.trained + memory.gradients + memory.optimizer
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ddp", 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
+def test_the_papers_figures(kind: str, expected: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, weights and gradients in 2 bytes, 12 of Adam's.
+
+    Without sharding the fp32 masters are the optimiser's; DeepSpeed's are counted apart.
+    """
+    state_bytes = 12 if kind == "ddp" else 8
+    found = held(*one(kind, 64, 7_500_000_000, itemsize=2), state_bytes=state_bytes, gradient_bytes=2)
+    assert found / BILLION == pytest.approx(expected, abs=0.05)
+
+
+def test_documented_examples() -> None:
+    """DeepSpeed's documentation on memory (code-docs/source/memory.rst): t5-3b on 8 GPUs, t5-large on 4.
+
+    Stage 2: 4 + 16 / N bytes a parameter, there 2 + 2 of weights and gradients, here 4 of fp32 weights. Stage 3:
+    18 / N, and 4 bytes an element of the largest layer.
+    """
+    assert held(*one("zero2", 8, 2_851_000_000)) / 2**30 == pytest.approx(15.93, abs=0.006)
+    gathered = 4 * 32_000_000
+    assert (held(*one("zero3", 8, 2_851_000_000, itemsize=2)) + gathered) / 2**30 == pytest.approx(6.09, abs=0.006)
+    assert (held(*one("zero3", 4, 737_670_000, itemsize=2)) + 4 * 32_900_000) / 2**20 == pytest.approx(3291, abs=1)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+def test_shards_add_up(kind: str) -> None:
+    """What is cut is held once among all ranks, but for padding."""
+    weights = tuple(Weight(shape, 4, i % 2, "", True) for i, shape in enumerate([(7, 3), (5,), (64, 64), (1, 9)]))
+    outline, elements = Outline(weights, 0, 64), 21 + 5 + 4096 + 9
+    for ranks in (1, 2, 3, 8, 64):
+        launch = Launch(kind=kind, num_processes=ranks, ds_config=ds(kind))
+        memory = state_of(launch, outline, accumulation=1, state_bytes=8)
+        assert elements * 8 <= memory.optimizer * ranks <= (elements + ranks * sum(w.elements for w in weights)) * 8
+        # A row, or an element, is not cut.
+        least = sum(math.prod(w.shape[1:]) if kind == "fsdp" else 1 for w in weights)
+        assert memory.gradients >= 4 * min(least, elements)
+
+
+def test_whole_gradients_while_micro_batches_add_up() -> None:
+    for kind, whole in (("fsdp", True), ("zero2", False), ("zero3", False)):
+        launch, outline = one(kind, 8, 1_000_000)
+        one_by_one = state_of(launch, outline, accumulation=1, state_bytes=8).gradients
+        added = state_of(launch, outline, accumulation=4, state_bytes=8).gradients
+        assert added == (4_000_000 if whole else one_by_one)
+
+
+# Bytes a parameter, rank and step, with A micro-batches, of many ranks: the table of docs/launch.md.
+TRAFFIC = {
+    "ddp": lambda a: 8,
+    "fsdp": lambda a: 8 * a + 4,
+    "fsdp_grad_op": lambda a: 4 * a + 4,
+    "zero1": lambda a: 8,
+    "zero2": lambda a: 4 * a + 4,
+    "zero3": lambda a: 12 * a,
+    "zero3_offload": lambda a: 12 * a,
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_traffic_is_the_ring_formulas(name: str, accumulation: int) -> None:
+    for ranks in (2, 8, 1000):
+        launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", ranks)
+        _, outline = one("ddp", ranks, 8_000_000)
+        moved = sum(flow.nbytes for flow in flows(launch, outline, accumulation))
+        expected = TRAFFIC[name](accumulation) * 8_000_000 * (ranks - 1) / ranks
+        assert moved == pytest.approx(expected, abs=4)
+
+
+def test_full_shards_move_half_as_much_again_as_copies() -> None:
+    """3 to 2 Phi. Source: ZeRO, section 7."""
+    sent = {}
+    for name in ("ddp", "fsdp", "zero3"):
+        launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
+        sent[name] = sum(flow.nbytes for flow in flows(launch, one("ddp", 8, 8_000_000)[1], 1))
+    assert sent["fsdp"] == sent["zero3"] == sent["ddp"] * 3 // 2
+
+
+def test_frozen_weights_are_gathered_and_not_reduced() -> None:
+    frozen, trained = Weight((8000, 1000), 2, None, "", True), Weight((8, 1000), 4, 0, "", True)
+    outline = Outline((frozen, trained), 0, 1000)
+    for name, gathered in (("ddp", False), ("fsdp", True), ("zero3", True)):
+        launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
+        found = {flow.what.split()[0]: flow.nbytes for flow in flows(launch, outline, 1)}
+        assert found.get("all-gather", 0) == (2 * (16_000_000 + 32_000) * 7 // 8 if gathered else 0)
+        assert sum(n for what, n in found.items() if what != "all-gather") <= 2 * 32_000 * 7 / 8
+
+
+def test_hybrid_moves_whole_layers_within_groups_only() -> None:
+    launch = launch_of_file(ROOT / "accelerate_configs" / "hsdp.yaml", 16, 2)
+    inside, reduced, between = flows(launch, one("ddp", 16, 8_000_000)[1], 1)
+    assert (inside.ranks, reduced.ranks, between.ranks, between.apart) == (8, 8, 2, 8)
+    assert inside.nbytes == 2 * 32_000_000 * 7 // 8
+    assert between.nbytes == 32_000_000 // 8  # 2 x 1/2 of a shard
+
+
+# What autograd saves ----------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+ROWS, TOKENS = 2, 64
+
+
+def recipe(layers: int, half: bool, lora: bool, model: dict[str, Any] | None = None, **config: Any) -> Recipe:
+    return validate(
+        {
+            "model": {"config": {**LLAMA, "num_hidden_layers": layers, **config}, **(model or {})},
+            **({"lora": {"rank": 4}} if lora else {}),
+            "tokenizer": {"vocab_size": 512},
+            "data": {"train": [{"sample": 3}], "sequence_length": TOKENS, "packing": "wrapped"},
+            "batch": {"global_size": ROWS, "micro_size": ROWS},
+            "length": {"steps": 1},
+            "precision": "bf16" if half else "fp32",
+        }
+    )
+
+
+def saved(wanted: Recipe) -> tuple[int, int]:
+    """Bytes that autograd keeps of a forward pass: of activations, and of copies of weights."""
+    half = wanted.precision == "bf16"
+    network = models.build(wanted, models.resolve_config(wanted, vocab_size=512), "causal_lm")
+    quantization.compute_in(network, torch.bfloat16 if half else torch.float32)
+    own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
+    shapes = {tuple(sorted(p.shape)) for p in network.parameters() if p.ndim == 2}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            kept[place] = tensor
+        return tensor
+
+    ids = torch.randint(3, 500, (ROWS, TOKENS))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+    ):
+        loss = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
+    assert loss.requires_grad
+    sizes = {tuple(sorted(t.shape)): 0 for t in kept.values()}
+    for tensor in kept.values():
+        sizes[tuple(sorted(tensor.shape))] += tensor.untyped_storage().nbytes()
+    copies = sum(size for shape, size in sizes.items() if shape in shapes)
+    return sum(sizes.values()) - copies, copies
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("lora", "model", "config"),
+    [
+        (False, {}, {}),
+        (True, {}, {}),
+        (True, {"quantization": "nf4"}, {}),
+        (True, {"quantization": "int8"}, {}),
+        (False, {"attention": "eager"}, {}),
+        (False, {"gradient_checkpointing": True}, {}),
+        (False, {}, {"model_type": "qwen3", "head_dim": 16}),
+    ],
+    ids=["full", "lora", "nf4", "int8", "eager", "checkpointed", "qwen3"],
+)
+def test_layers_keep_what_the_formula_says(half: bool, lora: bool, model: dict, config: dict) -> None:
+    """Within a few percent a layer: left out are products of rank 4, and a number a token."""
+    few, many = recipe(1, half, lora, model, **config), recipe(3, half, lora, model, **config)
+    measured = (saved(many)[0] - saved(few)[0]) / 2
+    variant = networks.variants(many)[networks.kind_of(many)]
+    shape = shape_of(variant)
+    checkpointed = many.model.gradient_checkpointing
+    found = activations(variant, shape, half=half, checkpointed=checkpointed, micro=ROWS)
+    predicted = 4 * ROWS * TOKENS * shape.h if checkpointed else found.layer
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_autocast_copies_what_is_counted(lora: bool) -> None:
+    """A layer; of the first one, whose inputs need no gradient if the embedding is frozen, less."""
+    counted, measured = [], []
+    for layers in (1, 3):
+        wanted = recipe(layers, True, lora)
+        weights = networks.variants(wanted)[networks.kind_of(wanted)].outline.weights
+        counted.append(sum(2 * w.elements for w in weights if w.multiplied and w.itemsize == 4))
+        measured.append(saved(wanted)[1])
+    assert counted[1] - counted[0] == measured[1] - measured[0]
+    assert counted[0] >= measured[0]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_arithmetic_is_that_of_a_counted_step(lora: bool) -> None:
+    """Against torch's own counter, over a forward and a backward pass, and over a forward pass alone.
+
+    Attention is written out, since torch does not count the kernel that CPUs have, and the loss is of all logits,
+    since a head in chunks computes its gradients in the forward pass. The first layer's inputs need no gradient.
+    """
+    wanted = recipe(4, False, lora, {"attention": "eager", "loss": "plain"})
+    network = models.build(wanted, models.resolve_config(wanted, vocab_size=512), "causal_lm")
+    ids = torch.randint(3, 500, (ROWS, TOKENS))
+    variant = networks.variants(wanted)[networks.kind_of(wanted)]
+    with FlopCounterMode(display=False) as forward:
+        loss = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    tokens = ROWS * TOKENS
+    assert variant.forward_flops == pytest.approx(forward.get_total_flops() / tokens, rel=0.02)
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert variant.flops_per_token == pytest.approx(total / tokens, rel=0.05)
+    assert variant.flops_per_token == metrics.flops_per_target(network, TOKENS)
+
+
+def test_offload_leaves_the_device() -> None:
+    for name, place in (("zero3_offload", "host"), ("zero3_nvme", "disk"), ("fsdp_offload", "host"), ("ddp", "device")):
+        launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
+        memory = state_of(launch, one("ddp", 8, 8_000_000)[1], accumulation=1, state_bytes=8)
+        found = places(launch, memory)
+        assert (
+            found[place] == sum(found.values()) == memory.frozen + memory.trained + memory.gradients + memory.optimizer
+        )
+
+
+def test_every_shipped_launch_file_has_its_place_and_reason() -> None:
+    found = {}
+    for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        launch = launch_of_file(file, 1 if file.stem == "single" else 16)
+        found[file.stem] = (choice.plain_name(launch), choice.reason(launch))
+    assert all(name.removesuffix("_2nodes") == plain for name, (plain, _) in found.items())
+    assert "a launch file of your own" not in {reason for _, reason in found.values()}

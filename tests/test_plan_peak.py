@@ -1,0 +1,82 @@
+"""Predicted peaks beside those of launched runs, and the instrument that measures these."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT, environment
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import plan_accuracy
+
+from finetune.plan.cells import MARGIN
+
+# Small, but neither state nor activations nor the loss are a trifle.
+SMALL = {
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+    },
+    "tokens": 256,
+    "rows": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full:single:off", "qlora:single:on", "lora:ddp:off", "full:fsdp:on", "qlora:zero2:off", "lora:zero3:on"],
+)
+def test_peaks_are_as_predicted(name: str, tmp_path: Path) -> None:
+    found = plan_accuracy.compare(name, tmp_path, **SMALL)
+    rest = sum(found.parts[part] for part in ("weights", "gradients", "optimizer"))
+    assert found.measured > 1.2 * rest, "no more than what is there between steps"
+    assert abs(found.ratio - 1) <= 0.10, found
+    assert found.predicted * (1 + MARGIN) >= found.measured, found
+
+
+CHECK = """
+import sys
+sys.path.insert(0, "scripts")
+import threading
+import torch
+import measure_peak
+from torch.profiler import record_function
+
+MIB = 2**20
+torch.ones(1)
+with measure_peak.watched() as profiler:
+    base = torch.empty(10 * MIB, dtype=torch.uint8)
+    with record_function(measure_peak.MARK):
+        # Three matrices of 4 MiB beside what was there; the product of two, then released.
+        left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
+        left @ right
+    del left, right
+    with record_function(measure_peak.MARK):
+        # Log-probabilities, and two gradients, of 8 MiB of scores.
+        scores = torch.zeros(1024, 2048, requires_grad=True)
+        torch.nn.functional.cross_entropy(scores, torch.zeros(1024, dtype=torch.long)).backward()
+    del scores
+    held = [torch.empty(6 * MIB, dtype=torch.uint8)]
+    # Released by a thread that no profiler watches.
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    with record_function(measure_peak.MARK):
+        torch.empty(MIB, dtype=torch.uint8)
+print([round(peak.size / MIB - 10, 1) for peak in measure_peak.peaks(profiler)])
+"""
+
+
+def test_the_instrument_counts() -> None:
+    """What is known to be allocated, to a tenth of a MiB; nothing that another thread has released."""
+    ended = subprocess.run(
+        [sys.executable, "-c", CHECK], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.splitlines()[-1:] == ["[12.0, 32.0, 1.0]"], ended.stdout + ended.stderr[-3000:]

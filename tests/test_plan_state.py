@@ -1,0 +1,88 @@
+"""What `plan` says that a rank holds from step to step is what real runs read back, to the byte."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT, SHARED, Launcher
+from recipes_for_tests import ARCHITECTURES, base
+from test_frozen import store
+
+from finetune import optim
+from finetune.backend import derive_accumulation, launch_of_file, state_of
+from finetune.plan import networks
+from finetune.recipe import validate
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+
+# Sides that neither two nor three or four processes divide, and a group of an odd number of elements.
+UNEVEN = {
+    "model_type": "llama",
+    "hidden_size": 36,
+    "intermediate_size": 75,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+    "attention_bias": True,
+}
+LAUNCHES = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "hsdp": 4,
+    "zero1": 3,
+    "zero2": 2,
+    "zero3": 3,
+}
+
+
+def jobs(processes: int, folder: Path) -> dict[str, dict[str, Any]]:
+    short = {"length": {"steps": 1}, "eval": {"at_end": False}}
+    short["data"] = {**base()["data"], "validation": [], "sequence_length": 32}
+
+    def job(accumulation: int = 1, **sections: Any) -> dict[str, Any]:
+        return base(**short, batch={"global_size": processes * accumulation, "micro_size": 1}, **sections)
+
+    half = store(folder, "stories", torch.bfloat16)
+    return {
+        "full": job(model={"config": UNEVEN}),
+        "accumulated": job(2, model={"config": UNEVEN | {"tie_word_embeddings": True}}),
+        "momentum": job(model={"config": UNEVEN}, optim={"name": "SGD", "lr": 0.1, "args": {"momentum": 0.9}}),
+        "wide": job(model={"config": base()["model"]["config"] | {"hidden_size": 512}}),
+        "lora": job(2, model={"config": UNEVEN}, lora={"rank": 3, "save_modules": ["embed_tokens"]}),
+        "lora_stored": {**job(), "model": {"name": half}, "lora": {"rank": 5, "dora": True}},
+        "gpt2_lora": job(model={"config": ARCHITECTURES["gpt2"]["model"]["config"]}, lora={"rank": 3}),
+        "nf4": {**job(), "model": {"name": half, "quantization": "nf4"}, "lora": {"rank": 4}},
+        "fp4": {
+            **job(2),
+            "model": {"config": {**base()["model"]["config"]}, "quantization": "fp4", "double_quantization": False},
+            "lora": {"rank": 4},
+        },
+        "int8": {**job(), "model": {"name": half, "quantization": "int8"}, "lora": {"rank": 4}},
+        "frozen": {**job(), "model": {"name": half, "freeze": r".*\.0\..*|.*embed_tokens"}},
+        "bert": {**ARCHITECTURES["bert"], **job(), **{k: ARCHITECTURES["bert"][k] for k in ("task", "model", "data")}},
+    }
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
+    processes = LAUNCHES[name]
+    recipes = jobs(processes, launcher.shared / "plan")
+    launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", processes)
+    wrong = {}
+    for job, run in launcher.many(name, recipes, processes=processes).items():
+        recipe = validate(recipes[job])
+        variant = networks.variants(recipe)[networks.kind_of(recipe)]
+        predicted = state_of(
+            launch,
+            variant.outline,
+            accumulation=derive_accumulation(recipe, processes),
+            state_bytes=optim.state_bytes(recipe),
+        )
+        if asdict(predicted) != (read := run.check().facts["memory"]):
+            wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}
+    assert not wrong, "(predicted, read back)"
