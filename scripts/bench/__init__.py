@@ -1,0 +1,1 @@
+"""The benchmark against peers: what `scripts/benchmark.py` runs."""

@@ -1,0 +1,1 @@
+"""One file for each loop that is compared."""

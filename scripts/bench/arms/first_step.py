@@ -1,0 +1,51 @@
+"""A plain script with HF Trainer, of the kind that people start from; it marks the end of its first step."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+
+
+class Mark(TrainerCallback):  # type: ignore[misc]
+    """Says that the first step has been taken."""
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Writes the file that is waited for."""
+        Path(spec["mark"]).write_text("first step\n", encoding="utf-8")
+
+
+tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+data = load_dataset("json", data_files=spec["stories"], split="train", cache_dir=spec["folder"] + "/cache")
+data = data.map(
+    lambda batch: tokenizer(batch["text"], truncation=True, max_length=spec["length"]),
+    batched=True,
+    remove_columns=data.column_names,
+)
+arguments = TrainingArguments(
+    output_dir=spec["folder"] + "/out",
+    per_device_train_batch_size=4,
+    max_steps=100,
+    learning_rate=1e-3,
+    use_cpu=True,
+    save_strategy="no",
+    report_to="none",
+)
+Trainer(
+    AutoModelForCausalLM.from_pretrained(spec["model"]),
+    arguments,
+    train_dataset=data,
+    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    callbacks=[Mark()],
+).train()

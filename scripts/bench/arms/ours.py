@@ -1,0 +1,99 @@
+"""This toolkit, as users run it: a recipe, the built-in task, `train()` with its log, guard and ledger.
+
+Two things are done from outside: `train_step` is held at its boundary, and the data are the rows that all arms read.
+"""
+
+import shutil
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.arms.adapters import equal_adapters
+from bench.gate import Gate
+from bench.spec import BETAS, CLIP, LR, Spec
+from finetune import models, tasks, train
+from finetune.data.order import rows_at
+from finetune.recipe import Recipe, validate
+from finetune.run import Run, build
+
+
+class EqualRows:
+    """The rows, such that the order in which the loop reads them is the one in which they lie in the file."""
+
+    def __init__(self, rows: np.ndarray, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """As `tasks.Rows` has it; the last token of a row predicts nothing, as with the other arms."""
+        inputs = torch.from_numpy(self._rows[self._position[rows]])
+        targets = torch.full_like(inputs, -100)
+        targets[:, :-1] = inputs[:, 1:]
+        return {"input_ids": inputs, "targets": targets}
+
+    def num_targets(self, rows: np.ndarray) -> int:
+        """As `tasks.Rows` has it."""
+        return len(rows) * int(self._rows.shape[1] - 1)
+
+    @cached_property
+    def _position(self) -> np.ndarray:
+        positions = np.arange(len(self._rows))
+        found = np.empty_like(positions)
+        found[rows_at(positions, num_rows=len(self._rows), seed=self._seed)] = positions
+        return found
+
+
+def recipe_of(spec: Spec) -> Recipe:
+    """The recipe that takes a case's steps."""
+    case = spec.case
+    tree: dict[str, Any] = {
+        "model": {"name": spec.model},
+        "data": {"train": [{"sample": 8}], "sequence_length": case.length, "packing": "wrapped"},
+        "batch": {"global_size": case.rows, "micro_size": spec.micro},
+        "length": {"steps": spec.steps + 1},
+        "optim": {"lr": LR, "weight_decay": 0.0, "clip_norm": CLIP, "args": {"betas": list(BETAS)}},
+        "schedule": {"name": "constant"},
+        "precision": case.precision,
+        "output": {"dir": spec.folder + "/run", "save_model": False},
+        "checkpoint": {"every_minutes": None, "at_end": False},
+    }
+    if case.kind != "full":
+        tree["lora"] = {"rank": 16, "alpha": 32.0, "dropout": 0.0}
+    if case.kind == "qlora":
+        tree["model"] |= {"quantization": "nf4", "double_quantization": True}
+    return validate(tree)
+
+
+def run(spec: Spec, gate: Gate) -> None:
+    """Trains, turn by turn."""
+    from transformers import AutoTokenizer
+
+    def equal_rows(recipe: Recipe, quiet: bool) -> tasks.TaskData:
+        rows = EqualRows(spec.load_rows(), recipe.seed)
+        return tasks.TaskData(
+            train=rows, tokenizer=AutoTokenizer.from_pretrained(spec.model), digest=f"equal rows {spec.spoil}"
+        )
+
+    step_of = train.train_step
+
+    def held(run: Run, step: int) -> Any:
+        gate.before_step()
+        taken = step_of(run, step)
+        rows = sum(len(part) for part in taken.rows)
+        gate.add(taken.losses.sum(), rows * (spec.case.length - 1))
+        gate.norm(taken.norm.read()[0])
+        return taken
+
+    tasks.CAUSAL_LM = replace(tasks.CAUSAL_LM, build_data=equal_rows)
+    train.train_step = held
+    shutil.rmtree(Path(spec.folder) / "run", ignore_errors=True)
+    built = build(recipe_of(spec))
+    if spec.case.kind != "full":
+        equal_adapters(models.unwrap(built.model))
+    train.train(built)

@@ -1,0 +1,34 @@
+"""An arm's process: `worker.py SPEC.json`, alone or under a launcher, once on each rank."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Accelerate's launch puts the script's folder first, where modules have names that others have too.
+sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).resolve().parent]
+
+
+def main() -> None:
+    """Runs the loop of the arm that the file names, until there are no more turns."""
+    import transformers.models.llama.modeling_llama  # noqa: F401, of all arms, so that they begin at the same memory
+
+    from bench.gate import Gate
+    from bench.spec import Spec
+
+    spec = Spec.read(Path(sys.argv[1]))
+    name = spec.arm.partition("@")[0]
+    if name == "ours":
+        from bench.arms.ours import run
+    elif name in ("bare", "bare+"):
+        from bench.arms.bare import run
+    elif name == "litgpt":
+        from bench.arms.litgpt import run
+    else:
+        from bench.arms.trainer import run
+    run(spec, Gate(spec.address, spec.arm, int(os.environ.get("RANK", "0"))))
+
+
+if __name__ == "__main__":
+    main()
