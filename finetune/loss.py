@@ -143,7 +143,12 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return *(None if t is None else t.mul_(gradients[0]) for t in ctx.kept), None, None, None
+        # The loss outlives its backward pass, and this node with it: what it kept would be there twice, as torch copies
+        # a gradient that somebody else holds.
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            raise RuntimeError("This loss has been differentiated before, and its gradients are gone.")
+        return *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None, None
 
 
 def _one_pass(

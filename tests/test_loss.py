@@ -64,6 +64,24 @@ def test_only_what_is_trained_gets_a_gradient(trained: int) -> None:
     assert given[1 - trained].grad is None
 
 
+def test_gradients_are_handed_on_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head: as much memory as its weight. The loss is still there, as it is in the loop."""
+    made: list[int] = []
+
+    def one_pass(*given: Any, real: Any = loss._one_pass) -> Any:
+        value, gradients = real(*given)
+        made.extend(gradient.data_ptr() for gradient in gradients)
+        return value, gradients
+
+    monkeypatch.setattr(loss, "_one_pass", one_pass)
+    hidden, weight, bias, targets = case()
+    value = loss.loss_of(hidden, weight, bias, targets, torch.float32)
+    (value * 0.5).backward(retain_graph=True)
+    assert [t.grad.data_ptr() for t in (hidden, weight, bias) if t.grad is not None] == made
+    with pytest.raises(RuntimeError, match="before"):
+        value.backward()
+
+
 def test_nothing_to_learn_is_nought() -> None:
     hidden, weight, _, targets = case()
     value = loss.loss_of(hidden, weight, None, torch.full_like(targets, -100), torch.float32)

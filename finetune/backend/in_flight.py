@@ -173,14 +173,19 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> Passing:
             held += weight.nbytes
         distance += 2 * weight.elements
     scores = max(held, min(live, _bytes(units.get(outline.head, [])) + ahead))
-    gradient = max(bucket, max((4 * w.elements for w in outline.trained), default=0))
+    # Without the head, which is first to run backwards, and freed unless it looks tokens up as well.
+    own = _bytes(units.get(outline.head, [])) if outline.head != outline.embedding else 0
+    layers = max(held - own, min(live, whole - own, scores + largest))
+    gradients = [4 * w.elements for w in outline.trained]
+    # A bucket goes when it is full: all of an adapter's may fit in one.
+    gradient = max(min(bucket, sum(gradients)), max(gradients, default=0))
     masters = math.ceil(sum(w.elements for w in outline.trained) / launch.num_processes)
     return Passing(
         begins=live + (max(map(_bytes, units.values())) if device == "cpu" else 0),
         ends=max(held, min(live, scores + largest)),
         scores=scores,
         returns=scores,
-        backward=max(held, min(live, scores + largest)),
+        backward=layers,
         products=gradient * (2 if device == "cpu" else 1),
         buckets=gradient * (2 if device == "cpu" else 1),
         kept=bucket,

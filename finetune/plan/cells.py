@@ -231,17 +231,17 @@ def _copies(
     }
     # A head that computes the loss casts its weight itself, and lets go of it.
     own = cast.pop(outline.head, 0) if fused else 0
+    rest = [w for name, unit in outline.by_unit().items() if not (fused and name == outline.head) for w in unit]
     every, largest = sum(cast.values()), max(cast.values(), default=0)
     head = cast.get(outline.head, 0)
     if whole:
         # Cast for each product, and let go.
-        every = largest = max((2 * w.elements for w in outline.weights if w.multiplied and w.itemsize == 4), default=0)
+        every = largest = max((2 * w.elements for w in rest if w.multiplied and w.itemsize == 4), default=0)
         head = 0
     # Autocast keeps its copies of trained weights through a forward pass, unless layers are gathered and freed.
-    kept = [w for name, unit in outline.by_unit().items() if not (fused and name == outline.head) for w in unit]
-    cached = 0 if launch.sharded else 2 * sum(w.elements for w in kept if w.multiplied and w.group is not None)
+    cached = 0 if launch.sharded else 2 * sum(w.elements for w in rest if w.multiplied and w.group is not None)
     all_layers = largest if setting.checkpointed else every
-    made = read + max((2 * w.elements for w in outline.trained if w.multiplied), default=0)
+    made = read + max((2 * w.elements for w in rest if w.multiplied and w.group is not None), default=0)
     return {
         "layer": largest + made,
         "kept": max(all_layers, cached) + read,
