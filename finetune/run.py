@@ -23,7 +23,7 @@ from finetune import (
     sizing,
     tasks,
 )
-from finetune.backend import Backend, Proof, read_launch, settle
+from finetune.backend import Backend, Proof, read_launch, settle, slow_precision
 from finetune.data.ahead import Ahead
 from finetune.guard import Stopper, Watch
 from finetune.identity import base_of, identify
@@ -145,6 +145,9 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         }
         directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
     reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
+    slow = slow_precision(backend.precision)
+    if slow:
+        reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
     for line in (*ready.report_lines, *sized.lines, *plan, proof.line(), memory.line(), *begin.lines()):
         reporter.say(line)

@@ -195,6 +195,12 @@ CASES: list[Case] = [
         "bfloat16 fails",
         having("finetune.doctor.devices.product", lambda dtype, device: 8.0 if dtype == "float32" else float("nan")),
     ),
+    (
+        devices.dtypes,
+        "warning",
+        "no instructions for bf16",
+        with_recipe("precision=bf16", patches={"torch.ops.mkldnn._is_mkldnn_bf16_supported": lambda: False}),
+    ),
     (planes.agreement, "failure", "not a multiple of", launched("ddp", num_processes=3)),
     (planes.agreement, "failure", "nonesuch cannot be used", with_recipe("log.trackers=[nonesuch]")),
     (planes.agreement, "failure", "is no optimiser", with_recipe("optim.name=Adamm")),
@@ -363,6 +369,7 @@ def test_a_sound_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--config_file", "nowhere.yaml"], "launch file: There is no launch file nowhere.yaml"),
         (["--recipe", "nowhere.yaml"], "recipe: Cannot read the recipe nowhere.yaml"),
+        (["recipes/sample.yaml"], "recipe: got recipes/sample.yaml, but no recipe"),
         (["--recipe", "recipes/sample.yaml", "--", "optim.lrr=1"], "recipe: .*did you mean 'lr'"),
     ],
 )

@@ -6,6 +6,7 @@ What needs torch is loaded when it is first asked for, so that a launch can be l
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from finetune.backend.devices import slow_precision
 from finetune.backend.foresee import copies as copies_of
 from finetune.backend.foresee import of_file as launch_of_file
 from finetune.backend.launch import Launch
@@ -58,6 +59,7 @@ __all__ = [
     "places",
     "read_launch",
     "settle",
+    "slow_precision",
     "state_of",
     "steps_on_host",
 ]

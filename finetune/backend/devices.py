@@ -32,6 +32,22 @@ def of_torch() -> Devices:
     return Devices(torch.cuda.device_count(), torch.cuda.is_bf16_supported())
 
 
+def slow_precision(precision: str) -> str:
+    """Why a run is slower in this precision than in fp32, and no better for it; "" if it is not, or not known to be.
+
+    torch leaves products in bf16 to oneDNN, which needs AVX-512 on the CPUs of PCs; without, its own loops compute
+    them, at up to 1/200 of the speed that fp32 has.
+    Source: torch, `mkldnn_bf16_device_check` in `aten/src/ATen/native/mkldnn/Utils.h`.
+    """
+    import torch
+
+    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    known = precision == "bf16" and built and not torch.cuda.is_available()
+    if not known or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ""
+    return "This CPU has no instructions for bf16: its products take 4 to 200 times as long as those of fp32."
+
+
 @dataclass(frozen=True)
 class Room:
     """The memory that a process may fill."""

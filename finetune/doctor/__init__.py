@@ -71,6 +71,9 @@ def ask(
             found[name] = reader()
         except FinetuneError as error:
             problems.append(failure("recipe" if name == "recipe" else "launch file", str(error)))
+    if recipe is None and overrides:
+        named = f"got {' '.join(overrides)}, but no recipe that this would change"
+        problems.append(failure("recipe", named, "name one with --recipe RECIPE"))
     return Asked(env=env, **found), problems  # type: ignore[arg-type]
 
 

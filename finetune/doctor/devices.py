@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from finetune.backend.devices import of_torch
+from finetune.backend.devices import of_torch, slow_precision
 from finetune.backend.settle import check_devices
 from finetune.doctor.finding import Asked, Finding, failure, ok, warning
 
@@ -41,6 +41,9 @@ def dtypes(asked: Asked) -> Iterable[Finding]:
         else:
             yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
     yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
+    slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
+    if slow:
+        yield warning("dtypes", slow, "`precision: fp32`, or `auto`, which is fp32 here")
 
 
 def product(dtype: str, device: str) -> float:
