@@ -54,6 +54,8 @@ def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings, DoRA's lengths).
 
+    Without decay in one: backends that cut an optimiser's state send each group for itself.
+
     Decided by the module that owns a parameter, not by its name or shape, both of which backends change.
     A weight that an embedding shares with the head counts as an embedding.
     """
@@ -67,6 +69,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             if parameter.requires_grad:
                 (plain if spared or name.endswith("bias") else decayed)[id(parameter)] = parameter
     decayed = {key: p for key, p in decayed.items() if key not in plain}
+    if not weight_decay:
+        plain, decayed = {**decayed, **plain}, {}
     groups = [
         {"params": list(decayed.values()), "weight_decay": weight_decay},
         {"params": list(plain.values()), "weight_decay": 0.0},

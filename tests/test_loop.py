@@ -105,6 +105,9 @@ def test_norms_biases_and_embeddings_are_not_decayed() -> None:
         assert all("norm" not in n.lower() and "ln_" not in n and not n.endswith("bias") for n in decayed)
         assert all("embed" not in n and "wte" not in n and "wpe" not in n for n in decayed)
         assert any("attn" in n or "attention" in n for n in decayed)
+        (alone,) = optim.parameter_groups(models.Caller(network), 0.0)
+        assert {id(p) for p in alone["params"]} == set(names)
+        assert alone["weight_decay"] == 0.0
 
 
 def test_adamw_runs_fused_and_other_optimisers_take_their_arguments() -> None:

@@ -123,17 +123,24 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
     if not launch.reshard:
         every = sum(layers) + tail
         forward, scores, returns, backward = every + max(layers), every + tail, every, every
-    gradients = max(4 * sum(w.elements for w in unit if w.group is not None) for unit in outline.units())
+    # As they run backwards: a unit's gradients are scattered while the next one's are made.
+    ends = [outline.head, ""] if outline.head not in ("", outline.embedding) else [""]
+    units = outline.by_unit()
+    order = [[w for name in ends for w in units.get(name, [])]]
+    order += [unit for name, unit in reversed(units.items()) if name not in ends]
+    made = [[4 * w.elements for w in unit if w.group is not None] for unit in order]
+    steps = list(zip(made, made[1:], order[1:], strict=False)) or [([], made[0], order[0])]
+    products = max(sum(last) + max(own, default=0) for last, own, _ in steps)
     # gloo's copy of a unit is gone before this unit's gradients are there.
-    copied = gradients + max(layers) if device == "cpu" and launch.reshard else 0
+    copied = max(sum(last) + _bytes(unit) for last, _, unit in steps) if device == "cpu" and launch.reshard else 0
     return Passing(
         begins=forward,
         ends=forward,
         scores=scores,
         returns=returns,
         backward=backward,
-        products=gradients + max((4 * w.elements for w in outline.trained), default=0),
-        buckets=max(2 * gradients, copied),
+        products=products,
+        buckets=max(copied, *(sum(last) + sum(own) for last, own, _ in steps)),
     )
 
 
