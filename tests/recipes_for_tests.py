@@ -92,18 +92,30 @@ SPLITS = {
 
 _FEW = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _FEWER_KV = {**_FEW, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+# With dropout, so that its random stream is compared as well.
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
+# Sides that neither two nor three or four processes divide, and a group of an odd number of elements.
+UNEVEN = {
+    "model_type": "llama",
+    "hidden_size": 36,
+    "intermediate_size": 75,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "attention_bias": True,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "llama_tied": {"model_type": "llama", **_FEWER_KV, "tie_word_embeddings": True},
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        # With dropout, so that its random stream is compared as well.
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-    },
+    "gpt2": GPT2,
     "qwen3": {"model_type": "qwen3", **_FEWER_KV},
     "gemma3": {
         "model_type": "gemma3_text",

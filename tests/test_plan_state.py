@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, SHARED, Launcher
-from recipes_for_tests import ARCHITECTURES, base
+from recipes_for_tests import ARCHITECTURES, UNEVEN, base
 from test_frozen import store
 
 from finetune import optim
@@ -17,18 +17,6 @@ from finetune.recipe import validate
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
-# Sides that neither two nor three or four processes divide, and a group of an odd number of elements.
-UNEVEN = {
-    "model_type": "llama",
-    "hidden_size": 36,
-    "intermediate_size": 75,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 12,
-    "max_position_embeddings": 128,
-    "attention_bias": True,
-}
 LAUNCHES = {
     "single": 1,
     "ddp": 2,

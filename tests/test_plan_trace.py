@@ -11,6 +11,7 @@ import yaml
 from harness import ROOT, command
 from nursery import Nursery
 from peak_worker import peak_of
+from recipes_for_tests import UNEVEN
 
 from finetune import cli, gpus, models, optim, tasks
 from finetune.plan import made, traced
@@ -18,17 +19,6 @@ from finetune.plan.compute import Machines
 from finetune.plan.traced import Traced
 from finetune.recipe import validate
 
-# Sides that ranks do not divide.
-UNEVEN = {
-    "model_type": "llama",
-    "hidden_size": 36,
-    "intermediate_size": 75,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 12,
-    "attention_bias": True,
-}
 SMALL = {
     "model_type": "llama",
     "hidden_size": 256,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import SHARED, Launcher, Result
 from inside import alone, copy, mlp, run_here
-from recipes_for_tests import base
+from recipes_for_tests import GPT2, base
 
 from finetune import cli, replay
 from finetune.data.order import rows_at
@@ -18,16 +18,6 @@ from finetune.replay import Replayed
 
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
-# With dropout, so that its random stream is needed as well; written by two processes in shards.
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-}
 JOB = base(
     model={"config": GPT2},
     length={"steps": 7},

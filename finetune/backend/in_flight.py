@@ -116,7 +116,8 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
     head = sizes.pop(outline.head, 0) if outline.head else 0
     tail, layers = head + rest, list(sizes.values()) or [0]
     # An embedding that is the head's weight too, or what the root has, is there from the beginning.
-    early = tail if outline.head in ("", outline.embedding) else 0
+    apart = _own_head(outline)
+    early = 0 if apart else tail
     pairs = list(zip(layers, layers[1:] if early else [*layers[1:], tail], strict=False)) or [(0, layers[0])]
     forward, backward = max(a + 2 * b for a, b in pairs) + early, max(a + b for a, b in pairs) + early
     scores, returns = (early + layers[-1] if early else 2 * tail), tail
@@ -124,7 +125,7 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
         every = sum(layers) + tail
         forward, scores, returns, backward = every + max(layers), every + tail, every, every
     # As they run backwards: a unit's gradients are scattered while the next one's are made.
-    ends = [outline.head, ""] if outline.head not in ("", outline.embedding) else [""]
+    ends = [apart, ""] if apart else [""]
     units = outline.by_unit()
     order = [[w for name in ends for w in units.get(name, [])]]
     order += [unit for name, unit in reversed(units.items()) if name not in ends]
@@ -181,8 +182,8 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> Passing:
         distance += 2 * weight.elements
     scores = max(held, min(live, _bytes(units.get(outline.head, [])) + ahead))
     # Without the head, which is first to run backwards, and freed unless it looks tokens up as well.
-    own = _bytes(units.get(outline.head, [])) if outline.head != outline.embedding else 0
-    layers = max(held - own, min(live, whole - own, scores + largest))
+    apart = _own_head(outline)
+    own = _bytes(units[apart]) if apart else 0
     gradients = [4 * w.elements for w in outline.trained]
     # A bucket goes when it is full: all of an adapter's may fit in one.
     gradient = max(min(bucket, sum(gradients)), max(gradients, default=0))
@@ -192,12 +193,17 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> Passing:
         ends=max(held, min(live, scores + largest)),
         scores=scores,
         returns=scores,
-        backward=layers,
+        backward=max(held - own, min(live, whole - own, scores + largest)),
         products=gradient * (2 if device == "cpu" else 1),
         buckets=gradient * (2 if device == "cpu" else 1),
         kept=bucket,
         steps=4 * min(masters, int(section.get("sub_group_size", _SUB_GROUP))),
     )
+
+
+def _own_head(outline: Outline) -> str:
+    """The unit of a head that does not look tokens up as well; "" if there is none."""
+    return outline.head if outline.head != outline.embedding else ""
 
 
 def _bytes(weights: list[Weight] | tuple[Weight, ...]) -> int:
