@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -173,20 +174,35 @@ def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     return merged.requires_grad_(False)
 
 
-def put_on(network: nn.Module, folder: str) -> nn.Module:
+def put_on(network: nn.Module, folder: Path) -> nn.Module:
     """A network with the adapter that lies in a folder.
 
     Raises:
-        CheckpointError: If the adapter does not fit.
+        CheckpointError: If the adapter does not fit, or lacks tensors.
     """
     from peft import PeftModel
 
+    file = folder / "adapter_model.safetensors"
     try:
-        adapted: nn.Module = PeftModel.from_pretrained(network, folder)
+        with safe_open(file, framework="pt") as opened:
+            found = set(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read, it is absent, damaged or incomplete ({error}). Copy the adapter again; one that "
+            "is stored as a pickle (adapter_model.bin) has to be written anew by peft."
+        ) from error
+    try:
+        adapted: nn.Module = PeftModel.from_pretrained(network, str(folder))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"The adapter in {folder} does not fit its base: {' '.join(str(error).split())[:400]}"
         ) from error
+    missing = sorted(set(adapter_keys(adapted).values()) - found)
+    if missing:
+        # By itself peft fills them with random values.
+        raise CheckpointError(
+            f"{file} lacks {len(missing)} of the adapter's tensors, such as {missing[0]}. Take a complete copy of it."
+        )
     return adapted
 
 

@@ -7,20 +7,30 @@ transformers passes on as it is. So every architecture that asks transformers' `
 can be packed, and what it recomputes in the backward pass is told the same.
 """
 
+import inspect
+import sys
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from finetune.errors import RecipeError
 
 NAME = "packed"
 """What transformers calls it; nothing of it is written into a model's files."""
 
 EDGES = "cu_seqlens"
 """The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32."""
+
+# What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
+_MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
+# Layers that read nothing off a mask but documents and a window. Others choose keys by it (DeepSeek-V3.2).
+_TOLD_APART = {"full_attention", "sliding_attention"}
 
 
 def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bool) -> str:
@@ -30,18 +40,27 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
         asked: `model.attention` of the recipe; all but `auto` is taken as it is.
         architectures: transformers' `AutoModelFor...` of what the network is to be.
         told: Whether the task calls it with what `told_by` says.
+
+    Raises:
+        RecipeError: If it cannot use what is asked.
     """
     _register()
-    if asked != "auto":
-        return asked
     known, text = architectures._model_mapping, config.get_text_config()
     # What a model brings as code of its own is not in the table.
     network = known.get(type(config), None)
-    # Capped scores (Gemma 2) only attention that writes them out can do.
-    if not getattr(network, "_supports_sdpa", False) or getattr(text, "attn_logit_softcapping", None) is not None:
+    # Capped scores (Gemma 2) and sinks (GPT-OSS) only attention that writes them out can do.
+    written = not getattr(network, "_supports_sdpa", False) or getattr(text, "attn_logit_softcapping", None) is not None
+    if asked == NAME and written:
+        raise RecipeError(
+            f"model.attention is `{NAME}`, which {config.model_type} cannot use: its attention does more than scaled "
+            "dot products. Set model.attention to `eager`."
+        )
+    if asked != "auto":
+        return asked
+    if written:
         return "eager"
-    # What else a mask would say (Llama 4's chunks, Gemma 3 reading both ways) is not told otherwise.
-    masked = any(getattr(text, key, None) for key in ("attention_chunk_size", "use_bidirectional_attention"))
+    masked = any(getattr(text, key, None) for key in _MASKED)
+    masked = masked or not _TOLD_APART.issuperset(getattr(text, "layer_types", None) or ())
     return NAME if told and not masked and getattr(network, "_supports_attention_backend", False) else "sdpa"
 
 
@@ -58,7 +77,20 @@ def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tens
     ids, window = batch["input_ids"], getattr(network.config.get_text_config(), "sliding_window", None)
     if "position_ids" in batch or (window is not None and window < ids.shape[1]):
         return {}
-    return {"attention_mask": torch.empty(1, 1, 1, 0, dtype=torch.int32, device=ids.device)}
+    told = {"attention_mask": torch.empty(1, 1, 1, 0, dtype=torch.int32, device=ids.device)}
+    if _counts_positions(type(network)):  # type: ignore[arg-type]
+        told["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+    return told
+
+
+@cache
+def _counts_positions(kind: type[Any]) -> bool:
+    """Whether an architecture counts positions from its mask, for an embedding that takes the mask (OPT, BioGPT)."""
+    modules = [
+        vars(sys.modules[base.__module__]) for base in kind.__mro__ if base.__module__.startswith("transformers.")
+    ]
+    embeddings = (x for names in modules for x in names.values() if isinstance(x, type) and issubclass(x, nn.Embedding))
+    return any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
 
 
 def _attend(
@@ -83,7 +115,10 @@ def _attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
     edges = attention_mask.view(-1)
-    if others.get("position_bias") is not None or not _has_kernel(query, dropout):
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    if others.get("position_bias") is not None or not _has_kernel(query, value, dropout):
         mask = _mask(edges, query.shape[0], query.shape[2], sliding_window)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
@@ -97,9 +132,17 @@ def _attend(
     return found.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """CPUs take one document at a time. On a GPU that would make the host wait for the edges."""
-    return not query.is_cuda or (query.dtype != torch.float32 and query.shape[3] <= 256 and not dropout)
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """CPUs take one document at a time. On a GPU that would make the host wait for the edges.
+
+    Source: torch, `mha_varlen_fwd` in `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`.
+    """
+    if not query.is_cuda:
+        return True
+    width = query.shape[3]
+    if query.dtype == torch.float32 or dropout or width > 256 or width % 8 or value.shape[3] != width:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _by_document(

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from finetune import __version__, parent
+from finetune import __version__, hub, parent, paths
 from finetune import verbs as verbs_of_proof
 from finetune.artefacts import verbs as verbs_of_artefacts
 from finetune.errors import FinetuneError
-from finetune.exits import REQUEUE, guarded, say_failure, tell_launcher
+from finetune.exits import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
 from finetune.hub import go_offline_if_unreachable
 from finetune.plan import verb as verb_of_plan
-from finetune.recipe import dump, json_schema, load
+from finetune.recipe import Recipe, dump, json_schema, load
 
 # The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
 _LAUNCH_OPTIONS = {
@@ -27,6 +27,8 @@ _LAUNCH_OPTIONS = {
     "max_restarts": "how often to start again after a failure",
 }
 
+_DRY_RUN = "check all but data and weights, and stop"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`finetune <verb> …`; returns the exit code."""
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("launch", help="train, as `accelerate launch` does, but check the recipe first")
     _launch_arguments(verb, required=True)
     _recipe_arguments(verb)
+    verb.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
     verb = verbs.add_parser("explain", help="say of every value who set it, what that overrode, and what it means")
     _launch_arguments(verb, required=False)
     verb.add_argument("recipe", help="a recipe, such as recipes/sample.yaml")
@@ -65,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = {"launch": _launch, "data": _data, "show": _show, "audit": _audit, "schema": _schema, "ops": _ops}
     run |= {"explain": _explain, "doctor": _doctor}
     run["plan"] = _plan
-    for name in ("export", "generate", "evaluate"):
-        run["eval" if name == "evaluate" else name] = _artefacts(getattr(verbs_of_artefacts, name))
+    run["export"] = _artefacts(verbs_of_artefacts.export)
+    run["generate"] = _artefacts(partial(verbs_of_artefacts.generate, say=_to_stderr), "run", "base")
+    run["eval"] = _artefacts(partial(verbs_of_artefacts.evaluate, say=_to_stderr), "run", "base")
     run["parity"] = _artefacts(partial(verbs_of_proof.parity, say=_to_stderr))
     run |= {"replay": _artefacts(verbs_of_proof.replay), "comms": _artefacts(verbs_of_proof.comms)}
     return guarded(partial(run[parsed.verb], parsed))
@@ -74,11 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
     """What each process of `accelerate launch … scripts/train.py` runs; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/train.py", description="Train as a recipe says.")
-    _recipe_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check all but data and weights, and stop")
+    parser = argparse.ArgumentParser(
+        prog="scripts/train.py",
+        description="Train as a recipe says, in each process that a launcher starts; alone, in one process.",
+        epilog="example: finetune launch --config_file accelerate_configs/ddp.yaml recipes/sample.yaml optim.lr=1e-3",
+    )
+    _recipe_arguments(parser, optional=True)
+    parser.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.recipe is None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            parser.print_help(sys.stderr)
+        return USER_ERROR
     return guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
@@ -102,14 +114,23 @@ def _launch_options(parsed: argparse.Namespace) -> dict[str, str]:
     return {option: value for option in _LAUNCH_OPTIONS if (value := getattr(parsed, option)) is not None}
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe, such as recipes/sample.yaml")
+def _recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument("recipe", nargs="?" if optional else None, help="a recipe, such as recipes/sample.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
 
 
-def _train(parsed: argparse.Namespace) -> int:
+def _load(parsed: argparse.Namespace) -> Recipe:
+    """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
     recipe = load(parsed.recipe, parsed.overrides)
+    paths.check(recipe)
     go_offline_if_unreachable()
+    hub.require(recipe.model.name, "model.name")
+    hub.require(recipe.tokenizer.name, "tokenizer.name")
+    return recipe
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    recipe = _load(parsed)
     from finetune.guard import explain_memory
     from finetune.quiet import silence_libraries
     from finetune.run import build
@@ -137,8 +158,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _dry_run(parsed: argparse.Namespace) -> None:
-    recipe = load(parsed.recipe, parsed.overrides)
-    go_offline_if_unreachable()
+    recipe = _load(parsed)
     from finetune.dryrun import describe
 
     text = describe(recipe)
@@ -147,8 +167,7 @@ def _dry_run(parsed: argparse.Namespace) -> None:
 
 
 def _data(parsed: argparse.Namespace) -> None:
-    recipe = load(parsed.recipe, parsed.overrides)
-    go_offline_if_unreachable()
+    recipe = _load(parsed)
     from finetune.data import prepare
 
     prepared = prepare(recipe)
@@ -210,9 +229,19 @@ def _audit(parsed: argparse.Namespace) -> int:
     return 0 if found.holds else 1
 
 
-def _artefacts(verb: Callable[[argparse.Namespace, Callable[[str], None]], int | None]) -> Callable[..., int | None]:
+def _artefacts(
+    verb: Callable[[argparse.Namespace, Callable[[str], None]], int | None], *models: str
+) -> Callable[..., int | None]:
+    """A verb that takes models.
+
+    Args:
+        models: The arguments that may be a model's name on the hub.
+    """
+
     def run(parsed: argparse.Namespace) -> int | None:
         go_offline_if_unreachable()
+        for name in models:
+            hub.require(getattr(parsed, name), "--base" if name == "base" else None)
         from finetune.quiet import silence_libraries
 
         silence_libraries()
@@ -246,6 +275,14 @@ def _ops(parsed: argparse.Namespace) -> None:
 
 def _launch(parsed: argparse.Namespace) -> None:
     recipe = load(parsed.recipe, parsed.overrides)
+    paths.check(recipe)
+    if parsed.dry_run:
+        from finetune.backend.foresee import foresee
+        from finetune.dryrun import describe
+
+        go_offline_if_unreachable()
+        print(describe(recipe, foresee(parsed.config_file, _launch_options(parsed), os.environ)))
+        return
     from finetune.launcher import launch
 
     options = [word for option, value in _launch_options(parsed).items() for word in (f"--{option}", value)]

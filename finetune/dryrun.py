@@ -1,22 +1,28 @@
 """What a run would do, without data or weights."""
 
+import os
+
 from finetune import adapters, fp8, optim, tasks
 from finetune.backend import read_launch, settle
+from finetune.backend.foresee import Foreseen
 from finetune.errors import RecipeError
 from finetune.models import Caller
 from finetune.plan.networks import sized
 from finetune.recipe import Recipe
 
 
-def describe(recipe: Recipe) -> str:
-    """Resolves and checks a recipe against this launch, builds its network without storage, says the plan.
+def describe(recipe: Recipe, foreseen: Foreseen | None = None) -> str:
+    """Resolves and checks a recipe against a launch, builds its network without storage, says the plan.
+
+    Args:
+        foreseen: The launch; this process's own if left out.
 
     Raises:
         FinetuneError: With what is wrong.
     """
-    asked = read_launch()
-    settled = settle(recipe, asked)
-    optim.check(recipe, cut=asked.cuts_state)
+    asked = foreseen.launch if foreseen else read_launch()
+    settled = settle(recipe, asked, foreseen.env if foreseen else os.environ)
+    optim.check(recipe, cut=asked.cuts_state, flat=asked.flattens)
     fp8.check(recipe)
     task = tasks.find(recipe)
     if task.build_skeleton is None:

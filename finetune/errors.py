@@ -3,9 +3,32 @@
 Every one is also an error of the standard library, so that callers can catch what they know.
 """
 
+from collections.abc import Sequence
+from typing import Self
+
 
 class FinetuneError(Exception):
     """Base of all errors that `finetune` raises on purpose; printed without a traceback."""
+
+    lines: tuple[str, ...] = ()
+    """The lines to print, where these are several; else the text is one paragraph."""
+
+    @classmethod
+    def of(cls, place: str, problems: Sequence[str], advice: str = "") -> Self:
+        """An error of one problem or several.
+
+        Args:
+            place: What has them, such as a file.
+            problems: Each with its own place.
+            advice: What to do about any of them, a sentence.
+        """
+        said = [problem if problem.endswith((".", "?")) else f"{problem}." for problem in problems]
+        if len(said) == 1:
+            return cls(f"{said[0]} {advice}".rstrip())
+        lines = (f"{place} has {len(said)} problems:", *(f"  {problem}" for problem in said), advice)
+        error = cls("\n".join(filter(None, lines)))
+        error.lines = tuple(filter(None, lines))
+        return error
 
 
 class RecipeError(FinetuneError, ValueError):

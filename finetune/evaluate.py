@@ -52,10 +52,9 @@ def evaluate(
             share = np.arange(first, min(first + micro_size, len(rows)))
             empty = len(share) == 0
             batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
-            loss = model(task.loss_sum, batch)
-            hits = model(task.correct_sum, batch) if task.correct_sum else torch.zeros_like(loss)
+            found = model(task.loss_and_correct or task.loss_sum, batch)
             if not empty:
-                sums += torch.stack((loss.double(), hits.double()))
+                sums[: found.numel()] += found.double().reshape(-1)
                 targets += rows.num_targets(share)
     model.train(was_training)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
@@ -63,13 +62,22 @@ def evaluate(
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
     if task.text:
         result["perplexity"] = math.exp(min(result["loss"], 700.0))
-    if task.correct_sum:
+    if task.loss_and_correct:
         result["accuracy"] = hit_sum / max(1.0, total)
     return result
 
 
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on the device; from pinned memory, without waiting for the copy, where there is a GPU."""
+    """The batch on the device, sent as `send` does."""
+    return {key: send(value, device) for key, value in batch.items()}
+
+
+def send(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device.
+
+    To a GPU it goes from pinned memory and without waiting: a copy from other memory stops the host until the GPU has
+    come to it. The caching allocator of pinned memory keeps what is sent until it has arrived.
+    """
     if device.type == "cpu":
-        return batch
-    return {key: value.pin_memory().to(device, non_blocking=True) for key, value in batch.items()}
+        return value
+    return value.pin_memory().to(device, non_blocking=True)

@@ -1,14 +1,17 @@
 """How a process ends: with one paragraph and an exit code, once a machine, and without the interpreter's teardown."""
 
 import hashlib
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from finetune import parent
 from finetune.errors import FinetuneError
 
 # What a process exits with when the user has to change something.
@@ -17,6 +20,9 @@ USER_ERROR = 2
 # What it exits with when it was asked to stop, and all is saved: start the same command again, and it goes on.
 # Source: BSD's sysexits.h, EX_TEMPFAIL.
 REQUEUE = 75
+
+# To whoever uses another launcher, whose traceback and exit code no worker can help.
+_HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 alone."
 
 # How collectives fail on the ranks that are left when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
@@ -44,10 +50,19 @@ def guarded(verb: Callable[[], int | None]) -> int:
 
 
 def report(error: FinetuneError) -> None:
-    """Prints an error as one paragraph, once a machine where ranks say the same."""
-    text = " ".join(str(error).split())
+    """Prints an error as one paragraph, or a line a problem; once a machine where ranks say the same."""
+    text = "\n".join(line.rstrip() for line in error.lines) or " ".join(str(error).split())
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    others = parent.is_launcher() and not parent.is_own_launcher()
+    if given and others:
+        # What the launcher prints last, behind a traceback of its own.
+        written = {"message": f"said above, before this traceback of the launcher's. {_HINT}", "timestamp": time.time()}
+        with suppress(OSError):
+            Path(given).write_text(json.dumps(written), encoding="utf-8")
     if _first_to_say(text):
         print(f"\nError: {text}", file=sys.stderr, flush=True)
+        if others and not given:
+            print(f"What follows is a traceback of the launcher's. {_HINT}", file=sys.stderr, flush=True)
 
 
 def _first_to_say(text: str) -> bool:

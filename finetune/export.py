@@ -1,8 +1,6 @@
 """Writes the trained network so that plain transformers opens it."""
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 from finetune.adapters import adapter_config, adapter_keys, transformer
 from finetune.backend import Backend
 from finetune.errors import CheckpointError
+from finetune.files import follow_umask, remove, sync
 from finetune.models import unwrap
 
 
@@ -81,7 +80,7 @@ def _write(
     directory: Path,
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
-    shutil.rmtree(staging, ignore_errors=True)
+    remove(staging)
     staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
     if adapter_config(network) is not None:
         keys = adapter_keys(network)
@@ -98,11 +97,11 @@ def _write(
             save_file(tensors, staging / "model.safetensors")
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
+    follow_umask(staging)
     for path in staging.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    shutil.rmtree(directory, ignore_errors=True)
+            sync(path)
+    remove(directory)
     staging.rename(directory)
 
 

@@ -1,15 +1,21 @@
-"""Files that survive a crash: synchronised to the disk, and replaced whole or not at all."""
+"""Files that survive a crash: synchronised to the disk, and replaced whole or not at all. Links are not followed."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 _CHUNK = 1 << 22
+
+# What `flock` says on a file system without locks: Lustre mounted without `flock`, NFS without a lock daemon.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def sync(path: Path) -> None:
@@ -33,7 +39,10 @@ def write_text(path: Path, text: str) -> None:
     """
     staging = path.with_name(path.name + ".staging")
     try:
-        staging.write_text(text, encoding="utf-8")
+        staging.unlink(missing_ok=True)
+        # A new file in any case: one that is there may be a link to somewhere else.
+        with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
         sync(staging)
         os.replace(staging, path)
     except OSError:
@@ -50,6 +59,49 @@ def write_json(path: Path, value: Any) -> None:
         OSError: If it cannot be written.
     """
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def unlockable(folder: Path) -> str | None:
+    """Why files in a folder cannot be locked; None if they can.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return os.strerror(error.errno)
+    return None
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a link, or a folder with all that is in it; never what a link points to.
+
+    Raises:
+        OSError: If it cannot be deleted. That nothing is there is no error.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def follow_umask(folder: Path) -> None:
+    """Gives all files below a folder the mode that the umask asks for. Some libraries write theirs as 0600.
+
+    Args:
+        folder: One that this process has made, so that its own mode tells the umask.
+
+    Raises:
+        OSError: If a mode cannot be changed.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def digest(path: Path) -> str:
@@ -123,7 +175,7 @@ class Journal:
         # Where a mount has vanished, a new file would lie on the wrong disk.
         if self._end is None and _which(self._path.parent) != self._folder:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        handle = os.open(self._path, os.O_RDWR | (os.O_CREAT if self._end is None else 0), 0o644)
+        handle = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if self._end is None else 0), 0o666)
         try:
             size = os.lseek(handle, 0, os.SEEK_END)
             end = _end_of_lines(handle, size) if self._end is None else min(size, self._end)

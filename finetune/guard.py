@@ -152,6 +152,8 @@ class Signs:
     """Ranks that could not write it."""
     save: float = 0.0
     """Whether it is time for a checkpoint by rank 0's clock."""
+    computed: float = 0.0
+    """Tokens that are computed in this step, learned or not, without padding."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,22 @@ class Watch:
     Every rank sees the same gradient norm, so every rank comes to the same answer.
     """
 
-    def __init__(self, backend: Backend, max_skipped: int) -> None:
+    def __init__(self, backend: Backend, max_skipped: int, before: dict[str, dict[str, int]] | None = None) -> None:
+        """
+        Args:
+            before: What `state` was when the checkpoint was saved that the run resumes from.
+        """
         self._backend, self._max_skipped = backend, max_skipped
         self._taken: Taken | None = None
-        self._in_a_row: dict[str, int] = {"nonfinite": 0, "overflow": 0}
-        self.counts: dict[str, int] = {"nonfinite": 0, "overflow": 0}
+        before = before or {}
+        self._in_a_row: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("in_a_row", {})}
+        self.counts: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("counts", {})}
         """Skipped steps so far: because a loss or gradient was not finite, or the loss scale was too large."""
+
+    @property
+    def state(self) -> dict[str, dict[str, int]]:
+        """The counts, for a checkpoint: a restart in the middle of a series must not begin them anew."""
+        return {"counts": dict(self.counts), "in_a_row": dict(self._in_a_row)}
 
     def look(self, taken: Taken | None) -> dict[str, Any] | None:
         """Takes a step in, and returns what happened in the one before if that was skipped.
@@ -246,7 +258,9 @@ def explain_memory(error: BaseException) -> MemoryFullError | None:
     )
     if not full:
         return None
-    if torch.cuda.is_available():
+    # Beside a GPU the host's memory may run out, too.
+    of_host = isinstance(error, MemoryError) or "can't allocate memory" in text
+    if torch.cuda.is_available() and not of_host:
         held, most, place = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), "device"
         free, total = torch.cuda.mem_get_info()
     else:

@@ -1,16 +1,25 @@
 """What makes a run the run that it is: everything that its mathematics depend on, as flat keys and plain values.
 
 A checkpoint carries it. Going on with other values would be another run, so differences are named and refused,
-unless the recipe allows them. Processes, sharding, micro-batches, logging and the number of steps are no part of it.
+unless the recipe allows them. Processes, sharding, logging and the number of steps are no part of it. Neither is the
+size of micro-batches, unless the network has dropout or batch norms.
 """
 
 import difflib
+import json
+import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
 from finetune.errors import RecipeError
-from finetune.files import digest, digest_of
+from finetune.files import digest, digest_of, write_json
 from finetune.length import Length
 from finetune.recipe import Recipe
 from finetune.tasks import TaskData
@@ -18,12 +27,40 @@ from finetune.tasks import TaskData
 # Of `model`: those that change where weights come from or what the network computes.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin")
 
+MICRO_SIZE = "batch.micro_size"
 
-def identify(recipe: Recipe, data: TaskData, length: Length) -> dict[str, Any]:
+# How long a file must have been left alone for its digest to be remembered. A second change within a tick of the file
+# system's clock (2 s at the coarsest) leaves its times as they were.
+_SETTLED_NS = 5 * 10**9
+
+
+def depends_on_micro_size(network: nn.Module) -> bool:
+    """Whether what is learned depends on which rows share a forward pass.
+
+    A micro-batch's dropout masks are drawn from one stream of random numbers, and batch norms see all of its rows.
+    """
+    config: Any = getattr(network, "config", None)
+    values = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            return True
+        values |= {f"{id(module)}.{name}": value for name, value in vars(module).items()}
+        if isinstance(module, _DropoutNd):
+            values[f"{id(module)}.dropout"] = module.p
+    return any(
+        ("drop" in name or "jitter" in name)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value
+        for name, value in values.items()
+    )
+
+
+def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:
     """The identity of a run.
 
-    Raises:
-        RecipeError: If the base model's files cannot be read.
+    Args:
+        base: Of the pretrained model, as `base_of` gives it.
     """
     tree = recipe.model_dump(mode="json")
     facts: dict[str, Any] = {}
@@ -31,7 +68,6 @@ def identify(recipe: Recipe, data: TaskData, length: Length) -> dict[str, Any]:
         facts |= _flatten(name, tree.get(name))
     facts |= _flatten("model.config", tree["model"]["config"])
     facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization", "fp8")}
-    base = base_of(recipe)
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.
         facts["model.name"] = base["digest"]
@@ -47,7 +83,8 @@ def identify(recipe: Recipe, data: TaskData, length: Length) -> dict[str, Any]:
 def base_of(recipe: Recipe) -> dict[str, Any] | None:
     """Name, revision and digest of the pretrained model that a run starts from; None if it starts from nothing.
 
-    A model on the hub is told by its commit, a directory by its content.
+    A model on the hub is told by its commit, a directory by its content. Digests of files are remembered in
+    `data.cache_dir`.
 
     Raises:
         RecipeError: If a directory's files cannot be read.
@@ -60,10 +97,41 @@ def base_of(recipe: Recipe) -> dict[str, Any] | None:
         return {"name": section.name, "revision": section.revision, "digest": _commit(recipe)}
     try:
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-        contents = {file.name: digest(file) for file in files}
+        contents = {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
     except OSError as error:
         raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
     return {"name": section.name, "revision": None, "digest": digest_of(contents)}
+
+
+def _digest(file: Path, cache: Path) -> str:
+    """A file's digest, from an earlier look at it if it has not changed since.
+
+    Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
+    the last change to the inode cannot be set, so it counts as well.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    kept = cache / f"{digest_of(str(file.resolve()))}.json"
+    before = _facts(file)
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if known["facts"] == before:
+            return str(known["digest"])
+    found = digest(file)
+    settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
+    if settled and _facts(file) == before:
+        with suppress(OSError):  # the next start reads the file again
+            cache.mkdir(parents=True, exist_ok=True)
+            write_json(kept, {"file": str(file), "facts": before, "digest": found})
+    return found
+
+
+def _facts(file: Path) -> list[int]:
+    """What tells a file from any other, and from itself once it has changed."""
+    with file.open("rb") as opened:  # network file systems look anew when a file is opened
+        facts = os.fstat(opened.fileno())
+    return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
 def _commit(recipe: Recipe) -> str:
@@ -115,4 +183,5 @@ def _difference(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     if key in ("data", "model.name"):
         return f"{key}: other content"
     there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
-    return f"{key}: {there} there, {here} here"
+    why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
+    return f"{key}: {there} there, {here} here{why}"

@@ -1,7 +1,8 @@
 """Keeps what a run must not lose: checkpoints when they are due, the ledger, and incidents."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from finetune.backend import Backend
 from finetune.checkpoint import Outcome, Saver
 from finetune.files import Journal
 from finetune.guard import Signs
-from finetune.ledger import Ledger
+from finetune.ledger import INCIDENTS, Ledger, Skipped, skipped
 from finetune.metrics import Reporter, warn
 from finetune.recipe import Recipe
 
@@ -30,15 +31,19 @@ class Keeper:
         step: int,
         adapter_keys: dict[str, str] | None,
         describe: Callable[[Path], None],
+        note: Callable[[int], None],
+        infinite: Collection[str] = (),
     ) -> None:
         """
         Args:
             step: Where the run begins. Checkpoints of later steps are those that were refused.
             adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
             describe: Writes what belongs beside the weights into a folder.
+            note: Is told the step of each checkpoint that was written, on rank 0.
+            infinite: Buffers that may hold infinities, such as causal masks.
         """
         section = recipe.checkpoint
-        self._section, self._backend, self._reporter = section, backend, reporter
+        self._section, self._backend, self._reporter, self._note = section, backend, reporter, note
         self._root = directory / "checkpoints"
         if backend.is_main:
             checkpoints.clean(self._root)
@@ -54,9 +59,11 @@ class Keeper:
             keep_best=section.keep_best,
             warn=warn,
             broken=refused,
+            infinite=infinite,
         )
         self._ledger = Ledger(directory)
-        self._incidents = Journal(directory / "incidents.jsonl")
+        self._incidents = Journal(directory / INCIDENTS)
+        self._skipped = skipped(directory) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
@@ -119,6 +126,12 @@ class Keeper:
         """Writes down a step that was skipped."""
         if self._backend.is_main:
             self._warn(self._incidents.write(incident))
+            self._skipped.append(Skipped.of(incident))
+
+    @property
+    def skipped(self) -> list[dict[str, Any]]:
+        """The steps skipped so far, over all starts of the run, with their rows; on rank 0."""
+        return [asdict(step) for step in self._skipped]
 
     def newest(self) -> Path | None:
         """The newest checkpoint."""
@@ -133,6 +146,11 @@ class Keeper:
             return
         if outcome.error is None:
             self._reporter.say(f"step {outcome.step}: checkpoint written")
+            try:
+                self._note(outcome.step)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                self._reporter.warn(f"Cannot write run.json: {reason}. It is tried again with the next checkpoint.")
             return
         newest = self.newest()
         kept = f"{newest} stays" if newest is not None else "there is no older one"

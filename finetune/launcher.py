@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import BackendError, RecipeError
+from finetune.backend.foresee import foresee
+from finetune.errors import RecipeError
 from finetune.exits import REQUEUE
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
@@ -35,13 +36,13 @@ def launch(
 
     Args:
         config_file: The launch file.
-        options: More of `accelerate launch`'s options, such as `--num_processes 4`.
+        options: More of `accelerate launch`'s options, each with its value, such as `--num_processes 4`.
         arguments: What the workers are given.
         module: What they run; `scripts/train.py` if left out.
         grace_s: How long workers may take to save once the launcher is told to stop.
 
     Raises:
-        BackendError: If the launch file is not one.
+        BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
         RecipeError: If this is an installation without `scripts/`.
     """
     words = command(config_file, options, arguments, module=module)
@@ -58,7 +59,7 @@ def command(
     """The command that launches workers; see `launch` for what it takes.
 
     Raises:
-        BackendError: If the launch file is not one.
+        BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
         RecipeError: If this is an installation without `scripts/`.
     """
     script = Path(__file__).resolve().parent.parent / "scripts" / "train.py"
@@ -66,30 +67,14 @@ def command(
         raise RecipeError(
             f"There is no {script}. `finetune launch` needs a checkout of the project: pip install -e it."
         )
-    alone = _check(config_file) and "--main_process_port" not in options
+    given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    foreseen = foresee(config_file, given, os.environ)
+    alone = foreseen.get("num_machines") == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     target = [str(script)] if module is None else ["--module", module]
     words = [sys.executable, "-m", "finetune.launcher", "--config_file", config_file]
     return [*words, *port, *options, *target, *arguments]
-
-
-def _check(config_file: str) -> bool:
-    """Whether a launch file is for one machine, and names no port.
-
-    Raises:
-        BackendError: If Accelerate cannot read it.
-    """
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    advice = "Take one of accelerate_configs/, or compare with it."
-    if not Path(config_file).is_file():
-        raise BackendError(f"There is no launch file {config_file}. {advice}")
-    try:
-        config = load_config_from_file(config_file)
-    except Exception as error:  # accelerate answers to what is not a launch file with many error types
-        raise BackendError(f"The launch file {config_file} cannot be used: {error}. {advice}") from error
-    return (config.num_machines or 1) == 1 and config.main_process_port is None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Where the value of a key comes from: who gave it, one layer over the other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,42 @@ class Value:
     @property
     def is_default(self) -> bool:
         return all(setting.layer == "default" for setting in self.settings)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a recipe's values come from, so that problems can name the place."""
+
+    path: str | Path
+    tree: Mapping[str, Any]
+    """What the file alone says."""
+    overrides: Sequence[str] = ()
+
+    def of(self, key: str, problem: str, in_file: Sequence[str]) -> str:
+        """What gave the value of a key that has a problem: an override, or the file and its line.
+
+        Args:
+            in_file: The problems that the file has by itself.
+        """
+        for override in reversed(self.overrides):
+            if concerns(override, key):
+                return f"{override} (command line)"
+        if problem not in in_file and self.overrides:
+            # A conflict between a key of the file and one that was overridden.
+            named = [text for text in self.overrides if text.partition("=")[0].rpartition(".")[2] in problem]
+            return f"{' '.join(named or self.overrides)} (command line)"
+        lines = places(self.path)
+        parts = key.split(".")
+        line = next((lines[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in lines), None)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+
+def concerns(override: str, key: str) -> bool:
+    """Whether an override sets a key, or something above or below it."""
+    name, _, value = override.partition("=")
+    if name == "resume" and not value.lstrip().startswith("{"):
+        name = "resume.mode"  # the section's short form
+    return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

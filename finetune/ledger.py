@@ -1,4 +1,4 @@
-"""What each step really read, so that it can be proved afterwards.
+"""What each step really read, so that it can be proved afterwards, and which steps were skipped.
 
 `ledger.jsonl` has a line for each start of a run, which says how positions map to rows, and one for each step with
 a checksum over the rows that all ranks read for it. The checksum is a sum, so it rides on the step's all-reduce.
@@ -19,6 +19,7 @@ from finetune.errors import CheckpointError, RecipeError
 from finetune.files import Journal, read_lines
 
 FILE = "ledger.jsonl"
+INCIDENTS = "incidents.jsonl"
 _CHECKPOINTS = "checkpoints/step-" + "[0-9]" * 8
 _ORDER = ("seed", "num_rows", "epoch_rows", "global_size", "data")
 
@@ -52,6 +53,45 @@ class Ledger:
     def close(self) -> str | None:
         """Puts what waits on the disk; returns why some of it is lost."""
         return self._journal.close()
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step that changed no weight."""
+
+    step: int
+    """Counted from 1."""
+    kind: str
+    """`nonfinite`: a loss or gradient was not finite; `overflow`: fp16's loss scale was too large."""
+    rows: list[int]
+    """That it read, in the order of positions."""
+
+    @classmethod
+    def of(cls, incident: dict[str, Any]) -> "Skipped":
+        """What a line of `incidents.jsonl` tells."""
+        rows = [row for part in incident["micro_batches"] for row in part["rows"]]
+        return cls(incident["step"], incident["kind"], rows)
+
+    def line(self) -> str:
+        """For people."""
+        return f"step {self.step} ({self.kind}): rows {_brief(self.rows, 32)}"
+
+
+def skipped(directory: Path) -> list[Skipped]:
+    """The steps that a run has skipped, in order; none if it has written down no incident.
+
+    Raises:
+        CheckpointError: If `incidents.jsonl` cannot be read.
+    """
+    file = directory / INCIDENTS
+    try:
+        return [Skipped.of(line) for line in read_lines(file)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except (LookupError, TypeError) as error:
+        raise CheckpointError(f"{file} holds a line that no run writes: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -152,6 +192,8 @@ class Audit:
     """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
     gaps: list[int]
     """Steps, counted from 1, that do not begin where the one before ended."""
+    skipped: list[Skipped]
+    """Steps whose rows were read, and changed no weight."""
 
     @property
     def holds(self) -> bool:
@@ -166,6 +208,10 @@ class Audit:
             end = "each row exactly once" if epoch.once == epoch.rows else f"{epoch.once:,} rows once so far"
             more = f", {epoch.more:,} MORE THAN ONCE" if epoch.more else ""
             lines.append(f"epoch {epoch.number + 1}: {epoch.rows:,} rows, {end}{more}")
+        if self.skipped:
+            lines.append(f"{len(self.skipped):,} of these steps skipped, so their rows changed no weight:")
+            lines += [f"  {step.line()}" for step in self.skipped[:10]]
+            lines += [f"  and {len(self.skipped) - 10:,} more, in {INCIDENTS}"] * (len(self.skipped) > 10)
         if self.unproved:
             lines.append(f"NOT the rows that the order says: steps {_brief(self.unproved)}")
         if self.gaps:
@@ -189,8 +235,9 @@ def span(text: str) -> tuple[int, int]:
         raise RecipeError(f"--steps {text}: give A:B, such as 100:120, or one step.") from error
 
 
-def _brief(steps: list[int]) -> str:
-    return ", ".join(map(str, steps[:10])) + (f" and {len(steps) - 10:,} more" if len(steps) > 10 else "")
+def _brief(numbers: list[int], most: int = 10) -> str:
+    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def audit(directory: Path) -> Audit:
@@ -224,7 +271,9 @@ def audit(directory: Path) -> Audit:
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))
         for (data, number), seen in counts.items()
     ]
-    return Audit(first, total, _lost(directory, first, first + total - 1), epochs, unproved, gaps)
+    last = first + total - 1
+    unlearned = [step for step in skipped(directory) if first <= step.step <= last]
+    return Audit(first, total, _lost(directory, first, last), epochs, unproved, gaps, unlearned)
 
 
 def _lost(directory: Path, first: int, last: int) -> str | None:

@@ -32,9 +32,18 @@ class LossHead:
         self._logits: Forward = head.forward
         self.targets: torch.Tensor | None = None
         """(N,) int64, -100 where there is nothing to learn."""
+        self.plants = False
+        """Whether it puts out `planted` in place of its own logits."""
+        self.planted: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, h) to (1, 1, 1) fp32 with targets, and to (B, T, V) without."""
+        if self.plants:
+            own = self._logits(hidden)
+            # As far apart as no first weights have them: a cap of small logits would not be seen.
+            values = torch.linspace(-60, 60, own.shape[-1], device=own.device).to(own.dtype)
+            self.planted = values.expand_as(own).contiguous()
+            return self.planted.clone()
         if self.targets is None:
             return self._logits(hidden)
         head: Any = self._head
@@ -58,6 +67,8 @@ _CHANGES = {
     "logits_scaling": 1.0,
     "output_multiplier": 1.0,
     "lm_head_multiplier": 1.0,
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
 }
 
 

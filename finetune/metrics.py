@@ -18,6 +18,9 @@ from finetune.backend import Backend
 from finetune.files import Journal
 from finetune.quantization import num_weights
 
+# How configurations call the number of experts that a token goes through.
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's peak rate in FLOP/s where it is known, else None."""
@@ -30,23 +33,63 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def flops_per_target(network: nn.Module, sequence_length: int) -> float:
     """Training FLOPs a token: 6 a weight in a matrix product (4 if it is frozen), and attention's scores.
 
-    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x width x T. Of the 6, 2 are
-    for the weight's own gradient.
+    Of a mixture's experts those count that a token goes through. A head's width is its own, which heads x width need
+    not make the hidden size.
+
+    Source: Kaplan et al. 2020, Chowdhery et al. 2022 (PaLM, appendix B): 6N + 12 layers x heads x width x T. Of the 6,
+    2 are for the weight's own gradient.
     """
     config = getattr(network, "config", None)
     text = None if config is None else config.get_text_config()
+    looked_up = {id(p) for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     # A tied embedding is also the head, and multiplied as such.
-    looked_up: set[int] = set()
-    if text is not None and not getattr(text, "tie_word_embeddings", False):
-        looked_up = {id(p) for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    head = getattr(network, "get_output_embeddings", lambda: None)()
+    looked_up -= {id(p) for p in head.parameters()} if head is not None else set()
+    shares = _shares_of_experts(network, text)
     products = sum(
-        (6.0 if p.requires_grad else 4.0) * num_weights(p)
+        (6.0 if p.requires_grad else 4.0) * num_weights(p) * shares.get(id(p), 1.0)
         for name, p in network.named_parameters()
         # The frozen one beside a module that is trained whole, which runs in its place.
         if id(p) not in looked_up and ".original_module." not in name
     )
-    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
-    return products + 12.0 * layers * width * sequence_length
+    return products + 6.0 * attention_width(text) * sequence_length
+
+
+def _shares_of_experts(network: nn.Module, text: Any) -> dict[int, float]:
+    """Of each weight that experts have, stacked or one by one, the share that a token goes through."""
+    used = next((int(getattr(text, name)) for name in _EXPERTS_A_TOKEN if getattr(text, name, None)), 0)
+    shares: dict[int, float] = {}
+    for name, module in network.named_modules() if used else ():
+        one_by_one = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts"
+        count = len(module) if one_by_one else int(getattr(module, "num_experts", None) or 0)
+        for p in module.parameters(recurse=one_by_one) if count else ():
+            shape = getattr(p, "ds_shape", p.shape)
+            if one_by_one or (len(shape) == 3 and shape[0] == count):
+                shares[id(p)] = used / count
+    return shares
+
+
+def attention_width(text: Any) -> int:
+    """Products of attention for each pair of tokens, over all layers: of queries with keys, and with values."""
+    layers = layers_of(text)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
+    width = 0
+    for layer, kind in zip(layers, kinds, strict=False):
+        heads = getattr(layer, "num_attention_heads", None)
+        if isinstance(heads, int) and kind.endswith("attention") and not kind.startswith("linear"):
+            keys = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            # DeepSeek-V4's `head_dim` has its rotated part in it, and nothing says the rest.
+            if apart := getattr(layer, "qk_nope_head_dim", None):
+                keys = apart + layer.qk_rope_head_dim
+            width += heads * (keys + (getattr(layer, "v_head_dim", None) or keys))
+    return width
+
+
+def layers_of(text: Any) -> list[Any]:
+    """A configuration for each layer: Gemma 4's have heads of several widths, which cannot be read off the whole."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * (getattr(text, "num_hidden_layers", None) or 0)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -91,14 +134,18 @@ class Stopwatch:
 
 
 class Reporter:
-    """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a few lines elsewhere."""
+    """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
-    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, quiet: bool) -> None:
+    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, text: bool, quiet: bool) -> None:
+        """
+        Args:
+            text: Whether targets are tokens.
+        """
         self._backend = backend
         self._main = backend.is_main
         self._quiet = quiet or not self._main
         self._num_steps = num_steps
-        self._last_line = 0.0
+        self._unit = "tok/s" if text else "targets/s"
         self._journal = Journal(directory / "metrics.jsonl")
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
@@ -139,15 +186,16 @@ class Reporter:
         """Shows that a step is done; `values` on log steps."""
         if self._progress is not None:
             if values is not None:
-                figures = f"loss {values['loss']:.4f}  {_rate(values)}"
+                figures = f"loss {values['loss']:.4f}  {self._rate(values)}"
                 self._progress.update(self._task, figures=figures)
             self._progress.update(self._task, completed=step)
-        elif values is not None and (time.monotonic() - self._last_line > 30 or step == self._num_steps):
-            # Not a terminal: a line now and then, so that a log file shows life but stays short.
-            self._last_line = time.monotonic()
-            self.say(
-                f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  {_rate(values)}"
-            )
+        elif values is not None:
+            figures = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  {self._rate(values)}"
+            self.say(f"step {step}/{self._num_steps}  {figures}")
+
+    def _rate(self, values: dict[str, Any]) -> str:
+        rate = values["tokens_per_s"]
+        return "compiling" if rate is None else f"{rate:,.0f} {self._unit}"
 
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""
@@ -159,11 +207,6 @@ class Reporter:
         if not self._quiet:
             self.console.print(text, markup=False)
             sys.stderr.flush()
-
-
-def _rate(values: dict[str, Any]) -> str:
-    rate = values["tokens_per_s"]
-    return "compiling" if rate is None else f"{rate:,.0f} tok/s"
 
 
 def warn(text: str) -> None:

@@ -1,8 +1,11 @@
 """Loads or initialises networks, and wraps one so that any function of it can run under any backend."""
 
+import copy
 import difflib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune import adapters, attention, fp8, frozen, loss, pretrained, prompts, quantization, recompute
 from finetune.adapters import Head, transformer
@@ -44,9 +48,9 @@ class Caller(nn.Module):
         known = transformer(network)
         if known is not None:
             self.config = known.config
-            self._no_split_modules = list(known._no_split_modules or [])
+            self._no_split_modules = _units(network, known._no_split_modules or ())
         whole = [m for m in network.modules() if type(m).__name__ in getattr(self, "_no_split_modules", ())]
-        # Embeddings inside a unit that is sharded as a whole (BERT's): accelerate 1.15 would shard them twice.
+        # Embeddings inside a unit that is sharded as a whole: accelerate 1.15 would shard them twice.
         self._inside_units = {id(part) for m in whole for part in m.modules()}
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -69,13 +73,37 @@ class Caller(nn.Module):
 
     def _own_unit(self, getter: str) -> nn.Module | None:
         known = transformer(self.network)
-        module = getattr(known, getter)() if known is not None else None
-        return None if id(module) in self._inside_units else module
+        if known is None:
+            return None
+        module: nn.Module | None = getattr(known, getter)()
+        # Tied, both ends are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
+        ends = [end for end in (known.get_input_embeddings(), known.get_output_embeddings()) if end is not None]
+        return None if id(module) in self._inside_units or _shares(self.network, ends) else module
 
     def tie_weights(self) -> None:
         known = transformer(self.network)
         if known is not None:
             known.tie_weights()
+
+
+def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
+    """Classes of modules that can be sharded each as a whole, of those that an architecture names.
+
+    Some are of networks that are not there (the part of a model that sees), and some hold weights that others hold
+    as well (BERT's embeddings, tied to its head).
+    """
+    by_name: dict[str, list[nn.Module]] = {name: [] for name in names}
+    for module in network.modules():
+        by_name.get(type(module).__name__, []).append(module)
+    return [name for name, found in by_name.items() if found and not any(_shares(network, [unit]) for unit in found)]
+
+
+def _shares(network: nn.Module, parts: Sequence[nn.Module]) -> bool:
+    """Whether a module outside some parts of a network holds a parameter of theirs."""
+    inside = {id(module) for part in parts for module in part.modules()}
+    theirs = {id(p) for part in parts for p in part.parameters()}
+    others = (m for m in network.modules() if id(m) not in inside)
+    return any(id(p) in theirs for module in others for p in module.parameters(recurse=False))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -113,9 +141,10 @@ def resolve_config(
                     setattr(config, name, getattr(tokenizer, name))
     else:
         config = _config_from_name(section)
+    _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and recipe.data.sequence_length > longest:
+    if longest is not None and 0 <= longest < recipe.data.sequence_length:
         raise RecipeError(
             f"data.sequence_length is {recipe.data.sequence_length}, but the model knows {longest} positions "
             f"(max_position_embeddings). Set data.sequence_length to at most {longest}."
@@ -137,21 +166,38 @@ def resolve_config(
     return config
 
 
+def _check_kind(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
+    """Raises a `RecipeError` if there is no network of a kind to train for a head."""
+    if head == "causal_lm" and getattr(config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
+            "`causal_lm` trains decoders, which go on with a text. Name a decoder-only model, such as llama, qwen3 or "
+            "gpt2 (docs/architectures.md lists those that were tried)."
+        )
+    own_code = section.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in _AUTO[head]._model_mapping and not own_code:
+        raise RecipeError(
+            f"model: transformers has no {head} network of a {config.model_type} model. Name a model of another "
+            "architecture (docs/architectures.md lists language models that were tried)."
+        )
+
+
 def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
     values = dict(values)
     model_type = values.pop("model_type")
-    try:
-        default = AutoConfig.for_model(model_type)
-    except (ValueError, KeyError) as error:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
+    if model_type not in CONFIG_MAPPING_NAMES:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}")
+    try:
+        default = AutoConfig.for_model(model_type)
+    except Exception as error:  # a few architectures refuse the sizes of their own configuration
         raise RecipeError(
-            f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}"
+            f"model.config: transformers has no configuration of {model_type} to start from: {_one_line(error)}. "
+            "Name a model in model.name instead."
         ) from error
     known = set(default.to_dict()) | set(default.attribute_map)
-    unknown = sorted(set(values) - known)
+    unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
         close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
         hint = f", did you mean '{close[0]}'?" if close else ""
@@ -160,12 +206,23 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
     if vocab_size is not None and "vocab_size" not in given:
         values["vocab_size"] = vocab_size
-    if hasattr(default, "max_position_embeddings") and "max_position_embeddings" not in given:
+    if "max_position_embeddings" in known and "max_position_embeddings" not in given:
         values[renamed.get("max_position_embeddings", "max_position_embeddings")] = sequence_length
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers validates sizes with many error types
         raise RecipeError(f"model.config: {model_type} refuses these sizes: {_one_line(error)}.") from error
+
+
+def _reads(config: PretrainedConfig, key: str) -> bool:
+    """Whether an architecture's network reads a key that its configuration does not declare.
+
+    Published configurations have such keys: `head_dim` of Qwen3-MoE.
+    """
+    known = _AUTO["causal_lm"]._model_mapping
+    network = known.get(type(config), None)
+    source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
+    return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
 
 
 def _config_from_name(section: ModelSection) -> PretrainedConfig:
@@ -274,37 +331,78 @@ def plain(
         RecipeError: If weights are missing or the architecture cannot do what is asked.
     """
     section = recipe.model
-    kernel = attention.choose(section.attention, config, _AUTO[head], told=head == "causal_lm")
-    options = {"dtype": dtype, "attn_implementation": kernel}
     torch.manual_seed(recipe.seed)
+    if section.name is not None:
+        return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
+    kernel = attention.choose(section.attention, config, _AUTO[head], told=head == "causal_lm")
     try:
-        network: PreTrainedModel
-        if section.name is None:
-            network = _AUTO[head].from_config(config, **options)
-        else:
-            network = _AUTO[head].from_pretrained(
-                section.name,
-                config=config,
-                revision=section.revision,
-                trust_remote_code=section.trust_remote_code,
-                quantization_config=loading,
-                **options,
-            )
+        network: PreTrainedModel = _AUTO[head].from_config(
+            config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
+        )
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(
-            f"model: no {head} network from '{section.name or config.model_type}': {_one_line(error)}"
-        ) from error
+        raise RecipeError(f"model: no {head} network from '{config.model_type}': {_one_line(error)}") from error
     return network
 
 
-def skeleton(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
+def check_weights(recipe: Recipe, config: PretrainedConfig, head: Head) -> pretrained.Weights | None:
+    """The files of a recipe's pretrained network, after a look at every tensor's name and shape; None if it has none.
+
+    It reads headers only, into a network without storage, so it belongs before any process group: there every rank
+    finds the same, however the network is loaded afterwards.
+
+    Raises:
+        RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
+    """
+    if recipe.model.name is None:
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        # Never sharded as it is loaded: whatever is left to find is found by every rank alike.
+        with _named_by_the_recipe(recipe):
+            return pretrained.look_at_packed(recipe.model)
+    return _pretrained(recipe, copy.deepcopy(config), head, dtype="auto", device_map="meta")[1]
+
+
+def _pretrained(
+    recipe: Recipe, config: PretrainedConfig, head: Head, **options: Any
+) -> tuple[PreTrainedModel, pretrained.Weights]:
+    section = recipe.model
+    kernel = attention.choose(section.attention, config, _AUTO[head], told=head == "causal_lm")
+    with _named_by_the_recipe(recipe):
+        return pretrained.load(
+            _AUTO[head],
+            str(section.name),
+            config,
+            new_head=head == "sequence_classification",
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            attn_implementation=kernel,
+            **options,
+        )
+
+
+@contextmanager
+def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
+    """Says of what cannot be loaded which key named it."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"model.name: {error}") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"model.name: '{recipe.model.name}' cannot be loaded: {_one_line(error)}.") from error
+
+
+def skeleton(
+    config: PretrainedConfig, head: Head, recipe: Recipe | None = None, *, trust_remote_code: bool = False
+) -> nn.Module:
     """The network without storage, on the meta device: to count, or to fill from elsewhere.
 
     Args:
         recipe: Where the adapters come from; None for the network without any.
+        trust_remote_code: Whether the model's own code may run, if there is no recipe to say so.
     """
+    trusted = trust_remote_code if recipe is None else recipe.model.trust_remote_code
     with torch.device("meta"):
-        network: nn.Module = _AUTO[head].from_config(config, dtype=torch.float32)
+        network: nn.Module = _AUTO[head].from_config(config, dtype=torch.float32, trust_remote_code=trusted)
         if recipe is None:
             return network
         if recipe.model.freeze is not None:

@@ -73,7 +73,7 @@ class DataSection(Section):
     validation_fraction: Fraction = 0.01
     """Share of the training documents held out if `validation` is empty; picked by a hash of the document,
     so that a document never moves between the two."""
-    sequence_length: PositiveInt = 1024
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
     """Tokens a row (`T`)."""
     packing: Literal["wrapped", "documents", "padded"] = "documents"
     """`documents`: whole documents packed best-fit into rows, each blind to the others; `wrapped`: one stream
@@ -116,6 +116,9 @@ class ChatSection(Section):
     too_long: Literal["drop", "cut_left", "cut_right"] = "drop"
     """What becomes of conversations longer than a row: left out, or without their oldest exchanges (the system
     message stays), or without their end. One that keeps no answer is left out. The data report counts them."""
+    drop_tools: bool = False
+    """Learn from conversations whose `tools` the template does not write, without these. Off: they are refused, because
+    a model would learn calls of functions that it never saw."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
     """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
 
@@ -135,4 +138,13 @@ class ChecksSection(Section):
     min_supervised: Fraction = 0.0
     """Smallest share of tokens that are learned."""
     min_ended: Fraction = 0.0
-    """Smallest share of examples whose last answer ends in a special token that is learned."""
+    """Smallest share of conversations whose last answer ends in a special token that is learned, or of documents that
+    the tokenizer's end-of-text token ends."""
+    max_lossy: Fraction = 1.0
+    """Largest share of documents, of those that are tried, that the tokenizer does not give back as they were."""
+    max_mojibake: Fraction = 1.0
+    """Largest share of documents with signs of a wrong decoding, such as `cafÃ©` or the replacement character."""
+    max_nul: Fraction = 1.0
+    """Largest share of documents that hold NUL characters."""
+    max_duplicate_keys: Fraction = 1.0
+    """Largest share of JSON records with a key that an object has more than once; its last value is read."""

@@ -4,6 +4,7 @@ A recipe is a YAML file. Layers, later ones win: defaults < recipe file < `a.b=c
 `sections.py`, `reading.py` and `running.py` hold its keys.
 """
 
+import copy
 import difflib
 import json
 import math
@@ -16,10 +17,12 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
+from finetune.layers import Origin
 from finetune.reading import ChatSection, ChecksSection, DataSection, Source
 from finetune.running import SampleSection
 from finetune.section import Section
 from finetune.sections import LoraSection, ModelSection, Recipe
+from finetune.yamls import YamlProblem, parse
 
 __all__ = [
     "ChatSection",
@@ -36,6 +39,7 @@ __all__ = [
     "dump",
     "hint",
     "json_schema",
+    "layers",
     "load",
     "long",
     "read",
@@ -83,10 +87,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
-    tree = read(path)
+    trees = layers(path, overrides)
+    return validate(trees[-1], origin=Origin(path, trees[0], overrides))
+
+
+def layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """What is given: by a recipe file, and then after each override.
+
+    Raises:
+        RecipeError: If the file or an override cannot be read.
+    """
+    trees = [read(path)]
     for override in overrides:
-        apply(tree, override)
-    return validate(tree, origin=str(path))
+        trees.append(copy.deepcopy(trees[-1]))
+        apply(trees[-1], override)
+    return trees
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -104,41 +119,47 @@ def read(path: str | Path) -> dict[str, Any]:
             f"Cannot read the recipe {file}: {reason}. Name a YAML file, such as recipes/sample.yaml."
         ) from error
     try:
-        tree = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{file} is not valid YAML: {_one_line(error)}.") from error
+        tree = parse(text, _Loader)
+    except YamlProblem as error:
+        raise RecipeError(f"{error.at(file)}: the recipe is not valid YAML: {error}.") from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
-    try:
-        # So that an override changes one place only, where the file repeats a part by an alias.
-        plain: dict[str, Any] = json.loads(json.dumps(tree, default=str))
-    except ValueError as error:
-        raise RecipeError(f"{file} holds a part that contains itself by an alias. Write it out.") from error
+    # So that an override changes one place only, where the file repeats a part by an alias.
+    plain: dict[str, Any] = json.loads(json.dumps(tree, default=str))
     return plain
 
 
-def validate(tree: Mapping[str, Any], origin: str = "the recipe") -> Recipe:
+def validate(tree: Mapping[str, Any], origin: Origin | str | None = None) -> Recipe:
     """Turns plain keys and values into a recipe.
 
+    Args:
+        origin: Where they come from; a text names it.
+
     Raises:
-        RecipeError: With every problem that was found, each with its key.
+        RecipeError: With every problem that was found, each with its key and its place.
     """
-    problems: list[str] = []
-    recipe: Recipe | None = None
+    recipe, problems = _checked(tree)
+    if recipe is not None and not problems:
+        return recipe
+    if not isinstance(origin, Origin):
+        said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
+        raise RecipeError.of(origin or "The recipe", said)
+    in_file = [problem for _, problem in _checked(origin.tree)[1]] if origin.overrides else []
+    said = [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
+    raise RecipeError.of(str(origin.path), said)
+
+
+def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, str]]]:
+    """The recipe, if it is one, and its problems, each with its key."""
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
         recipe = Recipe.model_validate_json(json.dumps(long(tree), default=str), strict=True)
     except ValidationError as error:
-        problems = [_problem(item) for item in error.errors(include_url=False)]
-    if recipe is not None:
-        problems = list(_conflicts(recipe))
-    if problems:
-        word = "problem" if len(problems) == 1 else "problems"
-        raise RecipeError(f"{origin} has {len(problems)} {word}: " + "; ".join(problems) + ".")
-    assert recipe is not None
-    return recipe
+        found = error.errors(include_url=False)
+        return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
+    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe)]
 
 
 def long(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -225,9 +246,9 @@ def apply(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise RecipeError(f"The override '{override}' is not of the form key.key=value, as in optim.lr=1e-4.")
     try:
-        parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"The value in '{override}' is not valid YAML: {_one_line(error)}.") from error
+        parsed = parse(value, _Loader)
+    except YamlProblem as error:
+        raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
     node: Any = tree
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
@@ -303,7 +324,3 @@ def hint(word: str, known: Sequence[str]) -> str:
 
 def _kind(value: Any) -> str:
     return {list: "a list", str: "a text", int: "a number", float: "a number"}.get(type(value), repr(value))
-
-
-def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()

@@ -175,9 +175,7 @@ def _check_identity(directory: Path, then: dict[str, Any], now: dict[str, Any]) 
 
 def _take(run: Run, step: int) -> Any:
     """A step as the loop takes it."""
-    lr = optim.lr_at(step, run.length.num_steps, run.recipe)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+    optim.set_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 
 

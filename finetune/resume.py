@@ -93,7 +93,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
     Raises:
         RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
     """
-    mode, own = recipe.resume.mode, bool(checkpoints.listed(directory.checkpoints))
+    mode = recipe.resume.mode
+    own = bool(checkpoints.listed(directory.checkpoints) or checkpoints.unnamed(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
             f"resume=must, but {directory.path} holds no checkpoint. Check output.dir, or set resume=auto to start."
@@ -101,6 +102,11 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
     if mode in ("auto", "must", "never"):
         return
     source = Path(mode)
+    if (source / "checkpoints").is_symlink():
+        raise RecipeError(
+            f"resume={mode}: {source / 'checkpoints'} is a symbolic link, and links in a run directory are not "
+            "followed. Give the checkpoint itself that you want to begin from."
+        )
     if not (_is_checkpoint(source) or checkpoints.listed(source / "checkpoints")):
         raise RecipeError(
             f"resume={mode}: there is no checkpoint, and no run with one. Give auto, must, never, the path of a "
@@ -132,7 +138,17 @@ def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> Non
     """
     saved = (directory.previous or {}).get("identity")
     if saved is not None:
-        identity.compare(saved, now, recipe.resume.allow, place=str(directory.path))
+        # Whether the size of micro-batches matters is known once the network is built: `choose` compares it.
+        known = {key: value for key, value in saved.items() if key != identity.MICRO_SIZE}
+        allowed = [name for name in recipe.resume.allow if name != identity.MICRO_SIZE]
+        identity.compare(known, now, allowed, place=str(directory.path))
+
+
+def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
+    """The size of micro-batches that a run has to go on with; None if it is free to choose."""
+    free = {identity.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
+    saved = None if free else (directory.previous or {}).get("identity", {}).get(identity.MICRO_SIZE)
+    return None if saved is None else int(saved)
 
 
 def choose(
@@ -154,20 +170,16 @@ def choose(
         warn: Is told what is wrong with newer checkpoints.
 
     Raises:
-        RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end.
+        RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end; or if the run
+            had checkpoints, and none is there.
         CheckpointError: If there are checkpoints, but none is whole.
     """
     previous = directory.agreed(backend)
-    found = checkpoints.find(directory.checkpoints, backend, warn) if previous is not None else None
-    if found is None and recipe.resume.mode not in ("auto", "must", "never"):
-        source = Path(recipe.resume.mode)
-        if _is_checkpoint(source):
-            found = checkpoints.verified(source, backend)
-        else:
-            found = checkpoints.find(source / "checkpoints", backend, warn)
+    own = checkpoints.find(directory.checkpoints, backend, warn, unnamed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
-    if found is None:
+    found = own
+    if own is None and previous is not None:
         if finished:
             return Begin(finished=True, results=before["results"])
         if "finished" in before:
@@ -175,6 +187,21 @@ def choose(
                 f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to go on "
                 "from. Choose another output.dir, or set output.overwrite=true to delete it."
             )
+        if backend.tell(directory.had_checkpoints()):
+            raise RecipeError(
+                f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
+                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To go on, put a "
+                "checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To start "
+                "again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
+            )
+    if own is None and recipe.resume.mode not in ("auto", "must", "never"):
+        # What is named may be a link; what lies in it may not.
+        source = Path(recipe.resume.mode).resolve()
+        if _is_checkpoint(source):
+            found = checkpoints.verified(source, backend)
+        else:
+            found = checkpoints.find(source / "checkpoints", backend, warn)
+    if found is None:
         return Begin()
     changed = identity.compare(found.state["identity"], now, recipe.resume.allow, place=str(found.folder))
     if found.state["step"] > num_steps:
@@ -182,6 +209,8 @@ def choose(
             f"{found.folder} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
+    if own is not None:
+        found = checkpoints.adopt(own, backend, warn)
     return Begin(
         found,
         keep_optimizer="optim.name" not in changed,

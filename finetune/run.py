@@ -1,7 +1,8 @@
 """A run: everything that the loop touches, built of a recipe under a launch."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,17 +24,21 @@ from finetune import (
     sizing,
     tasks,
 )
-from finetune.backend import Backend, Proof, read_launch, settle, slow_precision
+from finetune.backend import Backend, Proof, board, read_launch, settle, slow_precision
 from finetune.data.ahead import Ahead
 from finetune.guard import Stopper, Watch
-from finetune.identity import base_of, identify
+from finetune.identity import MICRO_SIZE, base_of, depends_on_micro_size, identify
 from finetune.keeper import Keeper
 from finetune.length import Length, describe, measure
 from finetune.metrics import Reporter, Stopwatch, flops_per_target, warn
+from finetune.pretrained import Weights
 from finetune.profiling import Profiler
 from finetune.recipe import Recipe
 from finetune.resume import Begin
 from finetune.rundir import RunDirectory
+
+# How long ranks wait for rank 0 to read the base's files.
+_PATIENCE = timedelta(hours=2)
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Run:
     directory: RunDirectory
     reporter: Reporter
     flops_per_target: float
+    """Of training, a token."""
     begin: Begin
     """Where the run begins."""
     keeper: Keeper
@@ -71,6 +77,12 @@ class Run:
     held: int
     """Bytes of weights on this rank before the first step."""
     results: dict[str, Any] = field(default_factory=dict)
+    computed: float = 0.0
+    """Tokens that all ranks have computed since this process began, learned or not, without padding."""
+
+    def read_from(self, rows: tasks.Rows) -> None:
+        """Takes the training rows from somewhere else: the loop reads through `reader`, and counts in `data`."""
+        self.data, self.reader = replace(self.data, train=rows), Ahead(rows.batch)
 
     def position_of(self, step: int) -> int:
         """The first position that a step reads."""
@@ -85,7 +97,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     """
     asked = read_launch()
     settled = settle(recipe, asked)
-    optim.check(recipe, cut=asked.cuts_state)
+    optim.check(recipe, cut=asked.cuts_state, flat=asked.flattens)
     fp8.check(recipe)
     task = tasks.find(recipe)
     directory = RunDirectory.check(recipe)
@@ -95,12 +107,19 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
     if recipe.sample is not None and task.text:
         generate.opening(recipe, recipe.sample, ready.tokenizer)  # refused before the first step, not after the last
     length = measure(recipe, ready.train)
-    identity = identify(recipe, ready, length)
+    weights = tasks.check_weights(recipe, ready)
+    # Rank 0 alone reads the base's files, which may be many gigabytes.
+    base = board.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
+    identity = identify(recipe, ready, length, base)
     resume.compare(recipe, directory, identity)
-    sized = sizing.settle_size(recipe, asked, ready.digest, quiet=quiet)
+    begun = resume.micro_size(recipe, directory)
+    sized = sizing.settle_size(recipe, asked, ready.digest, begun=begun, quiet=quiet)
     if sized.facts is not None:
         recipe, settled = sized.recipe, settle(sized.recipe, asked)
     backend = Backend.start(recipe, asked, settled, quiet=quiet)
+    if weights is not None:
+        _check_values(weights, backend)
+    summed = sizing.settle_sums(recipe, backend)
     # Sharded as it loads only what stays as it is loaded; a packed weight is packed whole.
     sharded = recipe.model.name is not None and recipe.model.quantization is None and task is tasks.CAUSAL_LM
     with backend.loading(pretrained=sharded):
@@ -108,14 +127,17 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         products = fp8.products(network, recipe.model.fp8)
         models.end_texts(network, ready.tokenizer, ready.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
+        if depends_on_micro_size(network):
+            identity[MICRO_SIZE] = recipe.batch.rows
         quantization.compute_in(network, backend.dtype)
         if backend.casts_weights:
             frozen.put_out(network, backend.dtype)
+        infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
     caller = models.Caller(network.train())
     caller.autocast = backend.autocast
     if recipe.model.activation_offload:
         caller.keeping = partial(recompute.offloaded, backend.device)
-    model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
+    model, optimizer = backend.prepare(caller, optim.build(caller, recipe, whole=not asked.cuts_state))
     proof = backend.prove(model, optimizer, lambda: rehearsal.rehearse(backend, model, task, ready))
     kernels = {**(rehearsal.kernels(backend, model, recipe) if task.text else {}), **products}
     if recipe.model.compile:
@@ -139,17 +161,28 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
             "memory": asdict(memory),
             "length": asdict(length),
             "micro_size": sized.facts or recipe.batch.rows,
+            "gradients": asdict(summed) if summed is not None else None,
             "identity": identity,
-            "base": base_of(recipe),
+            "base": base,
             "data": {"digest": ready.digest, **ready.report},
         }
         directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
-    reporter = Reporter(backend, directory.path, length.num_steps, quiet=quiet)
+    reporter = Reporter(backend, directory.path, length.num_steps, text=task.text, quiet=quiet)
     slow = slow_precision(backend.precision)
     if slow:
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     plan = describe(recipe, length, world=backend.world, accumulation=backend.accumulation)
-    for line in (*ready.report_lines, *sized.lines, *plan, proof.line(), memory.line(), *begin.lines()):
+    sums = (summed.line(backend.accumulation),) if summed is not None else ()
+    for line in (
+        *ready.report_lines,
+        *(weights.lines if weights is not None else ()),
+        *sized.lines,
+        *plan,
+        *sums,
+        proof.line(),
+        memory.line(),
+        *begin.lines(),
+    ):
         reporter.say(line)
     if kernels:
         reporter.say(", ".join(f"{name}: {kernel}" for name, kernel in kernels.items()))
@@ -163,6 +196,9 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         step=begin.step,
         adapter_keys=adapters.adapter_keys(unwrapped) if recipe.lora is not None else None,
         describe=lambda folder: export.describe(unwrapped, ready.tokenizer, folder),
+        note=directory.note_checkpoint,
+        # As the network was built: what becomes infinite later is a fault.
+        infinite=infinite,
     )
     return Run(
         recipe=recipe,
@@ -179,7 +215,7 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         begin=begin,
         keeper=keeper,
         stopper=Stopper(recipe.guard.grace_s),
-        guard=Watch(backend, recipe.guard.max_skipped_steps),
+        guard=Watch(backend, recipe.guard.max_skipped_steps, begin.state.get("skipped")),
         identity=identity,
         targets=torch.full((1,), float(begin.tokens), dtype=torch.float64, device=backend.device),
         reader=Ahead(ready.train.batch) if ready.train is not None else None,
@@ -189,3 +225,12 @@ def build(recipe: Recipe, *, quiet: bool = False) -> Run:
         held=memory.frozen + memory.trained,
         results=begin.results,
     )
+
+
+def _check_values(weights: Weights, backend: Backend) -> None:
+    """Refuses weights that are not finite, on every rank alike; each looks at its share of them."""
+    found = weights.first_not_finite(backend.rank, backend.world)
+    position = -1.0 if found is None else float(found)
+    worst = int(backend.max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
+    if worst >= 0:
+        weights.refuse(worst)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import torch
 from finetune import recipe as recipes
 from finetune.backend import Backend
 from finetune.errors import CheckpointError, RecipeError
-from finetune.files import read_lines, rewrite_lines, write_json, write_text
+from finetune.files import digest_of, read_lines, remove, rewrite_lines, unlockable, write_json, write_text
 from finetune.recipe import Recipe
 
 _LIBRARIES = (
@@ -36,6 +35,13 @@ _LIBRARIES = (
     "safetensors",
     "numpy",
 )
+
+# What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
+# short leaves a directory that is still a run's.
+_LEFT = ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "model", "checkpoints", "exports", "profile", "run.json")
+
+# What else has a fixed name there.
+_MORE = ("recipe.yaml", ".lock", ".trials")
 
 # How long to wait for a run that is just ending: its launcher may be gone before its workers are.
 _LOCK_PATIENCE_S = 30.0
@@ -76,6 +82,7 @@ class RunDirectory:
                 f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
                 "write to."
             ) from error
+        _check_links(path)
         previous = cls._look(recipe)
         lock = None
         if os.environ.get("RANK", "0") == "0":
@@ -91,6 +98,8 @@ class RunDirectory:
             raise RecipeError(
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
+        if overwrite:
+            _check_deletable(path)
         previous = None if overwrite else _read(path)
         if previous is None and not overwrite and (path / "model").exists():
             raise RecipeError(
@@ -103,6 +112,24 @@ class RunDirectory:
                 "output.overwrite=true to delete it, or resume=auto to go on with it."
             )
         return previous
+
+    def had_checkpoints(self) -> bool:
+        """Whether the run that the directory holds has written a checkpoint, be it there or not."""
+        before = self.previous or {}
+        steps = [start["from_step"] for start in before.get("starts", [])]
+        if not steps:
+            return (self.path / "ledger.jsonl").exists()  # `run.json` is gone, which is older than this
+        return "first_checkpoint" in before or "stopped" in before or max(steps) > steps[0]
+
+    def note_checkpoint(self, step: int) -> None:
+        """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        if "first_checkpoint" not in facts:
+            write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
 
     def agreed(self, backend: Backend) -> dict[str, Any] | None:
         """`previous` as rank 0 has read it, on every rank: it alone holds the directory. Every rank must call it."""
@@ -139,6 +166,8 @@ class RunDirectory:
             **begin,
         }
         known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        if self.previous is not None and "first_checkpoint" in self.previous:
+            known["first_checkpoint"] = self.previous["first_checkpoint"]
         write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
 
     def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
@@ -173,10 +202,8 @@ class RunDirectory:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
     def _wipe(self) -> None:
-        for name in ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "run.json"):
-            (self.path / name).unlink(missing_ok=True)
-        for name in ("model", "checkpoints"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in _LEFT:
+            remove(self.path / name)
 
     def _rewind(self, step: int) -> None:
         """Takes back the metrics and incidents of steps that will be taken again."""
@@ -208,8 +235,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # Checkpoints are a run, whatever became of the file beside them.
-        return {} if (path / "checkpoints").is_dir() else None
+        # Checkpoints or a ledger are a run's, whatever became of the file beside them.
+        return {} if (path / "checkpoints").is_dir() or (path / "ledger.jsonl").exists() else None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}. Restore it, or choose another output.dir and begin from the checkpoint "
@@ -218,9 +245,67 @@ def _read(path: Path) -> dict[str, Any] | None:
     return facts
 
 
+def _check_links(path: Path) -> None:
+    """A directory from elsewhere must not lead what a run writes and deletes to other places."""
+    for name in (*_LEFT, *_MORE):
+        for file in (path / name, path / f"{name}.staging"):
+            if file.is_symlink():
+                raise RecipeError(
+                    f"output.dir: {file} is a symbolic link, and links in a run directory are not followed. Remove it, "
+                    "or choose another output.dir; that itself may be a link, to a larger disk for example."
+                )
+
+
+def _check_deletable(path: Path) -> None:
+    """Only what a run of this toolkit has left may be overwritten."""
+    found = [name for name in _LEFT if _holds_something(path / name)]
+    if found and not _is_run(path):
+        raise RecipeError(
+            f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
+            "nothing in it is deleted. Choose another output.dir, or remove these yourself."
+        )
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory holds a run, by a file that only runs write."""
+    for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
+        try:
+            with (path / name).open("rb") as file:
+                facts = json.loads(file.readline() if name.endswith("l") else file.read())
+        except (OSError, ValueError):
+            continue
+        if isinstance(facts, dict) and key in facts:
+            return True
+    return False
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _lock_file(path: Path) -> Path:
+    """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
+    try:
+        reason = unlockable(path)
+    except OSError as error:
+        raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
+    if reason is None:
+        return path / ".lock"
+    file = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{digest_of(str(path.resolve()))[:16]}.lock"
+    print(
+        f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
+        "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "
+        "export from it only while no run goes on, since a checkpoint may be deleted while it is read. Mount the file "
+        "system with locks (`-o flock` for Lustre) to have both again.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return file
+
+
 def _hold(path: Path) -> filelock.BaseFileLock:
     """Takes the directory for this process; the system gives it back when the process ends."""
-    lock = filelock.FileLock(path / ".lock")
+    lock = filelock.FileLock(_lock_file(path))
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:

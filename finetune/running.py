@@ -39,7 +39,8 @@ class LogSection(Section):
     """What is written while training."""
 
     every_steps: PositiveInt = 10
-    """Steps between lines of `metrics.jsonl`; the loss is read from the device only then."""
+    """Steps between lines of `metrics.jsonl`, and of the output where there is no terminal; the loss is read from the
+    device only then."""
     profile: PositiveInt | None = None
     """Profile this many steps, once the run is warm: a torch trace of each process and a table of where a step's time
     goes, in `DIR/profile`."""
@@ -53,7 +54,7 @@ class OutputSection(Section):
     dir: Annotated[str, Field(min_length=1)] = "runs/run"
     """The run directory: recipe, metrics, `run.json`, the final model."""
     overwrite: bool = False
-    """Delete a run that the directory already holds, checkpoints too, and start anew."""
+    """Delete a run that the directory already holds, checkpoints and exports too, and start anew."""
     save_model: bool = True
     """Write the final model to `DIR/model`."""
 

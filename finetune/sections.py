@@ -8,7 +8,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from finetune.reading import ChatSection, ChecksSection, DataSection, TokenizerSection
 from finetune.running import (
@@ -147,8 +147,9 @@ class BatchSection(Section):
     micro_size: Annotated[
         int | Literal["auto"], PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"])
     ] = 8
-    """Rows in one forward pass of one process. Changes memory and speed, not what is learned. `auto`: the most that
-    fit, found by trial before the first run of such a model under such a launch."""
+    """Rows in one forward pass of one process. Changes memory and speed; what is learned only where the network has
+    dropout, whose masks depend on it, or batch norms. `auto`: the most that fit, found by trial before the first run of
+    such a model under such a launch."""
 
     @property
     def rows(self) -> int:
@@ -171,8 +172,9 @@ class OptimSection(Section):
     """The optimiser."""
 
     name: str = "AdamW"
-    """A class of `torch.optim`, of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`, `PagedAdamW8bit`, ...: on one
-    process or under DDP, paged ones on a GPU), or your own as `package.module:Class`. AdamW runs fused."""
+    """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
+    `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class`.
+    AdamW runs fused."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate at `reference_batch`, or at any batch where that is not given."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -188,6 +190,15 @@ class OptimSection(Section):
     al. 2017)."""
     reference_batch: PositiveInt | None = None
     """The global batch, in rows, that `lr` was found at."""
+
+    @field_validator("args")
+    @classmethod
+    def _said_elsewhere(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in ("lr", "weight_decay", "params"):
+            if name in value:
+                other = "the model gives them" if name == "params" else f"give it as `optim.{name}`"
+                raise ValueError(f"`{name}` is no argument to give here: {other}")
+        return value
 
     @model_validator(mode="after")
     def _scaling_has_reference(self) -> Self:
@@ -246,6 +257,12 @@ class Recipe(Section):
     a GPU has it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the first weights, the order of rows, and dropout."""
+
+    @field_validator("tokenizer", "checks", mode="before")
+    @classmethod
+    def _left_out(cls, value: Any, info: ValidationInfo) -> Any:
+        """These two do nothing unless something in them is given, so `null` can only mean left out."""
+        return cls.model_fields[str(info.field_name)].default if value is None else value
 
     @model_validator(mode="after")
     def _quantised_is_frozen(self) -> Self:

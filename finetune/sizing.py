@@ -11,16 +11,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from finetune.backend import Launch, board, devices
+import torch
+
+from finetune.backend import Backend, Launch, board, devices
 from finetune.errors import BackendError, MemoryFullError
 from finetune.files import digest_of, write_json
 from finetune.metrics import warn
-from finetune.plan.one import largest
+from finetune.plan.one import cells, largest
 from finetune.recipe import Recipe, divisors, dump
 
 # The share of a rank's memory that a trial may take: evaluation, checkpoints and allocators' gaps come on top.
@@ -57,11 +59,12 @@ class Sized:
     lines: tuple[str, ...] = ()
 
 
-def settle_size(recipe: Recipe, asked: Launch, digest: str, *, quiet: bool) -> Sized:
+def settle_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int | None, quiet: bool) -> Sized:
     """Puts a number in place of `batch.micro_size: auto`, the same on every rank; every rank calls it.
 
     Args:
         digest: Of the training rows.
+        begun: The number that a run which goes on has to keep.
 
     Raises:
         MemoryFullError: If not even one row fits.
@@ -69,6 +72,9 @@ def settle_size(recipe: Recipe, asked: Launch, digest: str, *, quiet: bool) -> S
     """
     if recipe.batch.micro_size != "auto":
         return Sized(recipe, None)
+    if begun is not None:
+        line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
+        return Sized(_changed(recipe, {"batch": {"micro_size": begun}}), {"asked": "auto", "rows": begun}, (line,))
     rank, world = int(os.environ.get("RANK", "0")), asked.num_processes
     notes = board.Board(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // world), devices.room()
@@ -105,6 +111,54 @@ def settle_size(recipe: Recipe, asked: Launch, digest: str, *, quiet: bool) -> S
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
     return _sized(recipe, found, room.place, known=False)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """When gradients of a step's micro-batches are summed over ranks."""
+
+    each: bool
+    """After each of them, with which a rank holds its shards alone; else after the last."""
+    needed: int | None
+    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
+    the network cannot be counted."""
+    room: int
+    """Bytes that a rank can have."""
+
+    def line(self, accumulation: int) -> str:
+        """One line for people."""
+        how = "summed over ranks after each" if self.each else "held whole, and summed over ranks after the last,"
+        why = "as the launch says"
+        if self.room:
+            why = "whole ones cannot be forecast"
+        if self.needed is not None:
+            fits, gib = "would not fit" if self.each else "fit", 2**30
+            why = f"whole ones {fits}: {self.needed / gib:,.2f} of {self.room / gib:,.2f} GiB by the forecast"
+        return f"gradients are {how} of {accumulation} micro-batches ({why})"
+
+
+def settle_sums(recipe: Recipe, backend: Backend) -> Summed | None:
+    """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
+
+    What decides is the same at every start on a machine, so that a run that goes on takes the same path to the bit.
+
+    Returns:
+        None where there is nothing to choose.
+    """
+    launch, rows = backend.launch, recipe.batch.rows
+    if not launch.defers(backend.accumulation):
+        chosen = launch.sync_each_batch if backend.accumulation > 1 else None
+        return None if chosen is None else Summed(chosen, None, 0)
+    least = backend.max(torch.tensor([-devices.capacity()], dtype=torch.float64, device=backend.device))
+    found = Summed(True, None, int(-least.item()))
+    if backend.is_main:
+        of = cells(recipe, replace(launch, sync_each_batch=False), found.room)
+        whole = of(rows) if of is not None else None
+        if whole is not None and whole.memory is not None:
+            found = Summed(whole.verdict != "fits", whole.needed, found.room)
+    found = Summed(**backend.tell(asdict(found)))
+    backend.launch = replace(launch, sync_each_batch=found.each)
+    return found
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune import adapters, attention, data, loss, models
+from finetune import adapters, attention, data, loss, models, pretrained
 from finetune.errors import RecipeError
 from finetune.optim import import_object
 from finetune.recipe import Recipe
@@ -35,6 +35,8 @@ class Rows(Protocol):
     def num_targets(self, rows: np.ndarray) -> int:
         """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
         ...
+
+    # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Task:
     """To a network with the same weights on every process; it may be on the meta device."""
     loss_sum: Callable[[nn.Module, Batch], torch.Tensor]
     """The loss summed over the batch's targets, a scalar in fp32."""
-    correct_sum: Callable[[nn.Module, Batch], torch.Tensor] | None = None
-    """How many targets were predicted right: evaluation then reports `accuracy`."""
+    loss_and_correct: Callable[[nn.Module, Batch], torch.Tensor] | None = None
+    """What `loss_sum` returns and how many targets were predicted right, (2,) in fp32, by one forward pass: evaluation
+    then reports `accuracy`."""
     build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False
@@ -229,12 +232,16 @@ def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _classifier_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-    scores = _class_scores(network, batch)
+    return _class_loss(_class_scores(network, batch), batch)
+
+
+def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(scores.float(), batch["targets"], reduction="sum")
 
 
-def _classifier_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
-    return (_class_scores(network, batch).argmax(-1) == batch["targets"]).sum()
+def _classifier_loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
+    scores = _class_scores(network, batch)
+    return torch.stack((_class_loss(scores, batch), (scores.argmax(-1) == batch["targets"]).sum().float()))
 
 
 def head_of(recipe: Recipe) -> adapters.Head | None:
@@ -244,6 +251,16 @@ def head_of(recipe: Recipe) -> adapters.Head | None:
         "sequence_classification": "sequence_classification",
     }
     return found.get(recipe.task.name)
+
+
+def check_weights(recipe: Recipe, ready: TaskData) -> pretrained.Weights | None:
+    """The files that a built-in task's network starts from, looked at; see `models.check_weights`.
+
+    Raises:
+        RecipeError: If they do not hold all of it.
+    """
+    head = head_of(recipe)
+    return None if head is None else models.check_weights(recipe, config_of(recipe, ready), head)
 
 
 def config_of(recipe: Recipe, ready: TaskData) -> Any:
@@ -264,6 +281,6 @@ SEQUENCE_CLASSIFICATION = Task(
     build_data=_build_data,
     build_model=_build_classifier,
     loss_sum=_classifier_loss,
-    correct_sum=_classifier_correct,
+    loss_and_correct=_classifier_loss_and_correct,
     build_skeleton=_classifier_skeleton,
 )

@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -33,13 +32,12 @@ def train(run: Run) -> dict[str, Any]:
         stop = begin.must_look(last) and not _look_at(run, begin.step)
         gauge = Gauge(run.backend, run.held)
         for step in range(last if stop else begin.step, last):
-            lr = optim.lr_at(step, last, recipe)
-            for group in run.optimizer.param_groups:
-                group["lr"] = lr
+            lr = optim.set_rates(run.optimizer, step, last, recipe)
             taken = train_step(run, step)
             gauge.took()
             _look_inside(run, step)
             done, signs = step + 1, Signs(*taken.signs.read())
+            run.computed += signs.computed
             run.keeper.took(step, signs)
             _check(run, taken)
             run.reporter.step(done, _log(run, done, lr, taken) if _due(recipe.log.every_steps, done, last) else None)
@@ -54,6 +52,7 @@ def train(run: Run) -> dict[str, Any]:
             run.results["stopped"] = run.stopper.reason or "another rank was asked to stop"
         elif recipe.output.save_model and last:
             _write_model(run)
+        run.results["skipped"] = run.keeper.skipped
         run.results["train_s"] = time.perf_counter() - began
     run.directory.finish(run.backend, run.results, peak_memory=gauge.compare(recipe))
     return run.results
@@ -66,7 +65,7 @@ def train_step(run: Run, step: int) -> Taken:
     micro-batches: however the batch is split, the gradient is the same. Nothing is read from the device, since that
     would make the host wait.
     """
-    backend, accelerator = run.backend, run.backend.accelerator
+    backend = run.backend
     if run.profiler is not None:
         run.profiler.before(step)
     window = _window(run, step)
@@ -82,10 +81,9 @@ def train_step(run: Run, step: int) -> Taken:
         assert run.reader is not None
         batch = evaluate.to_device(run.reader.batch(rows, _behind(run, step, window, index)), backend.device)
         run.watch.mark("forward")
-        # Dropout depends on where in the global batch rows stand, not on who computes them or what came before.
+        # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
         seed_everything(run.recipe.seed, step, index * backend.world + backend.rank)
-        accelerator.sync_gradients = index == len(window) - 1
-        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(run.model):
+        with backend.micro_batch(run.model, last=index == len(window) - 1):
             part = run.model(run.task.loss_sum, batch)
             run.watch.mark("backward")
             # A loss that is not finite spoils its gradient, whatever the derivative: so every rank sees it in the norm.
@@ -133,13 +131,15 @@ def _behind(run: Run, step: int, window: list[np.ndarray], index: int) -> np.nda
 def _exchange(run: Run, window: list[np.ndarray]) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other, as `Signs`."""
     assert run.data.train is not None
+    num_computed = getattr(run.data.train, "num_computed", run.data.train.num_targets)
     signs = Signs(
         targets=sum(run.data.train.num_targets(rows) for rows in window),
+        computed=sum(num_computed(rows) for rows in window),
         rows=sum(ledger.checksum(rows) for rows in window),
         stop=float(run.stopper.requested),
         **run.keeper.signs(),
     )
-    return run.backend.sum(torch.tensor(astuple(signs), dtype=torch.float64, device=run.backend.device))
+    return run.backend.sum(evaluate.send(torch.tensor(astuple(signs), dtype=torch.float64), run.backend.device))
 
 
 def _order(run: Run) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _look_inside(run: Run, step: int) -> None:
             run.reporter.say(f"profile of {found['steps']} steps:\n{profiling.table(found)}")
     if run.graphs is not None and run.graphs.grew():
         run.watch.totals()
-        run.results["_logged"] = {"step": step + 1, "targets": run.targets.item()}
+        run.results["_logged"] = {"step": step + 1, "targets": run.targets.item(), "computed": run.computed}
         run.results["compiled_graphs"] = run.graphs.count
 
 
@@ -191,12 +191,13 @@ def _log(run: Run, done: int, lr: float, taken: Taken) -> dict[str, Any]:
     split.pop("aside", None)  # evaluation and samples are no part of a step
     total = run.backend.sum(taken.losses.double().sum().reshape(1))
     seen = run.targets.item()
-    before = run.results.get("_logged", {"step": run.begin.step, "targets": float(run.begin.tokens)})
+    before = run.results.get("_logged", {"step": run.begin.step, "targets": float(run.begin.tokens), "computed": 0.0})
     steps = done - before["step"]
     seconds = sum(split.values())
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
     rate = (seen - before["targets"]) / max(seconds, 1e-9) if steps else None
-    run.results["_logged"] = {"step": done, "targets": seen}
+    run.results["_logged"] = {"step": done, "targets": seen, "computed": run.computed}
+    flops = (run.computed - before["computed"]) * run.flops_per_target / run.backend.world
     peak = peak_flops(run.backend.device, run.backend.precision)
     loss = total.item() / max(1.0, taken.signs.read()[0])
 
@@ -217,7 +218,7 @@ def _log(run: Run, done: int, lr: float, taken: Taken) -> dict[str, Any]:
         # Where the backend steps inside the backward pass, this is in forward_backward_s.
         "optimizer_s": None if run.backend.steps_in_backward() else a_step("optimizer"),
         "peak_memory_gib": peak_memory_gib(run.backend.device),
-        "mfu": None if peak is None or rate is None else rate * run.flops_per_target / (peak * run.backend.world),
+        "mfu": None if peak is None or rate is None else flops / (max(seconds, 1e-9) * peak),
         "skipped_steps": run.guard.counts["nonfinite"],
         "overflows": run.guard.counts["overflow"],
     }
@@ -280,6 +281,7 @@ def _save(run: Run, done: int, *, looked_at: bool, must: bool) -> None:
         "position": run.position_of(done),
         "tokens": int(run.targets.item()),
         "scaler": run.backend.scaler_state(),
+        "skipped": run.guard.state,
         "looked_at": looked_at,
         "validation_loss": run.results["validation_loss"] if evaluated else None,
         "results": {key: value for key, value in run.results.items() if not key.startswith("_")},

@@ -2,7 +2,6 @@
 
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def main(file: str, report: str) -> int:
     room = devices.room()
     run = build(recipe, quiet=True)
     if hasattr(run.data.train, "longest"):
-        run.data = replace(run.data, train=Longest(run.data.train))
+        run.read_from(Longest(run.data.train))
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([devices.held() / room.total], dtype=torch.float64, device=run.backend.device)
@@ -54,7 +53,7 @@ def main(file: str, report: str) -> int:
 
 def _guarded() -> int:
     try:
-        with parent.needed(1):
+        with parent.needed(1, always=True):
             return main(*sys.argv[1:])
     except MemoryFullError:
         return OUT_OF_MEMORY

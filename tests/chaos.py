@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forkserver import ForkServer, until
 from harness import LIMIT_S, ROOT, environment
 from inside import mlp
-from nursery import Nursery, until
 from ranks import by_finetune
 
 from finetune import ledger
@@ -206,7 +206,7 @@ class Moment:
         return f"{1000 * self.delay_s:.0f} ms after {place}"
 
 
-def straight(nursery: Nursery, folder: Path, config: str = "ddp") -> Victim:
+def straight(nursery: ForkServer, folder: Path, config: str = "ddp") -> Victim:
     """A run that nobody disturbs."""
     victim = Victim(folder, config)
     finish(nursery, victim)
@@ -214,17 +214,17 @@ def straight(nursery: Nursery, folder: Path, config: str = "ddp") -> Victim:
     return victim
 
 
-def finish(nursery: Nursery, victim: Victim) -> None:
+def finish(nursery: ForkServer, victim: Victim) -> None:
     """Starts a run and lets it come to its end; it must go on from the newest checkpoint."""
     newest = victim.newest()
     with nursery.start(victim.config, victim.said, str(victim.recipe)) as ranks:
         codes = ranks.wait()
-        demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.said()[-3000:]}")
+        demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.output()[-3000:]}")
     begun = victim.facts()["starts"][-1]["from_step"]
     demand(newest in (begun, victim.steps), f"it went on from step {begun}, not {newest}")
 
 
-def kill(nursery: Nursery, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
+def kill(nursery: ForkServer, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
     """Starts a run and ends ranks of it by SIGKILL; returns what became of it.
 
     Args:
@@ -244,7 +244,7 @@ def kill(nursery: Nursery, victim: Victim, who: str, moment: Moment, wait_s: flo
         victim.check()
         if not struck or codes == [0, 0]:
             return "came too late"
-        demand(-signal.SIGKILL in codes, f"exit codes {codes}:\n{ranks.said()[-3000:]}")
+        demand(-signal.SIGKILL in codes, f"exit codes {codes}:\n{ranks.output()[-3000:]}")
     return f"killed during {during}" if during else f"killed, newest is step {victim.newest()}"
 
 
@@ -264,7 +264,9 @@ def kill_launcher(victim: Victim, moment: Moment) -> str:
     return f"launcher killed at step {newest} or later" if struck else "came too late"
 
 
-def ask(nursery: Nursery, victim: Victim, number: int, skews: dict[int, float], moment: Moment, wait_s: float) -> str:
+def ask(
+    nursery: ForkServer, victim: Victim, number: int, skews: dict[int, float], moment: Moment, wait_s: float
+) -> str:
     """Starts a run and asks it to stop; returns how that ended.
 
     Args:
@@ -281,13 +283,13 @@ def ask(nursery: Nursery, victim: Victim, number: int, skews: dict[int, float], 
         victim.check()
         if codes == [0, 0] and (not struck or newest >= victim.steps - 6):
             return "came too late"
-        demand(codes == [REQUEUE, REQUEUE], f"exit codes {codes}, not 75 twice:\n{ranks.said()[-3000:]}")
+        demand(codes == [REQUEUE, REQUEUE], f"exit codes {codes}, not 75 twice:\n{ranks.output()[-3000:]}")
     demand("stopped" in victim.facts(), "run.json does not say that it was stopped")
     demand(victim.newest() >= newest, "no checkpoint was written")
     return f"stopped and saved at step {victim.newest()}"
 
 
-def kill_case(nursery: Nursery, chance: random.Random, victim: Victim, left: int) -> Iterator[str]:
+def kill_case(nursery: ForkServer, chance: random.Random, victim: Victim, left: int) -> Iterator[str]:
     """One run that is killed up to three times; a line for each kill."""
     if chance.random() < 0.1:
         moment = Moment.draw(chance, 12.0)
@@ -299,7 +301,7 @@ def kill_case(nursery: Nursery, chance: random.Random, victim: Victim, left: int
     finish(nursery, victim)
 
 
-def signal_case(nursery: Nursery, chance: random.Random, victim: Victim) -> Iterator[str]:
+def signal_case(nursery: ForkServer, chance: random.Random, victim: Victim) -> Iterator[str]:
     """One run that is asked to stop."""
     number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     moment = Moment(chance.randint(1, 4), chance.uniform(0.0, 0.1))
@@ -317,7 +319,7 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
     """Runs all cases, and ends non-zero at the first that shows a promise broken."""
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     print(f"seed {seed}: {kills} kills, {signals} requests to stop", flush=True)
-    chance, nursery, began = random.Random(seed), Nursery(), time.monotonic()
+    chance, nursery, began = random.Random(seed), ForkServer(), time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     done, late = {"kill": 0, "signal": 0}, 0
     wanted = {"kill": kills, "signal": signals}

@@ -1,11 +1,13 @@
+import gc
 import os
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import testdata
+from forkserver import ForkServer
 from harness import Launcher
 from hypothesis import settings
-from nursery import Nursery
 from ranks import Here, Place, lines
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,24 +16,85 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
+# Why a test may be skipped, by the marker that says what it needs; and what else a CI machine may lack. A skip
+# for any other reason fails a CI run.
+NEEDS = {
+    "gpu": "needs a CUDA device",
+    "real_data": f"compares with published figures, on data at {testdata.REAL}",
+}
+MAY_LACK = (
+    "needs the extra [bench]",
+    "only this kind of processor has the kernel",
+    "this kernel has no huge pages to ask for",
+    "a file system cannot be mounted here",
+    "there is a real GPU",
+    "has a GPU",
+    "this GPU has no fp8",
+    "what is refused here runs on a GPU",
+    "says what happens without a GPU",
+    "GPT-2 has nothing to pack",
+)
+MOST_ON_REAL_DATA = 10
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Once, before workers start; a run that only looks at one file needs it too.
+    if not hasattr(config, "workerinput"):
+        testdata.ensure()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    there = {"gpu": torch.cuda.is_available(), "real_data": testdata.REAL.is_dir()}
+    for item in items:
+        for marker, reason in NEEDS.items():
+            if item.get_closest_marker(marker) is not None and not there[marker]:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    # What the tests' modules import stays: exports collect garbage, and would look through all of it each time.
+    gc.freeze()
+    on_real_data = [item.nodeid for item in items if item.get_closest_marker("real_data") is not None]
+    if len(on_real_data) > MOST_ON_REAL_DATA:
+        raise pytest.UsageError(
+            f"{len(on_real_data)} tests need data that no user has; at most {MOST_ON_REAL_DATA} may: {on_real_data}"
+        )
+
+
+def _reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in _reasons(terminalreporter).items():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not os.environ.get("CI"):
+        return
+    unforeseen = {r for r in _reasons(reporter) if not r.startswith((*NEEDS.values(), *MAY_LACK))}
+    if unforeseen:
+        reporter.write_line(f"CI: tests were skipped for reasons that conftest.py does not list: {unforeseen}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
+def nursery() -> ForkServer:
+    return ForkServer()
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str, nursery: Nursery) -> Launcher:
+def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str, nursery: ForkServer) -> Launcher:
     """Launches runs, shared by all workers of a session."""
     base = tmp_path_factory.getbasetemp()
     # Each xdist worker has a folder of its own below one that they share.
-    return Launcher((base if worker_id == "master" else base.parent) / "launched", nursery.run)
+    return Launcher((base if worker_id == "master" else base.parent) / "launched", nursery.launch)
 
 
 @pytest.fixture
-def place(tmp_path: Path, nursery: Nursery) -> Place:
+def place(tmp_path: Path, nursery: ForkServer) -> Place:
     made = Place(tmp_path, nursery)
     made.write("train.jsonl", lines(60))
     return made

@@ -26,8 +26,15 @@ class Points:
         return len(rows)
 
 
-def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False) -> Task:
+def mlp(width: int = 32, dropout: float = 0.0, meta: bool = False, masked: bool = False) -> Task:
     def network() -> nn.Module:
+        layers = _layers()
+        if masked:
+            layers.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+            layers.register_buffer("scale", torch.ones(2))
+        return layers
+
+    def _layers() -> nn.Module:
         return nn.Sequential(
             nn.Linear(8, width),
             nn.Tanh(),

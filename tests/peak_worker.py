@@ -6,7 +6,6 @@ Launched with a recipe and the file to write into.
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def main(source: Path, result: Path) -> None:
 
     def step() -> None:
         for last in (False, True) if backend.accumulation > 1 else (True,):
-            backend.accelerator.sync_gradients = last
-            with nullcontext() if last else backend.accelerator.no_sync(model):
+            with backend.micro_batch(model, last=last):
                 backend.accelerator.backward(model(task.loss_sum, {"input_ids": ids, "targets": ids}))
         backend.step(optimizer, backend.clip(model, 1.0))
         backend.clear(optimizer)

@@ -1,24 +1,28 @@
 """A good recipe to spoil, and the ways to start two ranks on it and to look at how each of them ends."""
 
+import itertools
 import json
 import os
+import random
 import re
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import testdata
 import yaml
-from harness import ROOT, SHARED, command, environment
+from harness import ROOT, command
 
 from finetune import cli
 
 if TYPE_CHECKING:
-    from nursery import Nursery
+    from forkserver import ForkServer
 
-MODEL = SHARED / "stories260K"
+MODEL = Path(testdata.MODEL)
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -38,7 +42,7 @@ class Place:
     """A folder with a good recipe, and the means to spoil it."""
 
     folder: Path
-    nursery: "Nursery"
+    nursery: "ForkServer"
 
     def write(self, name: str, text: str | bytes) -> Path:
         file = self.folder / name
@@ -84,17 +88,23 @@ class Place:
         return {str(f): f.read_bytes() for f in found if f.is_file() and f.name != ".lock"}
 
 
-def exported(config: str | Path) -> dict[str, str]:
+def exported(config: str | Path, processes: int | None = None) -> dict[str, str]:
     """What `accelerate launch` exports to each worker for a launch file, shipped or not."""
     from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
 
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    arguments = launch.launch_command_parser().parse_args(
-        ["--main_process_port", "0", "--config_file", str(file), "scripts/train.py"]
-    )
+    words = ["--main_process_port", "0", "--config_file", str(file)]
+    words += [] if processes is None else ["--num_processes", str(processes)]
+    arguments = launch.launch_command_parser().parse_args([*words, "scripts/train.py"])
     arguments, defaults, _ = launch._validate_launch_command(arguments)
-    if arguments.use_deepspeed:
+    if arguments.num_processes == 1 and not (arguments.use_deepspeed or arguments.use_fsdp):
+        env = prepare_simple_launcher_cmd_env(arguments)[1]
+    elif arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         env = prepare_deepspeed_cmd_env(arguments)[1]
     else:
@@ -102,10 +112,28 @@ def exported(config: str | Path) -> dict[str, str]:
     return {key: value for key, value in env.items() if os.environ.get(key) != value}
 
 
+def launch_file(config: str | Path) -> dict[str, Any]:
+    """What a launch file says, shipped or not."""
+    file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    tree: dict[str, Any] = yaml.safe_load(file.read_text())
+    return tree
+
+
+_CANDIDATES = itertools.count(random.randrange(10_000))
+
+
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port on which nothing listens.
+
+    It is below those that Linux hands out by itself (32768 and up): one of these may be another connection's by the
+    time that rank 0 listens on it.
+    """
+    for number in _CANDIDATES:
+        port = 20_000 + number % 10_000
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError  # there is always a next number
 
 
 @dataclass(frozen=True)
@@ -124,27 +152,9 @@ def start(
     script: str = "scripts/train.py",
 ) -> list[Rank]:
     """Two ranks, in the environment that torchrun and Accelerate give them, each with its own exit code."""
-    folders, pids, codes = [], [], []
-    port = str(free_port())
-    for rank in (1, 0) if in_turn else (0, 1):
-        folder = place.folder / "elastic" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        env = environment(
-            **exported(config),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE="2",
-            LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            TORCHELASTIC_ERROR_FILE=str(folder / "error.json"),
-        )
-        folders.append(folder)
-        words = [sys.executable, script, str(recipe), *overrides]
-        pids.append(place.nursery.fork(words, env, folder / "out", folder / "err"))
-        if in_turn:
-            codes.append(place.nursery.wait(pids[-1]))
-    codes = codes or [place.nursery.wait(pid) for pid in pids]
+    with place.nursery.start(config, place.folder, recipe, *overrides, script=script, in_turn=in_turn) as ranks:
+        codes = ranks.wait()
+    folders = [place.folder / "elastic" / "attempt_0" / str(rank) for rank in range(len(codes))]
     texts = ([(folder / name).read_text() for name in ("out", "err")] for folder in folders)
     return [Rank(code, *text) for code, text in zip(codes, texts, strict=True)]
 

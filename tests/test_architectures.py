@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from harness import SHARED, Launcher, assert_same_path
+from harness import Launcher, assert_same_path
 from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import models, tasks
 from finetune.recipe import validate
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero2", "zero3")]
 DECODERS = ["llama_tied", "gpt2", "qwen3", "gemma3", "mixtral"]

@@ -96,7 +96,7 @@ def test_a_gpu_without_a_kernel_gets_the_mask(monkeypatch: pytest.MonkeyPatch) -
     for name in ("mistral", "llama_tied"):
         wanted = learn(network_of(DECODERS[name], "sdpa"))[0]
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "_has_kernel", lambda query, dropout: False)
+            patch.setattr(attention, "_has_kernel", lambda query, value, dropout: False)
             found = learn(network_of(DECODERS[name], "auto"))[0]
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 

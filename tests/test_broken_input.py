@@ -172,9 +172,11 @@ def test_stage_0(place: Place, here: Here) -> None:
 def test_ds_config_that_is_none(place: Place, here: Here) -> None:
     config = place.ds_launch_file({})
     place.write("ds.json", "{")
-    here.assert_refused(place.recipe(), "ds.json, which cannot be read as JSON", config=config)
+    here.assert_refused(place.recipe(), "ds.json cannot be read as JSON", config=config)
+    place.write("ds.json", '{"zero_optimization": {"stage": 2, "stage": 3}}')
+    here.assert_refused(place.recipe(), "ds.json cannot be read as JSON: key 'stage' is given twice", config=config)
     (place.folder / "ds.json").unlink()
-    here.assert_refused(place.recipe(), "ds.json, which cannot be read as JSON", config=config)
+    here.assert_refused(place.recipe(), "ds.json, and there is none.", config=config)
 
 
 def test_ds_config_that_contradicts(place: Place) -> None:
@@ -187,15 +189,20 @@ def test_ds_config_that_contradicts(place: Place) -> None:
             "bf16": {"enabled": True},
         }
     )
-    assert_refused(
-        start(place, place.recipe(), config=config),
-        "ds.json says gradient_clipping: 5.0, the recipe's optim.clip_norm makes it 1.0",
-        "ds.json says train_batch_size: 64, the recipe's batch.global_size makes it 4",
-        "ds.json says bf16.enabled: True, the recipe's precision makes it False",
-        "ds.json has 'optimizer'",
-        "ds.json has 'scheduler'",
-        'write "auto"',
-    )
+    ranks = start(place, place.recipe(), config=config)
+    assert [rank.code for rank in ranks] == [2, 2]
+    (spoken,) = (rank.stderr.strip() for rank in ranks if rank.stderr.strip())
+    head, *problems, advice = spoken.splitlines()
+    assert head == "Error: The DeepSpeed config contradicts the recipe and has 5 problems:"
+    for says in (
+        "ds.json says gradient_clipping: 5.0, the recipe's optim.clip_norm makes it 1.0.",
+        "ds.json says train_batch_size: 64, the recipe's batch.global_size makes it 4.",
+        "ds.json says bf16.enabled: True, the recipe's precision makes it False.",
+        "ds.json has 'optimizer', which the recipe's optim and schedule decide.",
+        "ds.json has 'scheduler', which the recipe's optim and schedule decide.",
+    ):
+        assert sum(line.startswith("  ") and line.endswith(says) for line in problems) == 1, spoken
+    assert 'write "auto"' in advice
     assert not place.files()
 
 
@@ -242,7 +249,7 @@ def test_said_by_whoever_meets_it_first(place: Place) -> None:
     """A launcher ends rank 0 when rank 1 has ended: then rank 1 must have said why."""
     ranks = start(place, place.recipe(), "optim.lrr=1", in_turn=True)
     assert_refused(ranks, "optim.lrr: unknown key")
-    assert "Error: " in ranks[0].stderr
+    assert "Error: " in ranks[1].stderr
 
 
 LATE = """
@@ -312,6 +319,9 @@ def assert_first(code: int, output: str, says: str) -> None:
     assert output.strip().startswith("Error: "), output
     assert says in output.strip().splitlines()[0]
     assert len(PARAGRAPH.findall(output)) == 1
+    # Above the launcher's traceback for a single process, else at its end.
+    said = output.strip().splitlines()
+    assert "`finetune launch` takes the same launch file and recipe" in "".join([said[1], *said[-2:]])
 
 
 def test_finetune_launch_says_it_alone(place: Place) -> None:
@@ -322,7 +332,7 @@ def test_finetune_launch_says_it_alone(place: Place) -> None:
 
 
 def test_finetune_launch_sees_the_launch_file(place: Place) -> None:
-    """Workers read it off their parent's command line; a contradiction names the file as the user did."""
+    """Before it starts anything; a contradiction names the file as the user did."""
     file = place.ds_launch_file({"gradient_clipping": 5.0})
     tree = {**yaml.safe_load(file.read_text()), "use_cpu": True}
     file.write_text(yaml.safe_dump(tree))
@@ -349,7 +359,7 @@ def test_finetune_launch_checks_first(place: Place) -> None:
     assert_said(output, f"There is no launch file {nowhere}", "accelerate_configs/")
     code, output = run(by_finetune(place.launch_file("ddp", num_gpus=2), str(place.recipe())))
     assert code == 2
-    assert_said(output, "launch.yaml cannot be used", "num_gpus")
+    assert_said(output, "launch.yaml:", "num_gpus: unknown key")
 
 
 WORKER = """

@@ -11,9 +11,10 @@ import pytest
 import torch
 from chats import CHATML, STYLES, THINKING, example, learned, talk, tokenizer
 from chats import unmarked as without_marks
-from harness import ROOT, SHARED
+from harness import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testdata import CONVERSATIONS
 
 from finetune import cli, exits, tasks
 from finetune import recipe as recipes
@@ -22,11 +23,10 @@ from finetune.data.masks import MaskFile, pack
 from finetune.data.templates import PLAIN
 from finetune.errors import DataError, RecipeError
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
-FASTCHAT = {"path": str(SHARED / "instruct" / "fastchat_dummy_conversation.json")}
-GSM8K = {"path": str(SHARED / "instruct" / "gsm8k_train.jsonl"), "limit": 300}
-SEEDS = {
-    "path": str(SHARED / "instruct" / "self_instruct_seed_tasks.jsonl"),
+SHAREGPT = {"path": str(CONVERSATIONS / "sharegpt.json")}
+PAIRS = {"path": str(CONVERSATIONS / "questions.jsonl")}
+NESTED = {
+    "path": str(CONVERSATIONS / "tasks.jsonl"),
     "fields": {"user": "instruction", "input": "instances.0.input", "assistant": "instances.0.output"},
 }
 
@@ -112,20 +112,22 @@ def refusal(*arguments: Any, **keys: Any) -> str:
 # ---------------------------------------------------------------- rows
 
 
-@needs_shared
 @pytest.mark.parametrize("style", [*STYLES, "chatml_unmarked"])
 @pytest.mark.parametrize("packing", ["documents", "padded"])
 def test_rows_teach_the_answers_and_their_ends(folder: Path, style: str, packing: str) -> None:
-    """Of 500 real conversations, and nothing else."""
-    data = prepared(folder, [FASTCHAT], {"template": str(folder / f"{style}.jinja")}, packing=packing)
-    records = json.loads(Path(FASTCHAT["path"]).read_text())
+    """Of all conversations that fit a row, and nothing else."""
+    everything = json.loads(Path(SHAREGPT["path"]).read_text())
+    records = [r for r in everything if sum(len(turn["value"]) for turn in r["conversations"]) <= 320]
+    assert len(records) > 150
+    (folder / "short.json").write_text(json.dumps(records))
+    sources = [{"path": str(folder / "short.json")}]
+    data = prepared(folder, sources, {"template": str(folder / f"{style}.jinja")}, packing=packing)
     spoken = STYLES[style.removesuffix("_unmarked")][1]
     expected = [spoken(t["value"]) for record in records for t in record["conversations"] if t["from"] == "gpt"]
     assert sorted(learned_runs(data, train(data))) == sorted(expected)
 
 
-@needs_shared
-@pytest.mark.parametrize("source", [FASTCHAT, GSM8K, SEEDS], ids=["sharegpt", "pairs", "nested"])
+@pytest.mark.parametrize("source", [SHAREGPT, PAIRS, NESTED], ids=["sharegpt", "pairs", "nested"])
 def test_targets_are_counted_without_reading_them(folder: Path, source: dict[str, Any]) -> None:
     totals = set()
     for packing in ("documents", "padded"):
@@ -226,7 +228,7 @@ def test_padding_that_is_the_end_token_leaves_ends_learned(folder: Path, tmp_pat
 def test_text_beside_conversations(folder: Path, tmp_path: Path) -> None:
     """All of a text is learned; a long one goes on in another row."""
     (tmp_path / "a.txt").write_text("what is the answer " * 100)
-    sources = [{"path": str(tmp_path / "a.txt")}, written(tmp_path / "a.jsonl", pairs(3))]
+    sources = [{"path": str(tmp_path / "a.txt"), "format": "text"}, written(tmp_path / "a.jsonl", pairs(3))]
     data = prepared(folder, sources, sequence_length=100)
     runs = learned_runs(data, train(data))
     assert sum("The answer is" in run for run in runs) == 3
@@ -234,6 +236,15 @@ def test_text_beside_conversations(folder: Path, tmp_path: Path) -> None:
     assert data.report.train.over_long == 1
     assert [source.format for source in data.report.train.sources] == ["text", "messages"]
     assert "".join(run for run in runs if "The answer" not in run).count("answer") >= 98
+
+
+def test_tools_that_are_dropped_are_reported(folder: Path, tmp_path: Path) -> None:
+    record = {"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")], "tools": [{"name": "add"}]}
+    source = written(tmp_path / "a.jsonl", [*pairs(2), record])
+    assert "a.jsonl, line 3: the conversation has tools" in refusal(folder, [source])
+    report = prepared(folder, [source], {"drop_tools": True}).report
+    assert "1 conversations without their tools" in "\n".join(report.lines())
+    assert "without their tools" not in "\n".join(prepared(folder, [source], {"template": "plain"}).report.lines())
 
 
 def test_a_tokenizer_is_trained_on_what_is_said(folder: Path, tmp_path: Path) -> None:

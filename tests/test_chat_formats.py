@@ -1,8 +1,8 @@
 """Each format says the same conversation, and each way in which a record can be broken is said with its place."""
 
 import contextlib
+import datetime
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,15 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from harness import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testdata import CONVERSATIONS, REAL
 
 from finetune.data.broken import Tolerance
 from finetune.data.conversations import Conversation, RecordForm
 from finetune.data.sources import open_source
 from finetune.errors import DataError
 from finetune.recipe import Source
-
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
 
 OPENED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
@@ -133,9 +131,8 @@ def test_roles_of_ones_own() -> None:
     assert read({"messages": turns}, roles={"customer": "user", "agent": "assistant"}).messages == OPENED
 
 
-@pytest.mark.parametrize("record", ["Once.", {"text": " Once.\n"}])
-def test_plain_text_is_a_document(record: Any) -> None:
-    assert read(record) == "Once."
+def test_plain_text_is_a_document() -> None:
+    assert read({"text": " Once.\n"}) == read(" Once.\n", format="text") == "Once."
 
 
 def test_the_first_record_decides() -> None:
@@ -247,9 +244,9 @@ def test_csv_and_txt(tmp_path: Path) -> None:
     found = [
         [
             Conversation.from_json(d.text)
-            for d in open_source(Source(path=str(p)), labelled=False, form=form()).documents()
+            for d in open_source(Source(path=str(p)), labelled=False, form=form(format=kind)).documents()
         ]
-        for p in (tmp_path / "a.csv", tmp_path / "a.txt")
+        for p, kind in ((tmp_path / "a.csv", "auto"), (tmp_path / "a.txt", "text"))
     ]
     assert found[0][0].messages == OPENED  # type: ignore[union-attr]
     assert found[1] == ["Once.", "Twice."]
@@ -261,33 +258,59 @@ def test_conversations_without_a_chat_section_are_pointed_to_it(tmp_path: Path) 
         list(open_source(Source(path=str(tmp_path / "a.jsonl")), labelled=False).documents())
 
 
-@needs_shared
-@pytest.mark.parametrize(
-    ("name", "fields", "detected", "count"),
-    [
-        ("fastchat_dummy_conversation.json", {}, "sharegpt", 500),
-        ("gsm8k_train.jsonl", {}, "pairs", 7473),
-        (
-            "self_instruct_seed_tasks.jsonl",
-            {"user": "instruction", "input": "instances.0.input", "assistant": "instances.0.output"},
-            "pairs",
-            175,
-        ),
-    ],
-)
-def test_real_files(name: str, fields: dict[str, str], detected: str, count: int) -> None:
-    reader = form(fields=fields)
-    path = SHARED / "instruct" / name
-    documents = list(open_source(Source(path=str(path)), labelled=False, form=reader).documents())
-    assert len(documents) == count
-    assert reader.detected == detected
-    record = (
-        json.loads(path.read_text().splitlines()[0]) if path.suffix == ".jsonl" else json.loads(path.read_text())[0]
-    )
-    first: Any = Conversation.from_json(documents[0].text)
-    if detected == "sharegpt":
-        assert [m["content"] for m in first.messages] == [turn["value"] for turn in record["conversations"]]
-    else:
-        assert re.search(
-            re.escape(record.get("answer") or record["instances"][0]["output"]), first.messages[-1]["content"]
-        )
+NESTED = {"user": "instruction", "input": "instances.0.input", "assistant": "instances.0.output"}
+FILES = {
+    str(CONVERSATIONS / "sharegpt.json"): ({}, "sharegpt", 400),
+    str(CONVERSATIONS / "questions.jsonl"): ({}, "pairs", 300),
+    str(CONVERSATIONS / "tasks.jsonl"): (NESTED, "pairs", 150),
+}
+PUBLISHED = {
+    str(REAL / "instruct" / "fastchat_dummy_conversation.json"): ({}, "sharegpt", 500),
+    str(REAL / "instruct" / "gsm8k_train.jsonl"): ({}, "pairs", 7473),
+    str(REAL / "instruct" / "self_instruct_seed_tasks.jsonl"): (NESTED, "pairs", 175),
+}
+
+
+@pytest.mark.parametrize("files", [FILES, pytest.param(PUBLISHED, marks=pytest.mark.real_data)], ids=["made", "real"])
+def test_formats_of_whole_files(files: dict[str, tuple[dict[str, str], str, int]]) -> None:
+    for path, (fields, detected, count) in files.items():
+        reader, text = form(fields=fields), Path(path).read_text()
+        documents = list(open_source(Source(path=path), labelled=False, form=reader).documents())
+        assert len(documents) == count
+        assert reader.detected == detected
+        record = json.loads(text.splitlines()[0]) if path.endswith(".jsonl") else json.loads(text)[0]
+        first: Any = Conversation.from_json(documents[0].text)
+        if detected == "sharegpt":
+            assert [m["content"] for m in first.messages] == [turn["value"] for turn in record["conversations"]]
+        else:
+            assert first.messages[-1]["content"] == (record.get("answer") or record["instances"][0]["output"])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt"])
+def test_bare_texts_are_no_conversations(tmp_path: Path, name: str) -> None:
+    """Every token of them would be learned, which nobody asked for by `chat`."""
+    texts = ["Once.", "Twice."]
+    written = {"a.json": json.dumps(texts), "a.jsonl": "\n".join(map(json.dumps, texts)), "a.txt": "Once.\n"}
+    (tmp_path / name).write_text(written[name])
+    for lenient in (False, True):
+        corpus = open_source(Source(path=str(tmp_path / name)), labelled=False, form=form(lenient=lenient))
+        with pytest.raises(DataError, match=r"this is a bare text, .*set the source's `format` to `text`"):
+            list(corpus.documents())
+    asked = open_source(Source(path=str(tmp_path / name)), labelled=False, form=form(format="text"))
+    assert Conversation.from_json(next(asked.documents()).text) == "Once."
+
+
+def test_a_bare_text_among_conversations_is_refused_too() -> None:
+    reader = form()
+    reader.read({"messages": OPENED}, "line 1")
+    with pytest.raises(DataError, match="line 2: this is a bare text"):
+        reader.read("Once.", "line 2")
+
+
+def test_values_that_json_has_no_form_for(tmp_path: Path) -> None:
+    """Parquet holds dates, bytes and decimals."""
+    records = [{"messages": OPENED, "tools": [{"name": "f", "since": datetime.date(2024, 1, 1)}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    corpus = open_source(Source(path=str(tmp_path / "a.parquet")), labelled=False, form=form())
+    with pytest.raises(DataError, match=r"row 1: messages or tools hold what JSON cannot: .*date"):
+        list(corpus.documents())

@@ -1,22 +1,20 @@
-"""Conversations with LoRA and QLoRA: real ones, on every backend, with the losses of one process."""
+"""Conversations with LoRA and QLoRA: on every backend, with the losses of one process."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import SHARED, Launcher, assert_same_path
+from harness import Launcher, assert_same_path
 from recipes_for_tests import MODEL, base
+from testdata import CONVERSATIONS
 from transformers import AutoTokenizer, GenerationConfig
 
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
-
-INSTRUCT = SHARED / "instruct"
 TALK: dict[str, Any] = {
     "train": [
-        {"path": str(INSTRUCT / "gsm8k_train.jsonl"), "limit": 24},
-        {"path": str(INSTRUCT / "fastchat_dummy_conversation.json"), "limit": 24},
+        {"path": str(CONVERSATIONS / "questions.jsonl"), "limit": 24},
+        {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
     ],
-    "validation": [{"path": str(INSTRUCT / "fastchat_dummy_conversation.json"), "limit": 4}],
+    "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
     "sequence_length": 512,
 }
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from chats import CHATML, LLAMA3, MISTRAL, SPECIALS, STYLES, TALKS, THINKING, encoder, example, learned, talk, tokenizer
 from chats import unmarked as without_marks
-from harness import SHARED
 from hypothesis import given, settings
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from testdata import CONVERSATIONS
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from finetune.data.broken import BrokenConversation, Tolerance
 from finetune.data.chat import ChatEncoder
@@ -298,6 +298,51 @@ def test_calls_of_tools_are_learned(marked: bool) -> None:
     assert tokenizer().decode(made.ids.tolist()).startswith("add<|im_start|>")
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def calling(tools: list[Any]) -> Conversation:
+    call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "2"}, {"role": "assistant", "tool_calls": call}]
+    return Conversation(messages, [1, 1], tools, 1)
+
+
+@pytest.mark.parametrize("tools", [[ADD], [{"name": "add"}, ADD], [{"name": "a", "description": "<s> 'a' & <b>"}]])
+def test_the_plain_template_writes_tools(tools: list[Any]) -> None:
+    made = example(calling(tools))
+    text = tokenizer().decode(made.ids.tolist())
+    assert text.startswith(f"Tools: {json.dumps(tools)}\n\nUser: 2\n\n")
+    assert len(learned(made)) == 1
+    assert made.facts.tools_dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "tools", "written"),
+    [
+        ("", [ADD], False),
+        ("You may call functions.\n{% if tools %}You have {{ tools | length }}.{% endif %}", [ADD], False),
+        ("{{ tools[0].function.name }}", [ADD, {"name": "other"}], False),
+        ("{{ tools | tojson }}", [ADD, {"name": "other"}], True),
+        ("{% if not tools %}{{ raise_exception('none') }}{% endif %}{{ tools | tojson }}", [ADD], True),
+        ("", [], True),
+    ],
+)
+def test_tools_that_the_template_does_not_write(head: str, tools: list[Any], written: bool) -> None:
+    """A name in a call is no sign that the function was described."""
+    template = head + TOOLS
+    if written:
+        assert example(calling(tools), template, drop_tools=True).facts.tools_dropped == 0
+        return
+    with pytest.raises(
+        DataError, match=r"here: the conversation has tools, and the chat template .* set chat.drop_tools"
+    ):
+        example(calling(tools), template)
+    made = example(calling(tools), template, drop_tools=True)
+    assert (made.facts.tools_dropped, made.facts.examples) == (1, 1)
+    left_out = example(calling(tools), template, lenient=True)
+    assert (left_out.facts.refused, left_out.facts.examples) == (1, 0)
+
+
 def test_masks_are_of_numpy_and_as_long_as_tokens() -> None:
     made: Any = example(EXCHANGES, CHATML)
     assert made.mask.dtype == np.bool_
@@ -307,16 +352,30 @@ def test_masks_are_of_numpy_and_as_long_as_tokens() -> None:
 # ---------------------------------------------------------------- a real tokenizer
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+def spacing() -> PreTrainedTokenizerFast:
+    """A tokenizer in the form of Llama 2's: spaces are a character of their own, and one is put before every text."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_too = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>", "<s>", "</s>", *bytes_too], show_progress=False
+    )
+    made.train([str(CONVERSATIONS / "sharegpt.json")], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("template", [PLAIN, MISTRAL], ids=["plain", "mistral"])
 def test_a_tokenizer_that_puts_spaces_before_texts(template: str, marked: bool) -> None:
     """Llama's own does, also behind special tokens; ids are those of transformers."""
-    llama = AutoTokenizer.from_pretrained(str(SHARED / "stories260K"))
+    llama = spacing()
     llama.chat_template = template if marked else without_marks(template)
     found = find_template(llama, None, {})
     chat = ChatEncoder(llama, found, ChatSection(), row_length=9999, around=(None, None), tolerance=Tolerance(False))
-    records = json.loads((SHARED / "instruct" / "fastchat_dummy_conversation.json").read_text())[:60]
+    records = json.loads((CONVERSATIONS / "sharegpt.json").read_text())[:60]
     talks = [talk(*[turn["value"] for turn in record["conversations"]]) for record in records]
     talks += [talk(text, "yes </s> no") for text in ("Hello </s> there", "</s>", "a</s>b <s>", " </s>\n", "é\n\n</s>")]
     for conversation in talks:

@@ -197,7 +197,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a folder for a file": (replace("state.json", Path.mkdir), "state.json", "is a folder, not a file"),
     "a link for a manifest": (replace("manifest.json", link), "manifest.json", "is a symbolic link, not a file"),
     "a link for a file": (replace("model/model.safetensors", link), "model.safetensors", "is a symbolic link, not a"),
-    "a link for a folder": (replace("model", link), "model", "not in its manifest"),
+    "a link for a folder": (replace("model", link), "model", "is a symbolic link, not a folder"),
     "a file for a checkpoint": (
         lambda f: shutil.rmtree(f) or text("x")(f),
         "step-00000020/manifest.json",

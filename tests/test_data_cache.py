@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finetune import recipe as recipes
@@ -42,6 +43,76 @@ def test_another_packing_keeps_the_tokens(tmp_path: Path) -> None:
     first, second = sample(tmp_path), sample(tmp_path, packing="padded")
     assert len(folders(tmp_path, "tokens")) == 1
     assert first.digest != second.digest
+
+
+@pytest.mark.parametrize("how", ["parent", "absolute", "link", "linked folder"])
+def test_a_cache_of_a_strangers_leads_nowhere_else(tmp_path: Path, how: str) -> None:
+    """What is not in the folder itself is not read: it is made anew, and what lies elsewhere stays as it is."""
+    cache, secret = tmp_path / "cache", tmp_path / "secret"
+    first = sample(cache)
+    folder = folders(cache, "tokens")[0]
+    victim, index = folder / "train.tokens", json.loads((folder / "index.json").read_text())
+    before = victim.read_bytes()
+    if how == "linked folder":
+        folder.rename(secret)
+        folder.symlink_to(secret)
+    else:
+        victim.rename(secret)
+        size = index["files"].pop("train.tokens")
+        name = {"parent": "../../secret", "absolute": str(secret), "link": "train.tokens"}[how]
+        victim.symlink_to(secret)
+        (folder / "index.json").write_text(json.dumps({**index, "files": {**index["files"], name: size}}))
+    second = sample(cache)
+    assert not second.report.reused
+    assert second.digest == first.digest
+    assert not folder.is_symlink()
+    assert not victim.is_symlink()
+    assert victim.read_bytes() == before
+    assert (secret / "train.tokens" if how == "linked folder" else secret).read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["tokens", "array", "facts"])
+def test_a_cache_of_a_strangers_holds_numbers_only(tmp_path: Path, what: str) -> None:
+    """No pickle is read, and no bytes are taken for Python's own objects."""
+    sample(tmp_path)
+    folder = folders(tmp_path, "tokens")[0]
+    index = json.loads((folder / "index.json").read_text())
+    if what == "array":
+        np.save(folder / "train.offsets.npy", np.array([print, None], dtype=object), allow_pickle=True)
+        index["files"]["train.offsets.npy"] = (folder / "train.offsets.npy").stat().st_size
+    else:
+        index["facts"]["dtype"] = {"tokens": "object", "facts": "float64"}[what]
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=rf"The file {folder}/train.* of the data cache is damaged: .*Delete {folder}"):
+        sample(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["{", "[]", '{"version": 2}', '{"version": 2, "sides": 3}', '{"version": null}'])
+def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) -> None:
+    first = sample(tmp_path)
+    folder = folders(tmp_path, "tokens")[0]
+    part = folder.rename(folder.with_name(f"{folder.name}.part"))
+    for file in part.iterdir():
+        file.unlink()
+    (part / "state.json").write_text(state)
+    if '"version": 2' in state:
+        with pytest.raises(DataError, match="is damaged"):
+            sample(tmp_path)
+    assert sample(tmp_path).digest == first.digest
+    assert not part.exists()
+
+
+def test_a_part_that_links_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+    cache, precious = tmp_path / "cache", tmp_path / "precious"
+    precious.write_text("mine")
+    sample(cache)
+    folder = folders(cache, "tokens")[0]
+    part = folder.rename(folder.with_name(f"{folder.name}.part"))
+    (part / "train.tokens").unlink()
+    (part / "train.tokens").symlink_to(precious)
+    (part / "state.json").write_text('{"version": 2}')
+    sample(cache)
+    assert precious.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["tokens", "rows", "tokenizer"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from testdata import BPE, MODEL, REAL
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,10 +19,7 @@ from finetune.data import IGNORED, PreparedData, Rows, prepare
 from finetune.data.encoding import Encoder, batched
 from finetune.errors import DataError
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
-
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +197,12 @@ def test_counts_agree_with_batches(tmp_path: Path) -> None:
                 assert rows.num_targets(np.arange(len(rows))) == rows.num_tokens
 
 
-@needs_shared
+@pytest.mark.real_data
 def test_the_reference_windows(tmp_path: Path) -> None:
     data = prepared(
         tmp_path,
-        tokenizer=str(SHARED / "stories260K"),
-        validation=[{"path": str(SHARED / "tinystories" / "validation.jsonl")}],
+        tokenizer=str(REAL / "stories260K"),
+        validation=[{"path": str(REAL / "tinystories" / "validation.jsonl")}],
         packing="wrapped",
         sequence_length=512,
         remainder="drop",
@@ -220,12 +218,12 @@ def test_the_reference_windows(tmp_path: Path) -> None:
     assert batch["targets"][0, -1] == batch["input_ids"][1, 0]
 
 
-@needs_shared
+@pytest.mark.real_data
 def test_real_stories_fill_rows(tmp_path: Path) -> None:
     data = prepared(
         tmp_path,
-        tokenizer=str(SHARED / "gpt2_tokenizer"),
-        train=[{"path": str(SHARED / "tinystories" / "train.jsonl")}],
+        tokenizer=str(REAL / "gpt2_tokenizer"),
+        train=[{"path": str(REAL / "tinystories" / "train.jsonl")}],
         validation_fraction=0.0,
     )
     report = data.report.train
@@ -237,13 +235,12 @@ def test_real_stories_fill_rows(tmp_path: Path) -> None:
     assert data.tokenizer.eos_token_id == 50256
 
 
-@pytest.mark.parametrize("name", ["gpt2_tokenizer", "stories260K"])
-@needs_shared
+@pytest.mark.parametrize("name", [BPE, MODEL], ids=["bpe", "llama"])
 def test_text_never_becomes_a_special_token(tmp_path: Path, name: str) -> None:
     text = "He wrote <|endoftext|> and <s> and </s> on the wall."
     data = prepared(
         tmp_path / "c",
-        tokenizer=str(SHARED / name),
+        tokenizer=name,
         train=[jsonl(tmp_path / "a.jsonl", [text])],
         validation_fraction=0.0,
         sequence_length=128,
@@ -490,6 +487,7 @@ def test_integer_labels_are_kept(tmp_path: Path) -> None:
         ([0, "a"], None, None, "Some labels are numbers"),
         ([-1, 0], None, None, "The labels go from -1 to 0"),
         ([0, 2], None, None, "1 never occur"),
+        ([1, 10**12], None, None, "0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 999999999989 more never occur"),
         ([0, 3], None, 2, "with 2 classes they must be 0 to 1"),
         (["a", "b", "c"], None, 2, "The data has 3 classes"),
         (["a", "b"], ["c"], None, "no training document has: c; known are a, b"),

@@ -1,5 +1,6 @@
 """Each kind of file, and each way in which it can be broken."""
 
+import contextlib
 import csv
 import json
 from pathlib import Path
@@ -11,14 +12,17 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testdata import MADE, REAL
 
 from finetune.data import streams
+from finetune.data.broken import Tolerance
+from finetune.data.conversations import RecordForm
+from finetune.data.documents import Rules, choose
 from finetune.data.readers import Fields, read_file
 from finetune.data.sources import open_source
 from finetune.errors import DataError
 from finetune.recipe import Source
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TEXT_ONLY = Fields("text", None)
 TEXTS = ["One line.", 'Two\nlines, with "quotes"', "Grüße, 世界 🌍", ""]
 
@@ -53,12 +57,17 @@ def test_txt_without_a_marker_is_one_document(tmp_path: Path) -> None:
     ]
 
 
-def test_txt_of_tinystories() -> None:
-    path = SHARED / "tinystories" / "sample_endoftext.txt"
-    if not path.is_file():
-        pytest.skip("the shared data is not here")
+@pytest.mark.parametrize(
+    "path",
+    [
+        MADE / "stories" / "endoftext.txt",
+        pytest.param(REAL / "tinystories" / "sample_endoftext.txt", marks=pytest.mark.real_data),
+    ],
+    ids=["made", "real"],
+)
+def test_txt_of_stories(path: Path) -> None:
     stories = texts(path)
-    assert len(stories) == path.read_text().count("<|endoftext|>")
+    assert len(stories) == path.read_text().count("<|endoftext|>") > 3
     assert all(story.startswith("Once upon a time") or story.strip() for story in stories)
 
 
@@ -195,6 +204,29 @@ BROKEN = {
     "csv field": ("a.csv", "id,body\n1,a\n", "there is no field 'text'; the fields are id, body"),
     "csv columns": ("a.csv", "id,text\n1,a\n2,b,c\n", "line 3 has 3 columns and the header has 2"),
     "csv quotes": ("a.csv", 'id,text\n1,"a\n', "is not valid CSV"),
+    "cut list": ("a.json", '[{"text": "a"}, {"text": "b', "may have been cut short in item 2"),
+    "cut between items": ("a.json", '[{"text": "a"},\n', "the file ends before the list does"),
+    "cut at a comma": ("a.json", '["a"', "the file ends before the list does"),
+    "cut line": (
+        "a.jsonl",
+        '{"text": "a"}\n{"text": "b',
+        "line 2 is not valid JSON (Unterminated string starting at: ",
+    ),
+    "list in an object": (
+        "a.json",
+        '{"data": [{"text": "a"}]}',
+        "write that list alone into a file, for example with `jq .data`",
+    ),
+    "list in an object of lines": ("a.json", '{\n"version": 1,\n"rows": [\n"a"]}', "`jq .rows`"),
+    "object over lines": ("a.json", '{\n"text": "a"\n}', "or has each record in a line of its own"),
+    "other delimiter": ("a.csv", "id;text\n1;a\n", "divided by ';', as the header 'id;text' shows"),
+    "tabs": ("a.csv", "id\ttext\n1\ta\n", "divided by '\\t'"),
+    "no header": ("a.csv", "Once upon a time,0\nTwice,1\n", "has no such line, put one there, such as `text`"),
+    "column twice": ("a.csv", "text,id,text\na,1,b\n", "has the column 'text' more than once"),
+    "carriage returns": ("a.csv", "text\ra\rb\r", "its lines end in carriage returns alone"),
+    "deep": ("a.jsonl", '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "deep list": ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    "long number": ("a.json", "[" + "9" * 5000 + "]", "Exceeds the limit"),
     "parquet": ("a.parquet", "no parquet", "is not a readable Parquet file"),
 }
 
@@ -203,6 +235,48 @@ BROKEN = {
 def test_broken_files_say_where(tmp_path: Path, case: str) -> None:
     name, content, expected = BROKEN[case]
     assert expected in message(write(tmp_path / name, content))
+
+
+def test_no_hint_where_it_would_mislead(tmp_path: Path) -> None:
+    assert "cut short" not in message(write(tmp_path / "a.json", '[{"text": x}]'))
+    assert "cut short" not in message(write(tmp_path / "a.jsonl", '{"text": x}'))
+    assert "cut short" not in message(write(tmp_path / "a.jsonl", '{"text": "x\n{"text": "y"}\n'))
+    lines = '{"text": "a", "tags": ["b"]}\n{"text": \n'
+    assert "jq" not in message(write(tmp_path / "a.json", lines))
+
+
+def test_parquet_of_text_that_is_none(tmp_path: Path) -> None:
+    column = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert "is not a readable Parquet file" in message(tmp_path / "a.parquet")
+
+
+WHOLE_FILES = {
+    ".txt": b"one\n<|endoftext|>\ntwo\n",
+    ".jsonl": b'{"text": "a", "n": [1, {"b": null}]}\n{"text": "\xc3\xa9"}\n',
+    ".json": b'[{"text": "a", "n": [1, {"b": null}]}, {"text": "\xc3\xa9"}]',
+    ".csv": b'text,label\n"a, b",1\n"c ""d""",2\n',
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    suffix=st.sampled_from(list(WHOLE_FILES)),
+    place=st.integers(0, 60),
+    removed=st.integers(0, 20),
+    put=st.binary(max_size=4)
+    | st.sampled_from([b"\xef\xbb\xbf", b"\r\n", b"\r", b"\0", b'"', b"[" * 2000, b"\\ud800"]),
+    as_chat=st.booleans(),
+)
+def test_damage_anywhere_is_an_error_of_the_users(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, place: int, removed: int, put: bytes, as_chat: bool
+) -> None:
+    whole = WHOLE_FILES[suffix]
+    path = write(tmp_path_factory.mktemp("odd") / f"a{suffix}", whole[:place] + put + whole[place + removed :])
+    form = RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False)) if as_chat else None
+    corpus = open_source(Source(path=str(path)), labelled=False, form=form)
+    with contextlib.suppress(DataError):
+        list(choose(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:

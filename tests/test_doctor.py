@@ -17,11 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forkserver import ForkServer
 from harness import ROOT
-from nursery import Nursery
 from ranks import Place, free_port
 
 from finetune import doctor
+from finetune import hub as the_hub
 from finetune import recipe as recipes
 from finetune.backend import Launch, ops_look
 from finetune.backend.devices import Devices
@@ -49,7 +50,7 @@ Case = tuple[Callable[[Asked], Any], str, str, Callable[[Patch, Place], Asked]]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: Patch, nursery: Nursery) -> Place:
+def place(tmp_path: Path, monkeypatch: Patch, nursery: ForkServer) -> Place:
     monkeypatch.chdir(ROOT)
     return Place(tmp_path, nursery)
 
@@ -265,12 +266,12 @@ CASES: list[Case] = [
         "synchronised",
         launched("ddp", {"finetune.doctor.network.is_synchronised": lambda: False}, **TWO),
     ),
-    (hub.reach, "warning", "HF_HUB_OFFLINE is set", with_env(HF_HUB_OFFLINE="1")),
+    (hub.reach, "warning", "the hub is not asked", with_env(HF_HUB_OFFLINE="1")),
     (
         hub.reach,
         "warning",
         "huggingface.co cannot be reached",
-        having("finetune.doctor.hub.connects", lambda address: False),
+        having("finetune.hub.connects", lambda address: False),
     ),
     (
         hub.reach,
@@ -293,8 +294,8 @@ CASES: list[Case] = [
     (
         variables.overriding,
         "warning",
-        "ACCELERATE_DYNAMO_BACKEND=inductor acts beside the launch file",
-        launched("fsdp", env={"ACCELERATE_DYNAMO_BACKEND": "inductor"}),
+        "ACCELERATE_DYNAMO_MODE=reduce-overhead acts beside the launch file",
+        launched("fsdp", env={"ACCELERATE_DYNAMO_MODE": "reduce-overhead"}),
     ),
     (variables.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", with_env(NCCL_SOCKET_IFNAME="ib7")),
     (variables.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", with_env(GLOO_SOCKET_IFNAME="l")),
@@ -330,7 +331,7 @@ SOUND = {
     "finetune.doctor.packing.probe": lambda *words: ("1.0", ""),
     "finetune.doctor.network.is_free": lambda number: True,
     "finetune.doctor.network.addresses": lambda name: ["10.0.0.1"],
-    "finetune.doctor.hub.connects": lambda address: True,
+    "finetune.hub.connects": lambda address: True,
     "finetune.doctor.limits.QUOTA": Path("/nowhere"),
     "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
     "os.sched_getaffinity": lambda pid: set(range(8)),
@@ -409,17 +410,17 @@ def test_a_free_port_and_a_taken_one() -> None:
 def test_connections() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        assert not hub.connects(server.getsockname())
+        assert not the_hub.connects(server.getsockname())
         server.listen()
-        assert hub.connects(server.getsockname())
+        assert the_hub.connects(server.getsockname())
 
 
 def test_the_hubs_cache(tmp_path: Path) -> None:
     asked = Asked(env={"HF_HOME": str(tmp_path)})
-    assert not hub.is_cached(asked, "models", "owner/name")
+    assert not the_hub.is_cached(asked.env, "models", "owner/name")
     (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
-    assert hub.is_cached(asked, "models", "owner/name")
-    assert not hub.is_cached(asked, "datasets", "owner/name")
+    assert the_hub.is_cached(asked.env, "models", "owner/name")
+    assert not the_hub.is_cached(asked.env, "datasets", "owner/name")
 
 
 def test_a_dtype_that_torch_cannot_multiply() -> None:

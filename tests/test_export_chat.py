@@ -9,7 +9,7 @@ import chats
 import pytest
 import torch
 from exports import exported, opened_here
-from harness import ROOT, SHARED, environment, run
+from harness import ROOT, environment, run
 from inside import copy, run_here
 from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +20,6 @@ from finetune.errors import CheckpointError, DataError
 
 pytestmark = [
     pytest.mark.xdist_group("export_chat"),
-    pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
 ]
 # In the tokenizer, `</s>` ends texts, and the base stops at `<|eot_id|>` as well; answers end in neither.
 STOPS = ["</s>", "<|im_end|>", "<|eot_id|>"]
@@ -28,14 +27,21 @@ KINDS = {"full": ("merged",), "lora": ("merged", "adapter")}
 LORA = {"rank": 16, "alpha": 32, "save_modules": ["embed_tokens", "lm_head"]}
 
 
+# Each with another first question and another first answer.
+SPOKEN = (
+    ("Who are you?", "I am a small model.", "Who made you?", "A test did."),
+    ("What is two and two?", "Four."),
+    ("Is the sea deep?", "Yes, it is very deep.", "And cold?", "Yes.", "Thank you!", "You are welcome!"),
+    ("Name a colour.", "Blue."),
+    ("Where do rabbits live?", "They live under the hill."),
+    ("Good morning!", "Good morning! How can I help?", "Tell me a secret.", "I have none."),
+    ("What do cats eat?", "Fish, and now and then a mouse."),
+    ("Is it late?", "It is never too late."),
+)
+
+
 def conversations() -> list[list[dict[str, str]]]:
-    """Eight short ones that nobody here wrote, each with another first question and another first answer."""
-    found: list[list[dict[str, str]]] = []
-    for record in json.loads((SHARED / "instruct" / "fastchat_dummy_conversation.json").read_text()):
-        said = [turn["value"] for turn in record["conversations"]]
-        if sum(map(len, said)) <= 200 and not any({m["content"] for m in talk[:2]} & set(said[:2]) for talk in found):
-            found.append([{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)])
-    return found[:8]
+    return [[{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(talk)] for talk in SPOKEN]
 
 
 def write_base(folder: Path) -> None:

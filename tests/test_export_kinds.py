@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exports import Trained, change, exported, logits_of, opened_here, train
-from harness import SHARED, Launcher, Result
+from harness import Launcher, Result
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from safetensors.torch import load_file
@@ -23,8 +23,6 @@ from finetune import tasks
 from finetune.artefacts import network, prove
 from finetune.errors import CheckpointError, RecipeError
 from finetune.recipe import validate
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 
 @pytest.fixture(autouse=True)

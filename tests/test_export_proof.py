@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from exports import Trained, change, exported, logits_of, opened_here, train
-from harness import SHARED
 from inside import copy, forge
 from recipes_for_tests import MODEL, base
 from safetensors.torch import load_file
@@ -24,7 +23,6 @@ from finetune.files import digest
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
-    pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
 ]
 
 UNTIED = {**base()["model"]["config"], "vocab_size": 512, "tie_word_embeddings": False}

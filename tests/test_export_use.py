@@ -1,14 +1,15 @@
 """`finetune generate` and `finetune eval` open runs, checkpoints, adapters and exports alike."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SHARED
 from inside import run_here
 from recipes_for_tests import MODEL, base, stories
+from testdata import MADE
 from transformers import AutoTokenizer
 
 from finetune import cli, prompts
@@ -18,9 +19,8 @@ from finetune.tasks import TaskData
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
-    pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data"),
 ]
-FILE = str(SHARED / "tinystories" / "sample_endoftext.txt")
+FILE = str(MADE / "stories" / "endoftext.txt")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixtu
     for place in places.values():
         assert cli.main(["generate", str(place), "--prompt", "Once upon a time", "--max-new-tokens", "12"]) == 0
         words.append(capsys.readouterr().out)
-    assert words[0].startswith("Once upon a time, there was")
+    assert words[0].startswith("Once upon a time ")
     assert words == [words[0]] * 4
 
 
@@ -88,12 +88,12 @@ def test_it_stops_at_the_end_of_text(places: dict[str, Path]) -> None:
     whole = talk.generate(place, "Once", talk.Manner(30), lambda text: None)
     ids = place.tokenizer.encode(whole, add_special_tokens=False)
     model: Any = place.network
-    model.generation_config.eos_token_id = [2, ids[9]]
+    model.generation_config.eos_token_id = [2, ids[4]]
     cut = talk.generate(place, "Once", talk.Manner(30), lambda text: None)
     assert whole.startswith(cut.rstrip())
     assert len(cut) < len(whole)
     model.generation_config.eos_token_id = 2
-    place.tokenizer.eos_token = place.tokenizer.convert_ids_to_tokens(ids[9])
+    place.tokenizer.eos_token = place.tokenizer.convert_ids_to_tokens(ids[4])
     assert talk.generate(place, "Once", talk.Manner(30), lambda text: None).strip() in cut
 
 
@@ -129,3 +129,21 @@ def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
     )
     with pytest.raises(RecipeError, match="is no causal language model"):
         opened.open_place(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere.jsonl"], "There is no file nowhere.jsonl"),
+        (["{folder}/other.jsonl"], "the fields are words. Name one of them as --text-field"),
+        (["{folder}/other.jsonl", "--chat"], "has no chat template. Open the run itself, which has one, or leave"),
+    ],
+)
+def test_eval_names_its_own_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    (tmp_path / "other.jsonl").write_text('{"words": "Once upon a time"}\n')
+    assert cli.main(["eval", MODEL, "--data", *(word.format(folder=tmp_path) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert not re.search(r"data\.(train|validation)|text_field|`path`|chat\.", said)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exports import exported, opened_here
-from harness import SHARED, Launcher, assert_same_path_in_bf16
+from harness import Launcher, assert_same_path_in_bf16
 from inside import run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, base, stories
 from torch import nn
@@ -24,7 +24,6 @@ from finetune.plan import advise, networks
 from finetune.plan.cells import Setting
 from finetune.recipe import Recipe, validate
 
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 installed = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao, the extra [fp8]")
 
 IDS = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -247,7 +246,6 @@ def test_a_stopped_run_goes_on_and_its_model_is_a_plain_one(tmp_path: Path, monk
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("gpu")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["single", "fsdp"])
 def test_a_gpu_computes_what_is_emulated(launcher: Launcher, backend: str) -> None:
     if torch.cuda.get_device_capability() < fp8._CAPABILITY:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exports import exported, opened_here
 from filelock import FileLock
-from harness import SHARED, Launcher, assert_near_in_bf16, assert_same_path
+from harness import Launcher, assert_near_in_bf16, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from torch import nn
@@ -18,8 +18,6 @@ from finetune import dryrun, frozen, models, quantization, tasks
 from finetune.artefacts import prove
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe, validate
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 IDS = torch.arange(3, 43).reshape(2, 20)
 HALVES = (torch.bfloat16, torch.float16)

@@ -1,22 +1,25 @@
 """What makes a run another run: a key of a recipe does, or may change at a resume. A new key needs a decision."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from forkserver import until
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import CONFIG, MODEL
-from recipes_for_tests import SHARED
+from inside import run_here
+from ranks import CONFIG, MODEL, Place
+from testdata import BPE
 
-from finetune import identity, tasks
+from finetune import files, identity, tasks
 from finetune.errors import FinetuneError, RecipeError
 from finetune.length import measure
 from finetune.recipe import Recipe, section_in, validate
-
-pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="the shared data are not here")
 
 # Keys that the mathematics depend on: another value, and what the recipe must say for the key to count at all.
 LORA = {"lora": {}}
@@ -39,7 +42,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora.dora": (True, LORA),
     "lora.init": ("gaussian", LORA),
     "lora.save_modules": (["lm_head"], LORA),
-    "tokenizer.name": (str(SHARED / "gpt2_tokenizer"), {}),
+    "tokenizer.name": (BPE, {}),
     "tokenizer.vocab_size": (300, {"tokenizer.name": None, "tokenizer.vocab_size": 290}),
     "source.sample": (20, {"source.path": None, "source.sample": 30}),
     "source.path": ("other.jsonl", {}),
@@ -64,6 +67,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat.end_token": ("add", CHAT),
     "chat.too_long": ("cut_left", CHAT),
     "chat.roles": ({"agent": "assistant"}, CHAT),
+    "chat.drop_tools": (True, CHAT),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),
@@ -100,6 +104,10 @@ FREE: dict[str, Any] = {
     "checks.max_overlap": 0.9,
     "checks.min_supervised": 0.001,
     "checks.min_ended": 0.001,
+    "checks.max_lossy": 0.9,
+    "checks.max_mojibake": 0.9,
+    "checks.max_nul": 0.9,
+    "checks.max_duplicate_keys": 0.9,
     "batch.micro_size": 1,
     "length.steps": 77,
     "length.epochs": 3.0,
@@ -209,7 +217,9 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     tree["data"]["train"] = [source]
     recipe = validate(tree)
     ready = tasks.find(recipe).build_data(recipe, True)
-    return json.loads(json.dumps(identity.identify(recipe, ready, measure(recipe, ready.train))))
+    return json.loads(
+        json.dumps(identity.identify(recipe, ready, measure(recipe, ready.train), identity.base_of(recipe)))
+    )
 
 
 def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
@@ -280,3 +290,116 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
     with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
         identity.compare(one, one, [name], place="")
     assert close is None or f"Did you mean '{close}'?" in str(caught.value)
+
+
+# ---------------------------------------------------------------- the base's digest
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files whose content is read for a digest."""
+    names: list[str] = []
+    digest = identity.digest
+    monkeypatch.setattr(identity, "digest", lambda file: (names.append(file.name), digest(file))[1])
+    return names
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"first")
+    return file
+
+
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if files had been left alone for a while."""
+    monkeypatch.setattr(identity, "_SETTLED_NS", -1)
+
+
+def test_a_digest_is_remembered(weights: Path, tmp_path: Path, read: list[str], monkeypatch: Any) -> None:
+    later(monkeypatch)
+    found = [identity._digest(weights, tmp_path / "cache") for _ in range(3)]
+    assert found == [files.digest(weights)] * 3
+    assert read == ["model.safetensors"]
+
+
+def rewritten(file: Path) -> None:
+    """In place, with its size and its times."""
+    facts = file.stat()
+    file.write_bytes(b"other")
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def replaced(file: Path) -> None:
+    """By another file with its size and its times."""
+    facts = file.stat()
+    other = file.with_name("other")
+    other.write_bytes(b"other")
+    os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    other.rename(file)
+
+
+def linked(file: Path) -> None:
+    other = file.with_name("other")
+    file.rename(file.with_name("before"))
+    other.write_bytes(b"other")
+    file.symlink_to(other)
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, linked, lambda file: file.write_bytes(b"longer than that")])
+def test_whatever_changes_a_file_changes_its_digest(
+    change: Callable[[Path], Any], weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(monkeypatch)
+    before = identity._digest(weights, tmp_path / "cache")
+    tick = weights.stat().st_ctime_ns
+    until(lambda: clock(tmp_path) > tick, 10, "the file system's clock stands still")
+    change(weights)
+    assert identity._digest(weights, tmp_path / "cache") == files.digest(weights) != before
+
+
+def clock(folder: Path) -> int:
+    """The time that a file system gives to a change now."""
+    (folder / "clock").touch()
+    return (folder / "clock").stat().st_ctime_ns
+
+
+def test_one_that_was_just_written_is_not_remembered(weights: Path, tmp_path: Path, read: list[str]) -> None:
+    """A second change within one tick of the clock would not show."""
+    for _ in range(2):
+        identity._digest(weights, tmp_path / "cache")
+    assert len(read) == 2
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"facts": 1}', "\xff"])
+def test_what_is_damaged_in_the_cache_is_read_again(
+    text: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(monkeypatch)
+    identity._digest(weights, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(text.encode("latin-1"))
+    assert identity._digest(weights, tmp_path / "cache") == files.digest(weights)
+    (tmp_path / "file").touch()
+    assert identity._digest(weights, tmp_path / "file" / "cache") == files.digest(weights)
+
+
+def test_one_rank_reads_the_base_once(place: Place, monkeypatch: pytest.MonkeyPatch, read: list[str]) -> None:
+    """Over all starts, until it changes; the other ranks hear of it."""
+    recipe = place.recipe(model={"name": str(MODEL), "config": None}, length={"steps": 1})
+    env = {"DIGESTED": str(place.folder / "digested")}
+    with place.nursery.start("ddp", place.folder / "ranks", recipe, script="tests/digest_worker.py", env=env) as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+    assert sorted((place.folder / "digested").read_text().splitlines()) == ["0 config.json", "0 model.safetensors"]
+    assert "Nothing is left to do" in run_here(yaml.safe_load(recipe.read_text())).said
+    assert read == []
+
+
+def test_all_ranks_hear_that_the_base_cannot_be_read(place: Place, tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (model / "extra.safetensors").mkdir()  # not opened as weights, but part of what the digest says
+    recipe = place.recipe(model={"name": str(model), "config": None})
+    with place.nursery.start("ddp", place.folder / "ranks", recipe) as ranks:
+        assert ranks.wait() == [2, 2], ranks.output()
+    assert ranks.output().count(f"model.name: {model} cannot be read: Is a directory.") == 1

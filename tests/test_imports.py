@@ -17,27 +17,29 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "quiet": set(),
-    "hub": set(),
+    "hub": {"errors"},
     "section": set(),
     "running": {"section"},
     "reading": {"section"},
     "sections": {"reading", "running", "section"},
-    "recipe": {"errors", "reading", "running", "section", "sections"},
+    "layers": set(),
+    "yamls": set(),
+    "recipe": {"errors", "layers", "reading", "running", "section", "sections", "yamls"},
+    "paths": {"errors", "recipe"},
     "files": set(),
     "parent": set(),
     "gpus": {"errors"},
-    "layers": set(),
-    "backend": {"errors", "layers", "recipe"},
+    "backend": {"errors", "files", "layers", "parent", "recipe", "yamls"},
     "explain": {"backend", "errors", "layers", "recipe"},
-    "data": {"errors", "files", "recipe"},
+    "data": {"errors", "files", "paths", "recipe"},
     "names": {"errors", "recipe"},
     "frozen": {"errors", "names"},
     "adapters": {"errors", "names", "recipe"},
     "quantization": {"errors", "frozen", "recipe"},
     "fp8": {"errors", "quantization", "recipe"},
-    "pretrained": {"recipe"},
+    "pretrained": {"errors", "recipe"},
     "prompts": {"errors"},
-    "attention": set(),
+    "attention": {"errors"},
     "loss": {"frozen"},
     "recompute": {"attention", "errors"},
     "profiling": {"backend", "errors", "files"},
@@ -54,12 +56,13 @@ ALLOWED: dict[str, set[str]] = {
         "recipe",
         "recompute",
     },
-    "optim": {"errors", "recipe"},
-    "tasks": {"adapters", "attention", "data", "errors", "loss", "models", "optim", "recipe"},
+    "layerwise": set(),
+    "optim": {"errors", "layerwise", "recipe", "sections"},
+    "tasks": {"adapters", "attention", "data", "errors", "loss", "models", "optim", "pretrained", "recipe"},
     "evaluate": {"backend", "tasks"},
     "generate": {"backend", "prompts", "recipe", "tasks"},
     "checkpoint": {"backend", "errors", "files"},
-    "export": {"adapters", "backend", "errors", "models"},
+    "export": {"adapters", "backend", "errors", "files", "models"},
     "metrics": {"backend", "files", "gpus", "quantization"},
     "rundir": {"backend", "errors", "files", "recipe"},
     "length": {"errors", "recipe", "tasks"},
@@ -84,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "metrics",
         "models",
         "optim",
+        "pretrained",
         "profiling",
         "quantization",
         "recipe",
@@ -116,6 +120,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "files",
         "identity",
+        "ledger",
         "models",
         "pretrained",
         "prompts",
@@ -148,8 +153,8 @@ ALLOWED: dict[str, set[str]] = {
     "trial": {"backend", "errors", "exits", "files", "guard", "parent", "quiet", "recipe", "run", "sizing", "train"},
     "dryrun": {"adapters", "backend", "errors", "fp8", "models", "optim", "plan", "recipe", "tasks"},
     "doctor": {"backend", "errors", "hub", "layers", "optim", "recipe"},
-    "exits": {"errors"},
-    "launcher": {"errors", "exits"},
+    "exits": {"errors", "parent"},
+    "launcher": {"backend", "errors", "exits"},
     "parity": {"backend", "errors", "files", "launcher", "models", "recipe"},
     "comms": {"errors", "files"},
     "replay": {
@@ -181,6 +186,7 @@ ALLOWED: dict[str, set[str]] = {
         "launcher",
         "ledger",
         "parent",
+        "paths",
         "plan",
         "quiet",
         "recipe",
@@ -190,9 +196,6 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 
-# Larger than they should be, at most this many lines: they may only shrink.
-LARGE = {"data/sample_plots.py": 375}
-
 LIGHT = [
     "__init__",
     "errors",
@@ -201,6 +204,7 @@ LIGHT = [
     "running",
     "sections",
     "recipe",
+    "paths",
     "cli",
     "exits",
     "launcher",
@@ -296,8 +300,9 @@ def test_who_imports_what_is_special() -> None:
 
 BACKEND_WORD = re.compile(r"fsdp|deepspeed|zero", re.IGNORECASE)
 INNOCENT = re.compile(r"zero_grad|zeros_like|\bzeros\b|flatnonzero|nonzero", re.IGNORECASE)
-# A library whose version is noted, a fact that is written down, and why a logger is turned down.
+# A launcher's name, a library whose version is noted, a fact that is written down, and why a logger is turned down.
 NAMED = {
+    "parent.py": {'"deepspeed"', '"deepspeed.launcher."'},
     "rundir.py": {'"deepspeed"', '"deepspeed_config"'},
     "quiet.py": {"# Accelerate notes per parameter that FSDP2 keeps fp32 masters, which the start line says as well."},
 }
@@ -315,12 +320,6 @@ def test_only_the_backend_names_backends(file: Path) -> None:
         if BACKEND_WORD.search(text) and token.string not in NAMED.get(file.name, set()):
             found.append(f"{file.relative_to(ROOT)}:{token.start[0]}: {token.line.strip()}")
     assert not found
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_size(file: Path) -> None:
-    lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert lines <= LARGE.get(str(file.relative_to(PACKAGE)), 350)
 
 
 def test_the_loop_fits_one_screen() -> None:
@@ -346,6 +345,10 @@ def test_what_is_not_done(file: Path) -> None:
             to_stderr = any(k.arg == "file" and ast.unparse(k.value) == "sys.stderr" for k in node.keywords)
             allowed = file.name == "cli.py" or (file.name in TO_STDERR and to_stderr)
             assert allowed, f"{place}: prints; say it through the reporter"
+        if re.search(r"Auto\w+\.from_(pretrained|config)$", called) or "_AUTO[" in called:
+            # Left out, transformers asks on the terminal.
+            said = {keyword.arg for keyword in node.keywords}
+            assert said & {"trust_remote_code", None}, f"{place}: does not say whether the model's own code may run"
         for keyword in node.keywords:
             if keyword.arg == "trust_remote_code":
                 fixed = isinstance(keyword.value, ast.Constant) and keyword.value.value

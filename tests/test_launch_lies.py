@@ -12,7 +12,7 @@ from harness import command, environment, run
 from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port
 
 from finetune.backend import Launch, Proof, read_launch
-from finetune.backend.prove import _differences
+from finetune.backend.prove import _differences, rows_of
 from finetune.backend.settle import _check_planes
 from finetune.errors import BackendError
 from finetune.recipe import ModelSection, Recipe
@@ -372,6 +372,23 @@ def test_a_difference_is_told(kind: str, field: str, value: Any, says: str) -> N
     assert says in problems[0]
 
 
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
+def test_rows_of_a_shard_are_those_of_torch(shards: int) -> None:
+    for rows in range(1, 30):
+        chunks = [len(chunk) for chunk in torch.arange(rows).chunk(shards)]
+        assert [rows_of(rows, rank, shards) for rank in range(shards)] == chunks + [0] * (shards - len(chunks))
+
+
+def test_uneven_shards_are_compared_with_their_own_rule() -> None:
+    """Of four rows on three ranks, the last one holds none."""
+    launch = asked("fsdp", num_processes=3)
+    for share in (0.5, 0.0):
+        holds = proof("fsdp", world_size=3, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
+        assert list(_differences(holds, launch, 2, "fp32", "float32")) == []
+        (said,) = _differences(dataclasses.replace(holds, optimizer_fraction=1.0), launch, 2, "fp32", "float32")
+        assert f"optimiser state held by a rank: asked {share:.1%}, holds 100.0%" in said
+
+
 def test_bf16_that_does_not_happen_is_told() -> None:
     problems = list(_differences(proof("ddp"), asked("ddp"), 2, "bf16", "float32"))
     assert problems == ["matrix products: asked bfloat16, come out in float32"]
@@ -420,7 +437,10 @@ def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
             {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json", "ACCELERATE_MIXED_PRECISION": "bf16"},
             "says mixed_precision: bf16, which DeepSpeed takes from its own config",
         ),
-        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"}, "nowhere.json, which cannot be read as JSON"),
+        (
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"},
+            "names the DeepSpeed config nowhere.json, and there is none in",
+        ),
     ],
     ids=["values in the launch file", "precision in the launch file", "no such config"],
 )

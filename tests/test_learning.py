@@ -1,16 +1,14 @@
-"""Real figures on real data: what a known model scores, and that training teaches."""
+"""What a published model scores on published stories, and that training teaches."""
 
 import pytest
-from harness import SHARED, Launcher
-from recipes_for_tests import MODEL, stories
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
+from harness import Launcher
+from testdata import MODEL, REAL, stories
 
 # The form in which the figure is stated: every story stripped, BOS before each, no EOS, one stream, windows of 512.
 STATED = {
-    "model": {"name": MODEL},
+    "model": {"name": str(REAL / "stories260K")},
     "data": {
-        "validation": stories("validation"),
+        "validation": [{"path": str(REAL / "tinystories" / "validation.jsonl")}],
         "sequence_length": 512,
         "packing": "wrapped",
         "remainder": "drop",
@@ -22,6 +20,7 @@ STATED = {
 }
 
 
+@pytest.mark.real_data
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=pytest.mark.xdist_group(f"stated_{name}")) for name in ("single", "ddp", "zero3")],

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from forkserver import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import Done, at_step, copy, mlp, run_here, stop_after
-from nursery import Nursery
 
 from finetune import cli, ledger
 from finetune.data.order import rows_at
@@ -102,7 +102,7 @@ def test_each_row_once_however_often_it_stopped(tmp_path_factory: pytest.TempPat
     shutil.rmtree(directory)
 
 
-def test_two_ranks_and_one_in_turn(nursery: Nursery, tmp_path: Path) -> None:
+def test_two_ranks_and_one_in_turn(nursery: ForkServer, tmp_path: Path) -> None:
     """What every rank read is in the checksum, and a resume on other ranks with other micro-batches goes on in it."""
     directory = tmp_path / "run"
     for world, last, micro in ((2, 7, 3), (1, 13, 4), (2, 18, 1), (1, 20, 12)):
@@ -113,7 +113,7 @@ def test_two_ranks_and_one_in_turn(nursery: Nursery, tmp_path: Path) -> None:
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(tree))
         with nursery.start("ddp", tmp_path / "ranks", str(recipe)) as ranks:
-            assert ranks.wait() == [0, 0], ranks.said()
+            assert ranks.wait() == [0, 0], ranks.output()
     found = ledger.audit(directory)
     assert found.holds, found.lines()
     assert read(directory) == should_read(20, 12, drop=False)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from harness import ROOT, SHARED, Launcher, command, environment
+from forkserver import ForkServer
+from harness import ROOT, Launcher, environment
 from hypothesis import given
 from hypothesis import strategies as st
-from nursery import Nursery
 from own_task import Points
 from recipes_for_tests import base
 from torch import nn
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import models, optim, run, train
+from finetune.backend import process
 from finetune.backend.settle import derive_accumulation
 from finetune.errors import DataError, RecipeError
 from finetune.length import Length
@@ -168,6 +169,15 @@ def test_accumulation_is_derived_or_the_error_lists_what_fits(world: int, micro:
             derive_accumulation(sized(micro, micro), world)
 
 
+def test_the_norm_of_large_gradients_is_exact() -> None:
+    """torch's own, of the whole, is 3e-4 too small here; of halves, as two ranks have them, by another share."""
+    large = torch.randn(30_000, 300, generator=torch.Generator().manual_seed(0))
+    gradients = [large, torch.full((7,), 0.1), torch.tensor(2.0)]
+    exact = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
+    assert process._total_norm(gradients, large.device).item() == pytest.approx(exact, rel=1e-7)
+    assert process._total_norm([], large.device).item() == 0.0
+
+
 def test_seeds_have_no_history() -> None:
     train.seed_everything(1, 2, 3)
     first = torch.rand(3)
@@ -193,13 +203,18 @@ def test_stopwatch_gives_each_part_its_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
+    """Counts reads of a tensor's value by the host, and operations whose result's size depends on values.
+
+    A CPU's `tolist` and `numpy` cannot be seen here, nor copies between devices: `test_fake_device.py` sees them.
+    """
 
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            self.count += 1
+        reads = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(function.tags)
+        if function is torch.ops.aten.index.Tensor:
+            reads = any(index is not None and index.dtype == torch.bool for index in args[1])
+        self.count += reads
         return function(*args, **(kwargs or {}))
 
 
@@ -212,13 +227,14 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.Monk
     with HostReads() as reads:
         train.train_step(made, 1)
     assert reads.count == 0
-    with HostReads() as reads:
-        torch.ones(1).item()
-    assert reads.count == 1
+    one = torch.ones(1)
+    for reading in (one.item, lambda: bool(one), one.nonzero, lambda: one[one > 0], lambda: one.equal(one)):
+        with HostReads() as reads:
+            reading()
+        assert reads.count == 1
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 @pytest.mark.parametrize(
     ("config", "sent"),
     [
@@ -231,13 +247,13 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.Monk
     ],
 )
 def test_what_a_step_asks_of_host_and_ranks(
-    nursery: Nursery, tmp_path, config: str, sent: dict[str, int] | None
+    nursery: ForkServer, tmp_path, config: str, sent: dict[str, int] | None
 ) -> None:
     """Of four micro-batches: no read of the device, and outside the backward passes no collective of a micro-batch."""
     job = base(batch={"global_size": 8 if config == "single" else 16, "micro_size": 2}, length={"steps": 5})
     job["output"] = {"dir": str(tmp_path / "run")}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    code, output = nursery.run(command(config, str(tmp_path / "job.yaml"), script="tests/count_worker.py"))
+    code, output = nursery.launch(config, tmp_path / "job.yaml", script="tests/count_worker.py")
     assert code == 0, output[-3000:]
     found = json.loads((tmp_path / "run" / "counted.json").read_text())
     assert found["sees"] == [1, 0 if config == "single" else 1], "the counter must see"
@@ -286,7 +302,6 @@ def test_metrics_and_facts_of_a_run(launcher: Launcher) -> None:
     assert [m["step"] for m in run.metrics if "validation_loss" in m] == [10, 20, 25]
     facts = run.facts
     assert facts["launch"]["kind"] == "ddp"
-    assert facts["launch"]["file"] == "accelerate_configs/ddp.yaml"
     assert facts["versions"]["torch"]
     assert facts["results"]["validation_loss"] == run.validation()
     assert facts["length"] == {"num_steps": 25, "epoch_rows": 200, "left_out": 0}

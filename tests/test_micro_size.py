@@ -4,21 +4,28 @@ import json
 import re
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from harness import Result, assert_same_path, command, environment, run
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import alone
 from recipes_for_tests import base
+from torch import nn
 
-from finetune import cli, sizing
+from finetune import cli, sizing, trial
 from finetune.backend import Launch, read_launch
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe, divisors, validate
+from finetune.run import Run, build
 from finetune.sizing import FULL, next_size
+from finetune.tasks import Batch
 
 # Logits of 16,000 words: 31 MiB a row of 512 tokens, and several times that with the loss.
 WIDE = {
@@ -164,6 +171,41 @@ def test_one_rank_without_memory_speaks_for_all(tmp_path: Path, config: str) -> 
     assert result.facts["micro_size"]["rows"] == 2
     assert result.facts["micro_size"]["tried"]["4"] is None
     assert result.facts["runs"]["accumulation"] == 2
+
+
+def test_a_trial_reads_the_longest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths: those that a trial computes are the longest, and not whichever come first."""
+    tree = wide(tmp_path, 2)
+    tree["model"] = {"config": {**WIDE, "vocab_size": 512}}
+    tree["data"] |= {"packing": "padded", "sequence_length": 1024, "train": [{"sample": 60}]}
+    tree |= {"batch": {"global_size": 4, "micro_size": 2}, "output": {"dir": str(tmp_path / "run")}}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    seen, rows = [], []
+
+    def spied(recipe: Recipe, *, quiet: bool) -> Run:
+        run = build(recipe, quiet=quiet)
+        loss_sum = run.task.loss_sum
+
+        def noted(network: nn.Module, batch: Batch) -> torch.Tensor:
+            seen.append(batch)
+            return loss_sum(network, batch)
+
+        run.task = replace(run.task, loss_sum=noted)
+        rows.append(run.data.train)
+        return run
+
+    monkeypatch.setattr(trial, "build", spied)
+    with alone():
+        assert trial.main(str(file), str(tmp_path / "report.json")) == 0
+    (read,) = rows
+    longest = read.batch(read.longest()[:2])
+    # Two steps of two micro-batches.
+    assert len(seen) == 4
+    for batch in seen:
+        torch.testing.assert_close(dict(batch), longest, rtol=0, atol=0)
+    ordinary = [read.batch(np.arange(start, start + 2))["input_ids"].shape[1] for start in range(0, len(read) - 1, 2)]
+    assert longest["input_ids"].shape[1] > np.median(ordinary)
 
 
 def planned(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **args: Any) -> str:

@@ -14,14 +14,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from forkserver import ForkServer
 from inside import OneRank, mlp, run_here, stop_after
-from nursery import Nursery
 from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
+from finetune import cli
+from finetune.artefacts import card
+from finetune.artefacts.source import Source
 from finetune.data.order import rows_at
+from finetune.errors import DivergedError
 from finetune.files import read_lines
 from finetune.guard import Later, Taken, Watch
+from finetune.recipe import validate
 
 pytestmark = pytest.mark.xdist_group("nonfinite")
 
@@ -82,7 +87,7 @@ class Ended:
 @pytest.fixture(
     scope="module", params=[*((b, "AdamW") for b in BACKENDS), *((b, "SGD") for b in BACKENDS[:3])], ids="-".join
 )
-def ended(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(request: pytest.FixtureRequest, nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run that meets all of it, on each backend and with each optimiser."""
     return launch(nursery, tmp_path_factory, *request.param)
 
@@ -90,7 +95,7 @@ def ended(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: py
 _ENDED: dict[tuple[str, str], Ended] = {}
 
 
-def launch(nursery: Nursery, factory: pytest.TempPathFactory, backend: str, optimizer: str) -> Ended:
+def launch(nursery: ForkServer, factory: pytest.TempPathFactory, backend: str, optimizer: str) -> Ended:
     if (backend, optimizer) not in _ENDED:
         folder = factory.mktemp(f"{backend}-{optimizer}")
         tree = mlp(
@@ -105,13 +110,13 @@ def launch(nursery: Nursery, factory: pytest.TempPathFactory, backend: str, opti
         env = {"TROUBLE": json.dumps(TROUBLE)}
         with nursery.start(backend, folder / "said", str(folder / "recipe.yaml"), env=env) as ranks:
             codes = ranks.wait()
-            _ENDED[backend, optimizer] = Ended(folder / "run", codes, ranks.said())
+            _ENDED[backend, optimizer] = Ended(folder / "run", codes, ranks.output())
     return _ENDED[backend, optimizer]
 
 
 @pytest.fixture
 def single(
-    ended: Ended, request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+    ended: Ended, request: pytest.FixtureRequest, nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Ended:
     """The same on one process."""
     optimizer = next(kind for (_, kind), run in _ENDED.items() if run is ended)
@@ -239,3 +244,63 @@ def test_a_good_step_between_begins_the_count_anew() -> None:
 
 class OneRankUnscaled(OneRank):
     scales_loss = False
+
+
+# ---------------------------------------------------------------- over restarts
+
+
+def rows_of(step: int) -> list[int]:
+    """All rows of a step, in the order of positions."""
+    return rows_at(np.arange(8 * (step - 1), 8 * step), num_rows=200, seed=3, epoch_rows=200).tolist()
+
+
+def bad_steps(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+    monkeypatch.setenv("TROUBLE", json.dumps({"loss": {str(rows_of(step)[0]): "nan" for step in steps}}))
+
+
+def test_a_restart_does_not_forget_how_many_there_were_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight in a row, and a checkpoint after four of them: the same command comes to the same end each time."""
+    bad_steps(monkeypatch, range(11, 19))
+    tree = mlp(tmp_path / "run", task={"name": "troubled_task:mlp"}, checkpoint={"every_steps": 2})
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=r"5 steps in a row, up to step 15, had .*step-00000014"):
+            run_here(tree)
+        incidents = read_lines(tmp_path / "run" / "incidents.jsonl")
+        assert [(line["step"], line["in_a_row"]) for line in incidents] == [(10 + n, n) for n in range(1, 6)]
+    # As the message says; the count of all goes on, too.
+    done = run_here({**tree, "guard": {"max_skipped_steps": 9}})
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in last if "grad_norm" in line][-1] == 8
+    assert [step["step"] for step in done.results["skipped"]] == list(range(11, 19))
+
+
+def test_skipped_steps_are_named_with_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the results, by an audit and in a model card, also those of an earlier start."""
+    bad_steps(monkeypatch, range(4, 6))
+    tree = mlp(tmp_path / "run", task={"name": "troubled_task:mlp"})
+    run_here(tree, stop_after(8))
+    done = run_here(tree)
+    expected = [{"step": step, "kind": "nonfinite", "rows": rows_of(step)} for step in (4, 5)]
+    assert done.results["skipped"] == done.facts["results"]["skipped"] == expected
+    assert cli.main(["audit", str(done.directory)]) == 0
+    said = capsys.readouterr().out
+    lines = [f"step {step} (nonfinite): rows {', '.join(map(str, rows_of(step)))}" for step in (4, 5)]
+    assert "2 of these steps skipped, so their rows changed no weight:\n  " + "\n  ".join(lines) in said
+    recipe = validate(tree)
+    for step, named in ((4, lines[:1]), (20, lines)):
+        source = Source(done.directory, done.directory / "model", step, recipe, done.facts)
+        card.write(tmp_path, source, "merged", [], None)
+        written = (tmp_path / "README.md").read_text()
+        assert "## Skipped steps" in written
+        assert [line[2:] for line in written.splitlines() if line.startswith("- step")] == named
+
+
+def test_a_run_that_skipped_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_here(mlp(tmp_path / "run", length={"steps": 3}))
+    assert done.facts["results"]["skipped"] == []
+    assert cli.main(["audit", str(done.directory)]) == 0
+    assert "skipped" not in capsys.readouterr().out

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LIMIT_S, SHARED, Launcher, Result, environment
+from harness import LIMIT_S, Launcher, Result, environment
 from matrix import MODEL, STEPS, STOP, straight
 
 pytestmark = [
     pytest.mark.xdist_group("zero3"),
-    pytest.mark.skipif(not (SHARED / "tinystories").is_dir(), reason="the shared data are not here"),
 ]
 
 # Opens folders, and says how the logits of each differ from those of the first, and that it was alone.

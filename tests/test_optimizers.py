@@ -1,16 +1,21 @@
-"""Optimisers of bitsandbytes: where they run, that they resume bit for bit, and what they keep."""
+"""Optimisers: what they compute, where they run, that they resume bit for bit, and what they keep."""
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import ROOT
-from inside import mlp, run_here, stop_after
+from harness import ROOT, Launcher
+from inside import Done, at_step, mlp, run_here, stop_after
+from own_optimizers import reference
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune import dryrun, optim
+from finetune.backend import Backend, Launch
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe, validate
 
@@ -18,6 +23,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]
 
 # More than 4096 elements: bitsandbytes keeps fp32 for less.
 WIDE = {"task": {"name": "own_task:mlp", "args": {"width": 128}}}
+
+
+# Each is refused where it is not a single process's path. Sides that two processes do not divide.
+LAYERWISE = {
+    "lars": {"name": "LARS", "lr": 5.0, "weight_decay": 0.01},
+    "lamb": {"name": "LAMB", "lr": 0.02, "weight_decay": 0.01},
+}
+OWN_RATES = {"name": "own_optimizers:TwoRates", "lr": 1e-2, "args": {"eps": 1e-6}}
 
 
 def recipe_of(name: str, **args: Any) -> Recipe:
@@ -67,6 +80,19 @@ def test_state_is_measured(name: str, args: dict[str, Any], bytes_an_element: fl
     [
         ("AdamW8bit", "fsdp", "optim.name: AdamW8bit of bitsandbytes keeps its state in blocks of whole tensors"),
         ("Lion8bit", "zero2", "optim.name: Lion8bit of bitsandbytes keeps its state in blocks of whole tensors"),
+        *(
+            (name, launch, f"optim.name: the update of {name} depends on whole tensors")
+            for name in ("Adafactor", "Muon", "own_optimizers:Normed", "own_optimizers:Says")
+            for launch in ("fsdp", "zero1", "zero3")
+        ),
+        ("LAMB", "zero2", "optim.name: the update of LAMB depends on whole tensors"),
+        (
+            "LARS",
+            "zero3",
+            "which keep tensors whole, or take an optimiser that treats each element alone, such as AdamW",
+        ),
+        ("Rprop", "fsdp", "optim.name: Rprop cannot work on tensors that are sharded"),
+        ("LBFGS", "ddp", "optim.name: LBFGS cannot take a step with dense gradients and nothing else: LBFGS.step()"),
         ("AdamW8bits", None, "'AdamW8bits' is no optimiser, did you mean 'AdamW8bit'? torch.optim has ASGD, "),
         pytest.param(
             "PagedAdamW8bit",
@@ -95,3 +121,181 @@ def test_refused(name: str, launch: str | None, says: str, monkeypatch: pytest.M
     with pytest.raises(RecipeError, match=re.escape(says)) as caught:
         dryrun.describe(recipe_of(name))
     assert "\n" not in str(caught.value)
+
+
+def test_fused_kernels_without_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of("SGD", fused=True)
+    optim.check(recipe, cut=True, flat=True)
+    with pytest.raises(RecipeError, match=r"optim.args.fused: the fused kernel of SGD .* or leave args.fused out"):
+        optim.check(recipe, cut=True, flat=False)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_what_has_a_key_of_its_own_is_no_argument(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"`{name}` is no argument to give here: give it as `optim.{name}`"):
+        recipe_of("AdamW", **{name: 0.1})
+
+
+@pytest.mark.parametrize("name", sorted(optim._classes(torch.optim)))
+def test_who_treats_each_element_alone_is_known(name: str) -> None:
+    """The names that are believed, against three steps on parts of matrices."""
+    if name in ("LBFGS", "SparseAdam"):
+        with pytest.raises(RecipeError, match="cannot take a step"):
+            optim.state_bytes(recipe_of(name))
+        return
+    cls = getattr(torch.optim, name)
+    assert optim._acts_on_elements(cls, recipe_of(name).optim.model_dump_json()) == (name in optim.ELEMENTWISE)
+
+
+def weights_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [nn.Parameter(tensor) for tensor in (*found, torch.zeros(3, 2, dtype=dtype))]
+
+
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_layerwise_steps_are_those_of_the_papers(name: str, decay: float) -> None:
+    shapes: list[tuple[int, ...]] = [(4, 6), (6,), (2, 3, 4)]
+    ours, theirs = weights_of(shapes, torch.float32), weights_of(shapes, torch.float64)
+    optimizer = optim._OWN[name](ours, lr=0.5, weight_decay=decay)
+    state: dict[Any, Any] = {"lr": 0.5, "decay": decay}
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        gradients = [torch.randn(w.shape, generator=generator) for w in ours]
+        for weight, gradient in zip(ours, gradients, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+        reference(name, theirs, gradients, state)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+def test_a_layerwise_step_that_is_skipped_leaves_everything(name: str) -> None:
+    def trained(*finite: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        weights = weights_of([(4, 6), (6,)], torch.float32)
+        optimizer = optim._OWN[name](weights, lr=0.5, weight_decay=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for good in finite:
+            for weight in weights:
+                weight.grad = (
+                    torch.randn(weight.shape, generator=generator) if good else torch.full_like(weight, torch.nan)
+                )
+            optimizer.found_inf = torch.tensor([0.0 if good else 1.0])
+            optimizer.step()
+        states = [optimizer.state[weight] for weight in weights]
+        return [w.detach() for w in weights], [v for state in states for v in state.values()]
+
+    # The first one too, before there is any state.
+    torch.testing.assert_close(trained(False, True, False, True, False), trained(True, True), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """On one process; `rates` has tensors that learn at rates of their own."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: run_here(layerwise(folder / name, section)) for name, section in cases().items()}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    return {**LAYERWISE, "rates": OWN_RATES}
+
+
+def layerwise(place: Path, section: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    tree = mlp(place, checkpoint={"every_steps": 10, "keep": 9}, **sections)
+    return {**tree, "task": {"name": "own_task:mlp", "args": {"width": 33}}, "optim": section}
+
+
+@pytest.mark.parametrize("launch", ["ddp", "fsdp", "hsdp"])
+def test_layerwise_optimisers_take_one_path(launcher: Launcher, alone: dict[str, Done], launch: str) -> None:
+    jobs = {name: layerwise(Path("anywhere"), section) for name, section in cases().items()}
+    # From one process's checkpoint to the same end.
+    jobs |= {
+        f"{name}_resumed": {**jobs[name], "resume": {"mode": str(alone[name].directory / "checkpoints/step-00000010")}}
+        for name in cases()
+    }
+    for name, result in launcher.many(launch, jobs).items():
+        one = alone[name.removesuffix("_resumed")]
+        first = 10 if name.endswith("_resumed") else 0
+        assert len(result.check().steps) == 20 - first
+        torch.testing.assert_close(
+            torch.from_numpy(result.series("loss")), torch.tensor(one.losses[first:]).double(), rtol=2e-5, atol=0
+        )
+        torch.testing.assert_close(result.weights, one.weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_a_stopped_run_of_these_goes_on_bit_for_bit(name: str, alone: dict[str, Done], tmp_path: Path) -> None:
+    tree = layerwise(tmp_path, cases()[name])
+    run_here(tree, stop_after(12))
+    torch.testing.assert_close(run_here(tree).weights, alone[name].weights, rtol=0, atol=0)
+
+
+def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
+    rates: list[list[float]] = []
+
+    def note(run: Any) -> None:
+        for step in range(1, 21):
+            at_step(step, lambda run: rates.append(run.optimizer.optimizer.seen[-1]))(run)
+
+    tree = layerwise(tmp_path, OWN_RATES)
+    run_here(tree, lambda run: (note(run), stop_after(12)(run)))
+    run_here(tree, note)
+    lrs = [optim.lr_at(step, 20, validate(tree)) for step in range(20)]
+    assert lrs[0] != lrs[12] != lrs[19]
+    assert rates == [[pytest.approx(lr), pytest.approx(lr / 10)] * (len(rates[0]) // 2) for lr in lrs]
+    # What the recipe says is set as it stands, to the bit.
+    assert [found[0] for found in rates] == lrs
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads from the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+SKIPS = {
+    "AdamW": {},
+    "SGD": {"momentum": 0.9},
+    "LARS": {},
+    "LAMB": {},
+    # What is not fused asks the host.
+    "RMSprop": {},
+    "Adagrad": {},
+}
+
+
+@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("begins", [True, False], ids=["first", "later"])
+def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> None:
+    """Neither weights nor state, and of fused optimisers without a word to the host."""
+    backend: Any = SimpleNamespace(launch=Launch("single", 1), accelerator=SimpleNamespace(scaler=None))
+
+    def trained(*finite: bool) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        network, reads = nn.Linear(3, 2), []
+        optimizer = optim.build(network, recipe_of(name, **SKIPS[name]), whole=True)
+        generator = torch.Generator().manual_seed(1)
+        for good in finite:
+            for p in network.parameters():
+                p.grad = torch.randn(p.shape, generator=generator) if good else torch.full_like(p, torch.nan)
+            with Reads() as counted:
+                Backend.step(backend, optimizer, torch.tensor(1.0 if good else torch.nan))
+            reads.append(counted.count)
+        states = [value for p in network.parameters() for value in optimizer.state[p].values()]
+        return [*(p.detach() for p in network.parameters()), *states], reads
+
+    (spoiled, reads), (clean, _) = trained(*([False] * begins), True, True, False, True), trained(True, True, True)
+    torch.testing.assert_close(spoiled, clean, rtol=0, atol=0)
+    if name in ("AdamW", "LARS", "LAMB"):
+        assert not any(reads)
+    elif name == "SGD":
+        # Until the momenta are there.
+        assert not any(reads[1 + begins :])
+    else:
+        assert all(reads)

@@ -1,12 +1,16 @@
 """The formulas of a plan: against papers, libraries' own estimates, what autograd saves, and each other."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness import ROOT
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from finetune import metrics, models, quantization, tasks
 from finetune.backend import Launch, Outline, choice, flows, launch_of_file, places, state_of
@@ -79,11 +83,12 @@ def test_whole_gradients_while_micro_batches_add_up() -> None:
         assert added == (4_000_000 if whole else one_by_one)
 
 
-# Bytes a parameter, rank and step, with A micro-batches, of many ranks: the table of docs/launch.md.
+# Bytes a parameter, rank and step, with A micro-batches, of many ranks: the table of docs/launch.md. FSDP2's gradients
+# are reduced after each micro-batch there; held whole, they are sent once.
 TRAFFIC = {
     "ddp": lambda a: 8,
-    "fsdp": lambda a: 8 * a + 4,
-    "fsdp_grad_op": lambda a: 4 * a + 4,
+    "fsdp": lambda a: 12 * a,
+    "fsdp_grad_op": lambda a: 8 * a,
     "zero1": lambda a: 8,
     "zero2": lambda a: 4 * a + 4,
     "zero3": lambda a: 12 * a,
@@ -97,9 +102,12 @@ def test_traffic_is_the_ring_formulas(name: str, accumulation: int) -> None:
     for ranks in (2, 8, 1000):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", ranks)
         _, outline = one("ddp", ranks, 8_000_000)
-        moved = sum(flow.nbytes for flow in flows(launch, outline, accumulation))
-        expected = TRAFFIC[name](accumulation) * 8_000_000 * (ranks - 1) / ranks
-        assert moved == pytest.approx(expected, abs=4)
+        for each in (True, False):
+            asked = replace(launch, sync_each_batch=each)
+            moved = sum(flow.nbytes for flow in flows(asked, outline, accumulation))
+            once = 4 * (accumulation - 1) if name.startswith("fsdp") and not each else 0
+            expected = (TRAFFIC[name](accumulation) - once) * 8_000_000 * (ranks - 1) / ranks
+            assert moved == pytest.approx(expected, abs=4)
 
 
 def test_full_shards_move_half_as_much_again_as_copies() -> None:
@@ -225,17 +233,45 @@ def test_autocast_copies_what_is_counted(lora: bool) -> None:
     assert counted[0] >= measured[0]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_arithmetic_is_that_of_a_counted_step(lora: bool) -> None:
+DEEPSEEK = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("lora", "config"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"model_type": "qwen3", "head_dim": 48}),
+        (False, {"model_type": "mixtral", **MIXTURE}),
+        (False, {"model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 0, **DEEPSEEK}),
+    ],
+    ids=["full", "lora", "wide-heads", "mixture", "latent"],
+)
+def test_arithmetic_is_that_of_a_counted_step(lora: bool, config: dict[str, Any]) -> None:
     """Against torch's own counter, over a forward and a backward pass, and over a forward pass alone.
 
     Attention is written out, since torch does not count the kernel that CPUs have, and the loss is of all logits,
     since a head in chunks computes its gradients in the forward pass. The first layer's inputs need no gradient.
     """
-    wanted = recipe(4, False, lora, {"attention": "eager", "loss": "plain"})
+    wanted = recipe(4, False, lora, {"attention": "eager", "loss": "plain"}, **config)
     network = models.build(wanted, models.resolve_config(wanted, vocab_size=512), "causal_lm")
     ids = torch.randint(3, 500, (ROWS, TOKENS))
-    variant = networks.variants(wanted)[networks.kind_of(wanted)]
+    # Torch does not count the products of stacked experts either.
+    network.set_experts_implementation("eager")
+    kind = networks.kind_of(wanted)
+    variant = networks.variants(wanted, kinds=(kind,))[kind]
     with FlopCounterMode(display=False) as forward:
         loss = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
     with FlopCounterMode(display=False) as backward:
@@ -247,11 +283,26 @@ def test_arithmetic_is_that_of_a_counted_step(lora: bool) -> None:
     assert variant.flops_per_token == metrics.flops_per_target(network, TOKENS)
 
 
+# The first has no defaults, the others several texts' configurations.
+WITHOUT_A_SIZE = {"gemma4_assistant", "musicgen", "musicgen_melody"}
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - WITHOUT_A_SIZE))
+def test_every_configuration_has_sizes(model_type: str) -> None:
+    """Some say a size for each layer: Gemma 3n the width of its MLPs, Gemma 4 that of its heads."""
+    config = AutoConfig.for_model(model_type)
+    variant: Any = SimpleNamespace(config=config, names=())
+    shape = shape_of(variant)
+    if shape is not None:
+        assert min(shape.h, shape.f, shape.a, shape.k, shape.d, shape.layers) > 0
+    assert metrics.attention_width(config.get_text_config()) >= 0
+
+
 def test_offload_leaves_the_device() -> None:
     for name, place in (("zero3_offload", "host"), ("zero3_nvme", "disk"), ("fsdp_offload", "host"), ("ddp", "device")):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
         memory = state_of(launch, one("ddp", 8, 8_000_000)[1], accumulation=1, state_bytes=8)
-        found = places(launch, memory)
+        found = places(launch, memory, 1)
         assert (
             found[place] == sum(found.values()) == memory.frozen + memory.trained + memory.gradients + memory.optimizer
         )

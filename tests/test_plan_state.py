@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ROOT, SHARED, Launcher
+from harness import ROOT, Launcher
 from recipes_for_tests import ARCHITECTURES, UNEVEN, base
 from test_frozen import store
 
@@ -14,8 +14,6 @@ from finetune import optim
 from finetune.backend import derive_accumulation, launch_of_file, state_of
 from finetune.plan import networks
 from finetune.recipe import validate
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 LAUNCHES = {
     "single": 1,

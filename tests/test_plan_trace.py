@@ -2,14 +2,16 @@
 
 import functools
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from harness import ROOT, command
-from nursery import Nursery
+from forkserver import ForkServer
+from harness import ROOT
 from peak_worker import peak_of
 from recipes_for_tests import UNEVEN
 
@@ -43,6 +45,18 @@ def sections(config: dict[str, Any], *, micro: int = 2, rows: int = 12, **change
         "precision": "bf16",
         **changed,
     }
+
+
+@pytest.fixture(autouse=True)
+def forks(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Forks trace, which need not import everything anew; the command starts real processes."""
+
+    def run(words: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        code, output = nursery.run(words[1:], env=env)
+        return subprocess.CompletedProcess(words, code, "", output)
+
+    if "capsys" not in request.fixturenames:
+        monkeypatch.setattr(traced, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Traced:
@@ -171,12 +185,11 @@ def test_a_real_step_allocates_as_much(more: dict[str, Any], again: bool) -> Non
 
 
 @pytest.mark.parametrize(("name", "rows"), [("ddp", 4), ("ddp", 8), ("fsdp", 8), ("fsdp_grad_op", 4)])
-def test_real_ranks_allocate_as_much(nursery: Nursery, name: str, rows: int, tmp_path: Path) -> None:
+def test_real_ranks_allocate_as_much(nursery: ForkServer, name: str, rows: int, tmp_path: Path) -> None:
     """Two processes on gloo, of which rank 0 is looked at; with 8 rows, micro-batches add up."""
     asked, source, result = sections(SMALL, rows=rows), tmp_path / "recipe.json", tmp_path / "peak.json"
     source.write_text(json.dumps(asked))
-    words = command(name, str(source), str(result), script="tests/peak_worker.py", processes=2)
-    code, output = nursery.run(words)
+    code, output = nursery.launch(name, source, result, script="tests/peak_worker.py", processes=2)
     assert code == 0, output
     assert trace(asked, name, 2).peak == pytest.approx(json.loads(result.read_text()), rel=0.01)
 

@@ -4,13 +4,11 @@ import gzip
 import json
 
 import pytest
-from harness import SHARED, Launcher, assert_same_path
+from harness import Launcher, assert_same_path
 from recipes_for_tests import base
 
 from finetune import profiling
 from finetune.errors import RecipeError
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 _SHORT = {"length": {"steps": 8}, "eval": {"at_end": False}}
 JOBS = {"plain": base(**_SHORT), "profiled": base(**_SHORT, log={"every_steps": 1, "profile": 2})}

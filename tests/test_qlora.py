@@ -3,7 +3,6 @@
 import bitsandbytes as bnb
 import pytest
 import torch
-from harness import SHARED
 from recipes_for_tests import MODEL, base
 from torch import nn
 
@@ -11,8 +10,6 @@ from finetune import adapters, models, quantization, tasks
 from finetune.errors import RecipeError
 from finetune.metrics import flops_per_target
 from finetune.recipe import Recipe, validate
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 IDS = torch.arange(3, 3 + 2 * 20).reshape(2, 20)
 SHAPE = {**base()["model"]["config"], "vocab_size": 512}

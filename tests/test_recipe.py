@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import ROOT, SHARED, environment, run
+from forkserver import ForkServer
+from harness import ROOT, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import run_here
 from pydantic import ValidationError
+from testdata import MODEL
 
 from finetune import recipe as recipes
 from finetune.backend import deepspeed_config
@@ -41,6 +43,22 @@ def refusal(tree: dict[str, Any]) -> str:
     with pytest.raises(RecipeError) as caught:
         validate({**WHOLE, **tree})
     return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "checks"])
+def test_null_leaves_a_section_out(tmp_path: Path, key: str) -> None:
+    file = written(tmp_path, {**WHOLE, "model": {"name": "some/model"}, "tokenizer": {"vocab_size": 300}})
+    assert getattr(load(file, [f"{key}=null"]), key) == getattr(Recipe(), key)
+    assert load(file, ["tokenizer=null", "tokenizer.name=words"]).tokenizer.name == "words"
+
+
+def test_null_for_the_tokenizer_of_a_new_model_is_said() -> None:
+    assert "tokenizer: a model from `model.config` brings none" in refusal({"tokenizer": None})
+
+
+def test_rows_have_two_tokens_at_least() -> None:
+    said = refusal({"data": {**WHOLE["data"], "sequence_length": 1}})
+    assert "data.sequence_length: input should be greater than or equal to 2, got 1" in said
 
 
 # ---------------------------------------------------------------- layers and overrides
@@ -177,23 +195,70 @@ def test_refused(tree: dict[str, Any], says: str) -> None:
     assert says in refusal(tree)
 
 
+# Each part holds the one before three times.
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 20))
+MERGED_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("optim: {lr: 1, lr: 2}", "key 'lr' is given twice"),
+        ("optim: {lr: 1, lr: 2}", "recipe.yaml:1: the recipe is not valid YAML: key 'lr' is given twice"),
         ("optim:\n  lr: 1\noptim:\n  lr: 2", "key 'optim' is given twice"),
         ("? [a, b]\n: 1", "is not a text"),
         ("- a\n- b", "must hold keys and values, got a list"),
         ("seed: [1", "is not valid YAML"),
         ("seed: !!python/object:os.system x", "is not valid YAML"),
-        ("optim: &o {args: *o}", "contains itself"),
-        ("", "model: give `name`"),
+        ("optim: &o {args: *o}", "recipe.yaml:1: the recipe is not valid YAML: a part contains itself by an alias"),
+        (
+            "optim:\n  lr: [1\nseed: 1",
+            "recipe.yaml:3: the recipe is not valid YAML: while parsing a flow sequence that begins on line 2",
+        ),
+        ("seed: \x00", "recipe.yaml:1: the recipe is not valid YAML: the character '\\x00' is not allowed"),
+        pytest.param(BOMB, "its aliases repeat 43 values to 6.1e+09", id="alias bomb"),
+        pytest.param(MERGED_BOMB, "its aliases repeat", id="bomb of merged keys"),
+        pytest.param("[" * 3000, "nested too deeply", id="nested"),
     ],
 )
 def test_file_that_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(says)) as caught:
         load(written(tmp_path, text))
     assert "\n" not in str(caught.value)
+    assert "<unicode string>" not in str(caught.value)
+
+
+def test_problems_name_their_places(tmp_path: Path) -> None:
+    """A file and its line, or what of the command line did it; a line each, for people and in the text."""
+    file = written(tmp_path, yaml.safe_dump({**WHOLE, "data": None}) + "optim:\n  lrr: 1\n  clip_norm: x\n")
+    above = len(file.read_text().splitlines()) - 3
+    with pytest.raises(RecipeError) as caught:
+        load(file, ["seed=1", "optim.lr=fast", "shedule.name=linear"])
+    head, *problems = caught.value.lines
+    assert head == f"{file} has 5 problems:"
+    assert str(caught.value).splitlines() == [head, *problems]
+    for place, problem in (
+        (f"{file}:{above + 2}", "optim.lrr: unknown key, did you mean 'lr'?"),
+        (f"{file}:{above + 3}", "optim.clip_norm: input should be a valid number"),
+        ("optim.lr=fast (command line)", "optim.lr: input should be a valid number"),
+        ("shedule.name=linear (command line)", "shedule: unknown key, did you mean 'schedule'?"),
+    ):
+        assert sum(line.startswith(f"  {place}: {problem}") for line in problems) == 1, problems
+
+
+def test_a_conflict_is_blamed_on_what_brought_it(tmp_path: Path) -> None:
+    file = written(tmp_path, {**WHOLE, "batch": {"global_size": 8, "micro_size": 8}})
+    (line,) = [n for n, text in enumerate(file.read_text().splitlines(), 1) if "micro_size" in text]
+    for overrides, place in (
+        (["batch.global_size=12", "seed=1"], "batch.global_size=12 (command line)"),
+        (["batch.micro_size=5", "seed=1"], "batch.micro_size=5 (command line)"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            load(file, overrides)
+        assert str(caught.value).startswith(f"{place}: batch.micro_size: ")
+    file.write_text(file.read_text().replace("micro_size: 8", "micro_size: 5"))
+    with pytest.raises(RecipeError) as caught:
+        load(file, ["seed=1"])
+    assert str(caught.value).startswith(f"{file}:{line}: batch.micro_size: 5 does not divide")
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -390,13 +455,13 @@ def test_recipe_opens_with_its_command(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_recipe_dry_run(file: Path, tmp_path: Path) -> None:
+def test_recipe_dry_run(nursery: ForkServer, file: Path, tmp_path: Path) -> None:
     recipe = load(file)
     more = [f"output.dir={tmp_path / 'run'}"]
     if recipe.model.name is not None:
         # What another run has made, or lies on the hub.
-        more += [f"model.name={SHARED / 'stories260K'}", "data.sequence_length=512"]  # as many as it can
-    code, output = run([sys.executable, "scripts/train.py", str(file), *more, "--dry-run"], env=environment())
+        more += [f"model.name={MODEL}", "data.sequence_length=512"]  # as many as it can
+    code, output = nursery.run(["scripts/train.py", str(file), *more, "--dry-run"])
     assert code == 0, output
     assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output
     assert not (tmp_path / "run").exists()
@@ -407,7 +472,7 @@ def test_recipe_of_a_hub_model_trains_a_local_directory(name: str, tmp_path: Pat
     """By the overrides that its head names."""
     file = ROOT / "recipes" / f"{name}.yaml"
     (line,) = re.findall(r"^# +(model\.name=DIRECTORY .*)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    given = [word.replace("DIRECTORY", str(SHARED / "stories260K")) for word in shlex.split(line)]
+    given = [word.replace("DIRECTORY", MODEL) for word in shlex.split(line)]
     few = ["data.train.0.sample=60", "data.sequence_length=512", "length.epochs=null", "length.steps=1", "sample=null"]
     few += ["batch.global_size=2", "batch.micro_size=1", f"data.cache_dir={tmp_path / 'cache'}"]
     recipe = load(file, [*given, *few, f"output.dir={tmp_path / 'run'}"])

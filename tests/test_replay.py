@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import SHARED, Launcher, Result
+from harness import Launcher, Result
 from inside import alone, copy, mlp, run_here
 from recipes_for_tests import GPT2, base
 
@@ -15,8 +15,6 @@ from finetune.data.order import rows_at
 from finetune.errors import CheckpointError, RecipeError
 from finetune.files import digest
 from finetune.replay import Replayed
-
-needs_data = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data")
 
 JOB = base(
     model={"config": GPT2},
@@ -51,7 +49,6 @@ def state(directory: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-@needs_data
 @pytest.mark.xdist_group("replay")
 @pytest.mark.parametrize(("step", "start"), [(2, "the first ones"), (4, "step-00000003"), (6, "step-00000003")])
 def test_a_step_of_two_processes_is_taken_again_by_one(sharded: Result, step: int, start: str) -> None:

@@ -26,7 +26,11 @@ def make(root: Path, step: int, loss: float | None = None) -> Path:
     target = root / folders.name_of(step)
     staging = root / (target.name + folders.STAGING)
     staging.mkdir(parents=True)
-    state = dict.fromkeys(folders._STATE_KEYS, 0) | {"step": step, "tensors": {}, "validation_loss": loss}
+    state = {key: kind() for key, kind in folders._STATE_KEYS.items()} | {
+        "step": step,
+        "tensors": {},
+        "validation_loss": loss,
+    }
     (staging / "state.json").write_text(json.dumps(state))
     files = folders.describe_file(staging, staging / "state.json")
     folders.seal(staging, target, files, {"step": step, "validation_loss": loss})

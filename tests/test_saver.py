@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from inside import Done, at_step, mlp, run_here
+from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
 from finetune.checkpoint import Saver, save, snapshot
 from finetune.errors import CheckpointError
 from finetune.files import read_lines
+from finetune.models import unwrap
 from finetune.run import Run
 
 pytestmark = pytest.mark.timeout(120)
@@ -225,3 +226,29 @@ def test_numbers_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
         run_here(mlp(tmp_path / "run"), at_step(20, spoil))
     lines = read_lines(tmp_path / "run" / "ledger.jsonl")
     assert lines[-1]["step"] == 19
+
+
+MASKED = {"name": "own_task:mlp", "args": {"masked": True}}
+
+
+def test_buffers_may_hold_infinities_if_they_always_did(tmp_path: Path) -> None:
+    """Such as causal masks, which some networks keep among their weights."""
+    whole = run_here(mlp(tmp_path / "whole", task=MASKED))
+    mask = whole.weights["mask"]
+    assert mask.isinf().sum() == 6
+    assert whole.checkpoints
+    part = run_here(mlp(tmp_path / "part", task=MASKED), stop_after(10))
+    assert part.checkpoints
+    assert torch.equal(run_here(mlp(tmp_path / "part", task=MASKED)).weights["0.weight"], whole.weights["0.weight"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("mask", torch.nan), ("scale", torch.inf)])
+def test_a_buffer_that_breaks_is_not_saved(tmp_path: Path, name: str, value: float) -> None:
+    def spoil(run: Run) -> None:
+        dict(unwrap(run.model).named_buffers())[name].fill_(value)
+
+    tree = mlp(tmp_path, task=MASKED, checkpoint={"every_steps": 5, "at_end": True})
+    with pytest.raises(CheckpointError, match="numbers that are not finite") as caught:
+        run_here(tree, at_step(3, spoil))
+    assert "mend the file system" not in str(caught.value)
+    assert "Take a lower optim.lr" in str(caught.value)

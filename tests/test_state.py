@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import ROOT, command
-from nursery import Nursery
+from forkserver import ForkServer
+from harness import ROOT
 from torch import nn
 
 from finetune.backend import Launch, state
@@ -86,22 +86,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(
-    nursery: Nursery, folder: Path, name: str, processes: int, jobs: list[tuple[str, str, str]]
+    nursery: ForkServer, folder: Path, name: str, processes: int, jobs: list[tuple[str, str, str]]
 ) -> dict[str, str]:
     """Runs jobs in one launch, and returns what each found: nothing where all is well."""
     places = [(kind, str(folder / config) if "." in config else config, case) for kind, config, case in jobs]
     (folder / f"{name}.jobs").write_text(json.dumps(places))
     arguments = (name, str(folder), str(folder / f"{name}.jobs"))
     config = "single" if processes == 1 else "ddp"
-    words = command(config, *arguments, script="tests/state_worker.py", processes=processes)
-    code, output = nursery.run(words)
+    code, output = nursery.launch(config, *arguments, script="tests/state_worker.py", processes=processes)
     assert code == 0, output[-6000:]
     report: dict[str, str] = json.loads((folder / f"{name}.json").read_text())
     return report
 
 
 @pytest.fixture(scope="module")
-def reports(nursery: Nursery, folder: Path) -> dict[str, str]:
+def reports(nursery: ForkServer, folder: Path) -> dict[str, str]:
     """What all launches found, by their number of processes, launch file and model."""
     found: dict[str, str] = {}
     rounds = [(1, "make", MAKES[1]), (4, "make", MAKES[4]), (2, "make", MAKES[2]), (4, "cross", CROSSES[4])]
@@ -163,7 +162,7 @@ def test_refuses_what_does_not_fit(reports: dict[str, str], config: str, case: s
 
 @pytest.mark.nvme
 @pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
-def test_goes_on_from_the_disk(nursery: Nursery, reports: dict[str, str], folder: Path) -> None:
+def test_goes_on_from_the_disk(nursery: ForkServer, reports: dict[str, str], folder: Path) -> None:
     found = launched(nursery, folder, "nvme", 2, NVME)
     assert "zero3_nvme wide make: disk" in found
     assert any("from hsdp-4" in key for key in found)

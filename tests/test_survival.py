@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from chaos import Moment, Victim, ask, finish, kill, launched, straight
+from forkserver import ForkServer, until
 from harness import LIMIT_S, ROOT, command, environment
-from nursery import Nursery, until
 from ranks import PARAGRAPH
 
 from finetune.exits import REQUEUE
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("survival")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+def undisturbed(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Victim:
     return straight(nursery, tmp_path_factory.mktemp("straight") / "victim")
 
 
@@ -46,7 +46,7 @@ def said_by(victim: Victim) -> str:
 
 @pytest.mark.parametrize("who", ["0", "1", "all"])
 def test_killed_ranks_cost_no_checkpoint_and_change_nothing(
-    nursery: Nursery, undisturbed: Victim, victim: Victim, who: str
+    nursery: ForkServer, undisturbed: Victim, victim: Victim, who: str
 ) -> None:
     chance = random.Random(who)
     for save in (1, 2):
@@ -67,62 +67,62 @@ def test_killed_ranks_cost_no_checkpoint_and_change_nothing(
     ids=["one", "all", "skewed", "skewed a little"],
 )
 def test_ranks_that_are_asked_to_stop_save_at_the_same_step(
-    nursery: Nursery, undisturbed: Victim, victim: Victim, number: signal.Signals, skews: dict[int, float]
+    nursery: ForkServer, undisturbed: Victim, victim: Victim, number: signal.Signals, skews: dict[int, float]
 ) -> None:
     assert "stopped and saved" in ask(nursery, victim, number, skews, Moment(2, 0.01), 0.02)
     finish(nursery, victim)
     victim.check_end(undisturbed)
 
 
-def test_requests_that_come_when_all_is_saved_change_nothing(nursery: Nursery, victim: Victim) -> None:
+def test_requests_that_come_when_all_is_saved_change_nothing(nursery: ForkServer, victim: Victim) -> None:
     with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(wait_s=0.02)) as ranks:
         Moment(1, 0.0).wait(victim, lambda: None not in ranks.codes)
         ranks.signal(signal.SIGTERM, 0)
         # One is asked over and over until both have ended.
         while None in ranks.codes:
             ranks.signal(signal.SIGTERM, 1)
-        assert ranks.codes == [REQUEUE, REQUEUE], ranks.said()[-3000:]
+        assert ranks.codes == [REQUEUE, REQUEUE], ranks.output()[-3000:]
 
 
-def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(nursery: Nursery, victim: Victim) -> None:
+def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(nursery: ForkServer, victim: Victim) -> None:
     """Those of the first three seconds are one: a launcher passes on what its workers have received already."""
     hung = victim.folder / "hung"
     words = [str(victim.recipe), "guard.grace_s=1000"]
     with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 9, "file": str(hung)})) as ranks:
-        until(hung.exists, LIMIT_S, ranks.said)
+        until(hung.exists, LIMIT_S, ranks.output)
         began = time.monotonic()
         # Rank 0 is inside an all-reduce by now, or soon.
         while ranks.code(0) is None:
             ranks.signal(signal.SIGTERM, 0)
             assert time.monotonic() - began < 60, "it never ended"
         assert time.monotonic() - began >= 3
-        assert ranks.code(0) == 128 + signal.SIGTERM, ranks.said()[-3000:]
+        assert ranks.code(0) == 128 + signal.SIGTERM, ranks.output()[-3000:]
         assert ranks.code(1) is None
     victim.check()
 
 
-def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(nursery: Nursery, victim: Victim) -> None:
+def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(nursery: ForkServer, victim: Victim) -> None:
     hung = victim.folder / "hung"
     words = [str(victim.recipe), "guard.grace_s=0.5"]
     with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 18, "file": str(hung)})) as ranks:
-        until(hung.exists, LIMIT_S, ranks.said)
+        until(hung.exists, LIMIT_S, ranks.output)
         ranks.signal(signal.SIGUSR1)
         assert ranks.wait(60) == [128 + signal.SIGUSR1] * 2
-        said = PARAGRAPH.findall(ranks.said())
+        said = PARAGRAPH.findall(ranks.output())
         assert all(
             "asked to stop (SIGUSR1), but no checkpoint was complete within guard.grace_s = 0.5 s" in s for s in said
         )
         assert len(said) == 2
-        assert "Traceback" not in ranks.said()
+        assert "Traceback" not in ranks.output()
     victim.check()
     # Rank 1 hangs in step 10, whose all-reduce has told rank 0 that the first checkpoints can be sealed.
     assert victim.newest() >= 3
 
 
-def test_memory_that_runs_out_is_one_paragraph(nursery: Nursery, victim: Victim) -> None:
+def test_memory_that_runs_out_is_one_paragraph(nursery: ForkServer, victim: Victim) -> None:
     with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(memory={"rank": 1, "at": 4})) as ranks:
         codes = ranks.wait()
-        said = ranks.said(1)
+        said = ranks.output(1)
         assert (codes[1], codes[0] != 0) == (2, True)
     assert "Traceback" not in said
     paragraphs = PARAGRAPH.findall(said)

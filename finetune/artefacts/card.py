@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from finetune import ledger
 from finetune import recipe as recipes
 from finetune.artefacts.source import Source
 
@@ -32,6 +33,10 @@ def write(folder: Path, source: Source, kind: str, proof: list[str], base_folder
     results = facts.get("results", {})
     lines += [f"- {key}: {results[key]:.5g}" for key in _FIGURES if isinstance(results.get(key), (int, float))]
     lines += [f"- {key}: {facts[key]}" for key in ("precision", "finished") if key in facts]
+    skipped = [step for step in ledger.skipped(source.run) if source.step is None or step.step <= source.step]
+    if skipped:
+        lines += ["", "## Skipped steps", "", "They changed no weight, since a loss or gradient was not finite.", ""]
+        lines += [f"- {step.line()}" for step in skipped]
     lines += ["", "## Proof", "", *[f"- {line}" for line in proof]]
     lines += ["", "## Recipe", "", "```yaml", recipes.dump(recipe).rstrip(), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Looks at written files before anything opens them: names, sizes, finite numbers, ties."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -33,11 +33,18 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
 
 
-def check(folder: Path, expected: dict[str, tuple[int, ...]], dtype: torch.dtype, ties: dict[str, str]) -> int:
+def check(
+    folder: Path,
+    expected: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    ties: dict[str, str],
+    infinite: Collection[str] = (),
+) -> int:
     """Compares a folder's tensors with those that there have to be, and returns their bytes.
 
     Args:
         expected: Shapes by name; tied names may be missing.
+        infinite: Buffers that may hold infinities, such as causal masks.
         ties: Of names that are one weight, the one that is not written and the one that is.
 
     Raises:
@@ -47,7 +54,8 @@ def check(folder: Path, expected: dict[str, tuple[int, ...]], dtype: torch.dtype
     twice: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors_of(folder):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        fits = tensor.isnan().logical_not() if name in infinite else tensor.isfinite()
+        if tensor.is_floating_point() and not bool(fits.all()):
             raise CheckpointError(
                 f"{folder}: {name} holds {int((~torch.isfinite(tensor)).sum()):,} numbers that are NaN or infinite"
                 f"{_beyond(tensor)}. Take a step before the weights broke (--step)."

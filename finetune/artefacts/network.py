@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -16,7 +16,7 @@ from finetune.adapters import Head
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError, FinetuneError, RecipeError
 from finetune.identity import base_of
-from finetune.pretrained import stored_dtype, weights_folder
+from finetune.pretrained import lacking, names_of, stored_dtype, weights_folder
 from finetune.recipe import Recipe
 from finetune.tasks import TaskData
 
@@ -49,7 +49,9 @@ def data_of(source: Source, recipe: Recipe) -> tuple[TaskData, str | None]:
         return tasks.find(recipe).build_data(recipe, True), None
     except (FinetuneError, OSError) as error:
         reason = " ".join(str(error).split())
-    tokenizer = AutoTokenizer.from_pretrained(source.weights) if list(source.weights.glob("tokenizer*")) else None
+    trusted = recipe.model.trust_remote_code
+    there = any(source.weights.glob("tokenizer*"))
+    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
     return TaskData(train=None, tokenizer=tokenizer), reason
 
 
@@ -178,19 +180,6 @@ def base_folder(recipe: Recipe) -> Path | None:
         return None
 
 
-def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A network's tensors as `save_pretrained` writes them; some architectures compute with others."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(network, state))
-
-
-def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what `save_pretrained` writes."""
-    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
-    return {name: tuple(tensor.shape) for name, tensor in as_written(network, state).items()}
-
-
 def return_memory_at_once() -> None:
     """Has the C library give each freed tensor's memory back, instead of keeping it in pieces of a growing heap.
 
@@ -215,7 +204,7 @@ def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> Pr
     """A network of which everything was trained, from the folder that has it all."""
     recipe = _from(source, recipe)
     config = models.resolve_config(recipe)
-    _check_names(source, models.skeleton(config, head))
+    _check_names(source, models.skeleton(config, head, trust_remote_code=recipe.model.trust_remote_code))
     whole = models.plain(recipe, config, head, dtype=dtype)
     # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
     whole.__dict__.pop("_weight_conversions", None)
@@ -229,25 +218,9 @@ def _from(source: Source, recipe: Recipe) -> Recipe:
 
 def _check_names(source: Source, skeleton: nn.Module) -> None:
     assert isinstance(skeleton, PreTrainedModel)
-    found = {name for file in source.files for name in names_of(file)}
-    # A checkpoint has the names that are computed with, a model those that `save_pretrained` writes.
-    both = (set(skeleton.state_dict()), set(written_shapes(skeleton)))
-    missing = sorted(min((names - found - set(skeleton.all_tied_weights_keys) for names in both), key=len))
+    missing = lacking(skeleton, {name for file in source.files for name in names_of(file)})
     if missing:
         raise CheckpointError(
             f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
             "take another step."
         )
-
-
-def names_of(file: Path) -> list[str]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be opened: {error}. Restore it, or take another step.") from error

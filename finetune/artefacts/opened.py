@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune import adapters
+from finetune import adapters, pretrained
 from finetune.artefacts import ends, network, source
 from finetune.errors import CheckpointError, RecipeError
 from finetune.recipe import Recipe
@@ -28,6 +28,8 @@ class Opened:
     """The run's, if it is one."""
     ends: tuple[int, ...] = ()
     """Tokens at which it stops, besides those of its generation config and tokenizer."""
+    lines: tuple[str, ...] = ()
+    """What to report of its files."""
 
     @property
     def config(self) -> Any:
@@ -43,13 +45,16 @@ class Opened:
         return next(self.network.parameters()).device
 
 
-def open_place(name: str, *, step: int | None = None, base: str | None = None, exact: bool = False) -> Opened:
+def open_place(
+    name: str, *, step: int | None = None, base: str | None = None, exact: bool = False, trust_remote_code: bool = False
+) -> Opened:
     """Opens a place; an adapter goes onto the base that it names.
 
     Args:
         step: Of a run, the checkpoint's step.
         base: The base, if it does not lie where the run or adapter says.
         exact: Computes in fp32, else in the type that the weights are stored in. Runs always compute in fp32.
+        trust_remote_code: Whether Python code that ships with the model may run. Of a run, its recipe says so.
 
     Raises:
         FinetuneError: If there is nothing to open, or it is no causal language model.
@@ -62,7 +67,7 @@ def open_place(name: str, *, step: int | None = None, base: str | None = None, e
     dtype = torch.float32 if exact else "auto"
     try:
         if (place / "adapter_config.json").is_file():
-            return _adapter(place, base, dtype)
+            return _adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
         if place.is_dir() and not (place / "config.json").is_file():
@@ -70,7 +75,8 @@ def open_place(name: str, *, step: int | None = None, base: str | None = None, e
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
                 "adapter_config.json or config.json. Name one that does."
             )
-        return _ready(_plain(name, dtype), _tokenizer(name), name, None)
+        model, weights = _plain(name, dtype, trust_remote_code)
+        return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines)
     except (OSError, ValueError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
@@ -82,30 +88,36 @@ def _run(place: Path, step: int | None, base: str | None) -> Opened:
     with found.held:
         _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
         folder = str(found.weights)
-        tokenizer = _tokenizer(folder)
+        tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = network.with_base(found, base) if found.recipe.lora is not None else found.recipe
         model = network.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
         return _ready(model, tokenizer, folder, found.recipe, ends.learned(found, tokenizer))
 
 
-def _adapter(place: Path, base: str | None, dtype: torch.dtype | str) -> Opened:
+def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> Opened:
     told = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     _check_head(told.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {told.get('task_type')})")
     name = base or told.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
-    model = _plain(name, dtype, told.get("revision") if base is None else None)
+    model, weights = _plain(name, dtype, trusted, told.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
-    return _ready(adapters.put_on(model, str(place)), _tokenizer(folder), folder, None, ends.read(place))
+    adapted, tokenizer = adapters.put_on(model, place), _tokenizer(folder, trusted)
+    return _ready(adapted, tokenizer, folder, None, ends.read(place), lines=weights.lines)
 
 
-def _plain(name: str, dtype: torch.dtype | str, revision: str | None = None) -> nn.Module:
-    config = AutoConfig.from_pretrained(name, revision=revision)
+def _plain(
+    name: str, dtype: torch.dtype | str, trusted: bool, revision: str | None = None
+) -> tuple[nn.Module, pretrained.Weights]:
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     kinds = config.architectures or []
     _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype)
-    return model
+    model, weights = pretrained.load(
+        AutoModelForCausalLM, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
+    )
+    weights.check_values()
+    return model, weights
 
 
 def _check_head(fits: bool, what: str) -> None:
@@ -113,13 +125,20 @@ def _check_head(fits: bool, what: str) -> None:
         raise RecipeError(f"{what} is no causal language model: it neither writes text nor has a perplexity.")
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer(folder: str, trusted: bool) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
 
 
-def _ready(model: nn.Module, tokenizer: Any, folder: str, recipe: Recipe | None, stops: Sequence[int] = ()) -> Opened:
+def _ready(
+    model: nn.Module,
+    tokenizer: Any,
+    folder: str,
+    recipe: Recipe | None,
+    stops: Sequence[int] = (),
+    lines: tuple[str, ...] = (),
+) -> Opened:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops))
+    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops), lines)

@@ -1,6 +1,7 @@
 """Proves that a written folder says what was trained: opened by a fresh process, and tensor by tensor."""
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -162,7 +163,9 @@ def worst_of(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, floa
         if tensor.shape != wanted.shape:
             return name, float("inf")
         away = float((tensor.float() - wanted).abs().max()) / scale
-        if not away <= worst[1]:
+        if not math.isfinite(away):
+            return name, math.inf
+        if away > worst[1]:
             worst = (name, away)
     return worst
 

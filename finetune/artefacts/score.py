@@ -1,7 +1,9 @@
 """Validation loss and perplexity of an opened network on files."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,18 @@ import torch
 from finetune import data
 from finetune import recipe as recipes
 from finetune.artefacts.opened import Opened
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
 from finetune.recipe import Recipe
 from finetune.tasks import CAUSAL_LM
 
 _LONGEST = 1024
+
+# How problems with data name what to change in a recipe, and what that is on the command line.
+_FLAGS = {
+    r"(`path` in )?data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
+    r"(the source's )?`text_field`": "--text-field",
+    r"Set chat\.template to [^.]*\.": "Open the run itself, which has one, or leave --chat out.",
+}
 
 
 def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None, chat: bool = False) -> Recipe:
@@ -43,6 +52,18 @@ def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = 
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return recipes.validate({**tree, "length": {"steps": 0}}, origin="--data")
+
+
+@contextmanager
+def told_in_flags() -> Iterator[None]:
+    """Says of problems with the data which flag to change, where a recipe's reader is told the key."""
+    try:
+        yield
+    except (DataError, RecipeError) as error:
+        text = str(error)
+        for key, flag in _FLAGS.items():
+            text = re.sub(key, flag, text)
+        raise type(error)(text) from error
 
 
 def score(opened: Opened, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:

@@ -38,6 +38,10 @@ class Source:
         return None if chat is None else list(chat["ends"])
 
 
+# What lies in a run's directory and is read or written there.
+_NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports")
+
+
 def is_run(place: Path) -> bool:
     """Whether a folder is a run's, or one of its checkpoints."""
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
@@ -56,7 +60,10 @@ def find(place: Path, step: int | None = None) -> Source:
     if _is_checkpoint(place):
         if step is not None and step != checkpoints.step_of(place.resolve()):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
-        return _source(place.resolve().parent.parent, place)
+        folder = place.resolve()
+        _check_links(folder.parent.parent)
+        return _source(folder.parent.parent, folder)
+    _check_links(place)
     if not (place / "recipe.yaml").is_file():
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
@@ -97,6 +104,16 @@ def _source(run: Path, folder: Path) -> Source:
         held.close()
         raise CheckpointError(f"{error}. Name another step with --step.") from error
     return Source(run, folder / "model", step, recipes.load(run / "recipe.yaml"), _facts(run), held)
+
+
+def _check_links(run: Path) -> None:
+    """A run from elsewhere must not lead what is read and written to other places."""
+    for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a symbolic link, and links in a run directory are not followed. Put what it leads to in "
+                "its place."
+            )
 
 
 def _is_checkpoint(place: Path) -> bool:

@@ -3,7 +3,10 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.artefacts.opened import Opened
 
 
 def add(verbs: Any) -> None:
@@ -27,17 +30,27 @@ def add(verbs: Any) -> None:
     verb.add_argument("--top-p", type=float)
     verb.add_argument("--seed", type=int, default=0)
     _place(verb)
+    _trust(verb)
     verb = verbs.add_parser("eval", help="loss and perplexity of a run, checkpoint, adapter or export on files")
     verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
     verb.add_argument("--data", required=True, nargs="+", metavar="FILE", help="what the recipe's `path` may be")
     verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
     verb.add_argument("--chat", action="store_true", help="the files hold conversations; runs on such know it")
     _place(verb)
+    _trust(verb)
 
 
 def _place(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--step", type=int, help="of a run, the checkpoint's step; the last one if left out")
     verb.add_argument("--base", help="where the base lies now, if not where the run or adapter says")
+
+
+def _trust(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that ships with the model; a run's recipe says it",
+    )
 
 
 def export(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
@@ -54,26 +67,45 @@ def export(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
         write(f"Uploaded: {push.push(folder, parsed.push_to)}\n")
 
 
-def generate(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
-    """`finetune generate`."""
-    from finetune.artefacts import opened, talk
+def generate(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> None:
+    """`finetune generate`.
+
+    Args:
+        say: Is told what must not stand among the text.
+    """
+    from finetune.artefacts import talk
 
     manner = talk.Manner(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
-    place = opened.open_place(parsed.run, step=parsed.step, base=parsed.base)
+    place = _open(parsed, say)
     if not parsed.chat:
         write(parsed.prompt)
     talk.generate(place, parsed.prompt, manner, write, chat=parsed.chat)
     write("\n")
 
 
-def evaluate(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
-    """`finetune eval`."""
-    from finetune.artefacts import opened, score
+def evaluate(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> None:
+    """`finetune eval`.
 
-    place = opened.open_place(parsed.run, step=parsed.step, base=parsed.base, exact=True)
-    recipe = score.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
-    found = score.score(place, recipe)
+    Args:
+        say: Is told what is no result.
+    """
+    from finetune.artefacts import score
+
+    place = _open(parsed, say, exact=True)
+    with score.told_in_flags():
+        recipe = score.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
+        found = score.score(place, recipe)
     write(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.4f}, over {found['targets']:,} targets "
         f"in rows of {recipe.data.sequence_length} tokens\n"
     )
+
+
+def _open(parsed: argparse.Namespace, say: Callable[[str], None], *, exact: bool = False) -> "Opened":
+    from finetune.artefacts.opened import open_place
+
+    trusted = parsed.trust_remote_code
+    place = open_place(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
+    for line in place.lines:
+        say(line)
+    return place

@@ -1,6 +1,6 @@
 """Exports a run: writes it whole or not at all, proves it, and only then gives it its name."""
 
-import shutil
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from finetune import adapters, prompts, tasks
 from finetune.artefacts import card, ends, look, network, prove, source
 from finetune.artefacts.source import Source
 from finetune.errors import CheckpointError, RecipeError
-from finetune.files import sync, write_json
+from finetune.files import follow_umask, remove, sync, write_json
+from finetune.pretrained import as_written, written_shapes
 from finetune.recipe import Recipe
 from finetune.tasks import TaskData
 
@@ -109,14 +110,15 @@ def _merged(job: _Job, staging: Path, say: Say) -> prove.Figures:
         told = model.generation_config or GenerationConfig.from_model_config(model.config)
         stops = _stops(job, told, say)
         model.generation_config = prompts.stopping_at(told, stops)
-    expected = network.written_shapes(model)
+    expected = written_shapes(model)
     ties = dict(model.all_tied_weights_keys)
+    infinite = {name for name, buffer in model.named_buffers() if bool(buffer.isinf().any())}
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     network.free()
     if job.ready.tokenizer is not None:
         job.ready.tokenizer.save_pretrained(staging)
-    size = look.check(staging, expected, dtype, ties)
+    size = look.check(staging, expected, dtype, ties, infinite)
     ends.check(staging, stops, job.ready.tokenizer)
     say(f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes.")
     return _prove(job, staging, dtype)
@@ -180,7 +182,7 @@ def _expected(job: _Job, model: Any) -> dict[str, torch.Tensor]:
         state = model.state_dict()
         return {key: state[name] for name, key in keys.items()}
     merged = adapters.merge(model, torch.float32)
-    return network.as_written(merged, merged.state_dict())
+    return as_written(merged, merged.state_dict())
 
 
 def _how(job: _Job) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def _check_target(target: Path) -> None:
 def _staging(target: Path) -> Path:
     staging = target.with_name(target.name + ".staging")
     try:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove(staging)
         staging.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
@@ -274,11 +276,12 @@ def _staging(target: Path) -> Path:
 def _set_aside(staging: Path, target: Path) -> None:
     """What did not pass stays to be looked at, under a name that nobody opens by accident."""
     failed = target.with_name(target.name + ".failed")
-    shutil.rmtree(failed, ignore_errors=True)
-    if any(staging.glob("*.safetensors")):
-        staging.rename(failed)
-    else:
-        shutil.rmtree(staging, ignore_errors=True)
+    with contextlib.suppress(OSError):  # what is wrong is being said already
+        remove(failed)
+        if any(staging.glob("*.safetensors")):
+            staging.rename(failed)
+        else:
+            remove(staging)
 
 
 def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
@@ -286,6 +289,7 @@ def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
         card.write(staging, job.source, job.kind, proof, network.base_folder(job.recipe))
         facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
         write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
+        follow_umask(staging)
         for path in sorted(staging.rglob("*")):
             if path.is_file():
                 sync(path)

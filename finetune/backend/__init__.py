@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from finetune.backend import choice
     from finetune.backend.forecast import (
         Outline,
+        adds_on_device,
         casts_weights,
         keeps_gradients,
         outline,
@@ -44,6 +45,7 @@ __all__ = [
     "Piece",
     "Proof",
     "Settled",
+    "adds_on_device",
     "casts_weights",
     "choice",
     "copies_of",
@@ -64,7 +66,7 @@ __all__ = [
     "steps_on_host",
 ]
 
-_FORECAST = ("Outline", "casts_weights", "keeps_gradients", "outline", "places", "steps_on_host")
+_FORECAST = ("Outline", "adds_on_device", "casts_weights", "keeps_gradients", "outline", "places", "steps_on_host")
 _IN_FLIGHT = ("Device", "Passing", "early_gradients", "keeps_inputs_whole", "late_gradients", "passing")
 _HEAVY = {"Backend": "process", "Exchange": "pieces", "Memory": "memory", "Piece": "pieces", "Proof": "prove"}
 _HEAVY |= {**dict.fromkeys(("COLLECTIVES", "Flow", "flows"), "traffic"), **dict.fromkeys(_FORECAST, "forecast")}

@@ -3,15 +3,21 @@
 import itertools
 import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from finetune import errors
+
 # Added to the names under which ranks meet, so that processes which ranks start can form a group of their own.
 TRIAL = "FINETUNE_TRIAL"
 
 _numbers = itertools.count()
+
+_hosted: list[Any] = []
+"""The store that this process hosts, kept to its end: ranks that are ahead may ask it for the process group already."""
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -37,7 +43,9 @@ class Board:
         store = distributed.TCPStore(
             *place, is_master=hosts, timeout=patience, wait_for_workers=False, multi_tenant=hosts
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if hosts:
+            _hosted.append(store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(TRIAL, "")
         self._store = distributed.PrefixStore(f"finetune/board-{attempt}-{self.number}", store)
 
     def write(self, name: str, note: Any) -> None:
@@ -51,6 +59,36 @@ class Board:
     def read(self, name: str) -> Any:
         """A note; waits for it."""
         return json.loads(self._store.get(name))
+
+
+def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
+    """What rank 0 makes, as JSON has it, on every rank; every rank calls it, and the others do not call `make`.
+
+    Args:
+        patience: How long ranks wait for each other.
+
+    Raises:
+        FinetuneError: What `make` raises on rank 0, on every rank.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return make()
+    notes = Board(rank, world, patience)
+    if rank == 0:
+        note: dict[str, Any] = {}
+        try:
+            note = {"made": make()}
+        except errors.FinetuneError as error:
+            note = {"error": type(error).__name__, "text": str(error)}
+        notes.write("made", note)
+        for other in range(1, world):
+            notes.read(f"read by {other}")  # the notes may end with this process
+    else:
+        note = notes.read("made")
+        notes.write(f"read by {rank}", True)
+    if "error" in note:
+        raise getattr(errors, note["error"])(note["text"])
+    return note["made"]
 
 
 def apart(name: str) -> dict[str, str]:

@@ -78,8 +78,8 @@ def written(launch: Launch, nodes: int) -> str:
         text = _set(text, "parallelism_config_dp_replicate_size", str(launch.replicate))
         text = _set(text, "parallelism_config_dp_shard_size", str(launch.num_processes // launch.replicate))
     if launch.ds_place and not Path(_get(text, "deepspeed_config_file")).is_file():
-        # Paths in launch files count from the working directory, which is not the checkout.
-        text = _set(text, "deepspeed_config_file", launch.ds_place)
+        # It would not be found from where the file is written.
+        text = _set(text, "deepspeed_config_file", str(Path(launch.ds_place).absolute()))
     if nodes > 1 and "machine_rank" not in text:
         if launch.uses_deepspeed:
             text = text.rstrip() + "\n  deepspeed_multinode_launcher: standard\n"

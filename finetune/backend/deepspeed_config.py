@@ -5,10 +5,13 @@ is absent takes DeepSpeed's default, which is not "off" (clipping is 1.0), so ev
 """
 
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
+from finetune.backend import keys, launch_file
 from finetune.errors import BackendError
+from finetune.layers import places
 from finetune.recipe import Recipe
 
 # Shipped configs say "auto" where the recipe decides.
@@ -23,6 +26,43 @@ DECIDES = {
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",
 }
+
+
+def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
+    """The config that a launch file, or the environment, names: where it is, and what it says.
+
+    Args:
+        path: As it is named; see `launch_file.find`.
+        file: The launch file.
+
+    Raises:
+        BackendError: If it cannot be read, or holds keys that DeepSpeed does not know.
+    """
+    place = launch_file.find(path, file)
+    try:
+        config = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except (OSError, ValueError) as error:
+        raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
+    known = keys.deepspeed()
+    problems = [] if known is None else list(keys.unknown(config, known))
+    if problems:
+        lines = places(place)
+        said = [
+            f"{place}:{lines[key]}: {key}: {what}" if key in lines else f"{place}: {key}: {what}"
+            for key, what in problems
+        ]
+        raise BackendError.of(f"The DeepSpeed config {place}", said)
+    return str(place), config
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key '{next(name for name in names if names.count(name) > 1)}' is given twice")
+    return found
 
 
 def complete(
@@ -66,11 +106,8 @@ def complete(
     if _get(config, "torch_autocast.enabled") and precision != "bf16":
         contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
     if contradictions:
-        raise BackendError(
-            "The DeepSpeed config contradicts the recipe: "
-            + "; ".join(contradictions)
-            + f'. Change the recipe, or write "auto" in {place} (or remove the key).'
-        )
+        advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
+        raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
     # Gradients are summed over micro-batches in fp32, and over ranks in what the recipe says; DeepSpeed's default is
     # the model's dtype.
     for key, value in (

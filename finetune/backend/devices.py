@@ -62,7 +62,8 @@ def room() -> Room:
     import torch
 
     if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0"))
+        # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return Room(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
     import psutil
 
@@ -70,6 +71,20 @@ def room() -> Room:
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
     return Room(min([each + psutil.Process().memory_info().rss, *allowed, *_container()]), "the host's memory")
+
+
+def capacity() -> int:
+    """Bytes that a process can ever fill here, whatever else runs: its GPU's memory, or its share of the host's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return room().total
+    import psutil
+
+    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    with suppress(OSError, ValueError):
+        total = min(total, int(limit.read_text()))
+    return int(total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def held() -> int:

@@ -9,7 +9,9 @@ from finetune.backend.devices import Devices
 from finetune.backend.foresee import Foreseen, groups
 from finetune.backend.settle import Settled
 from finetune.layers import Setting, Value, flat, places
-from finetune.recipe import Recipe, hint
+from finetune.recipe import Recipe
+
+_HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
 
 
 def values(recipe: Recipe, foreseen: Foreseen, settled: Settled, here: Devices, env: Mapping[str, str]) -> list[Value]:
@@ -38,7 +40,7 @@ def _launch_file(foreseen: Foreseen, env: Mapping[str, str]) -> Iterable[Value]:
         return
     known, lines = groups(written["distributed_type"], written), places(file)
     for name in [*known, *(name for name in written if name not in known)]:
-        key = known.get(name) or meanings.KNOWN.get(name) or meanings.Key(_unknown(name))
+        key = known.get(name) or meanings.KNOWN.get(name) or meanings.Key(_HANDED_ON)
         settings = [] if key.default is None else [Setting("default", "Accelerate", key.default)]
         variable = key.variable or ""
         from_env = [Setting("environment", variable, env[variable])] if variable in env else []
@@ -56,11 +58,6 @@ def _launch_file(foreseen: Foreseen, env: Mapping[str, str]) -> Iterable[Value]:
             settings.append(Setting("command line", f"--{name}", foreseen.options[name]))
         if settings:
             yield Value(name, "launch file", tuple(settings), key.meaning, key.unit)
-
-
-def _unknown(name: str) -> str:
-    known = [key for key in meanings.KNOWN if "." in key]
-    return f"Handed on to Accelerate; this toolkit does not look at it{hint(name, known)}."
 
 
 def _ds_config(foreseen: Foreseen, settled: Settled) -> Iterable[Value]:

@@ -65,8 +65,9 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         share = recipe.batch.global_size // launch.num_processes
         recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
         one = Launch(kind="single", num_processes=1)
-        # Its autocast is that of the launch.
-        return _unmoving(replace(Backend.start(recipe, one, settle(recipe, one), quiet=True), launch=launch))
+        backend = Backend.start(recipe, one, settle(recipe, one), quiet=True)
+        # Its autocast is that of the launch; nothing of FSDP is there to be proven.
+        return _unmoving(replace(backend, launch=launch, unproven=False))
     if launch.num_processes > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

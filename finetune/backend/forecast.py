@@ -134,7 +134,7 @@ def state(
         # Weights of a group are views of one tensor, padded.
         held_trained = sum(w.nbytes for w in trained) + _padding(launch.num_processes, trained)
     whole = sum(w.elements for w in trained)
-    if launch.kind in ("zero2", "zero3") or (launch.uses_fsdp and accumulation == 1):
+    if not launch.holds_whole_gradients(accumulation):
         whole = masters
     return Memory(
         frozen=sum(_held(launch, outline, frozen)) + outline.rest,
@@ -144,13 +144,19 @@ def state(
     )
 
 
-def places(launch: Launch, memory: Memory) -> dict[str, int]:
+def places(launch: Launch, memory: Memory, accumulation: int) -> dict[str, int]:
     """Where that rests: bytes on the device, in host memory and on disk."""
-    weights, rest = memory.frozen + memory.trained, memory.gradients + memory.optimizer
     found = {"none": 0, "cpu": 0, "nvme": 0}
-    found[launch.offload_params] += weights
-    found[launch.offload_optimizer] += rest
+    found[launch.offload_params] += memory.frozen + memory.trained
+    found[launch.offload_optimizer] += memory.optimizer
+    found["none" if adds_on_device(launch, accumulation) else launch.offload_optimizer] += memory.gradients
     return {"device": found["none"], "host": found["cpu"], "disk": found["nvme"]}
+
+
+def adds_on_device(launch: Launch, accumulation: int) -> bool:
+    """Whether gradients add up on the device: FSDP2 offloads only those that it has reduce-scattered."""
+    whole = launch.uses_fsdp and launch.holds_whole_gradients(accumulation)
+    return whole or launch.offload_optimizer == "none"
 
 
 def casts_weights(launch: Launch) -> bool:

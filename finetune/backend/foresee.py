@@ -4,25 +4,18 @@
 here; from there on it is what a worker does: `launch.check_file`, `launch.of_worker`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
-from finetune.backend import launch, meanings
+from finetune.backend import launch, launch_file, meanings
 from finetune.backend.launch import Launch
 from finetune.errors import BackendError
-from finetune.layers import flat
-from finetune.recipe import hint
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_ADVICE = "Take one of accelerate_configs/, or compare with it."
 # What Accelerate exports only where the launch file says so, or says anything else than its default.
-_IF_WRITTEN = ("deepspeed_config.zero3_init_flag",)
+_IF_WRITTEN = ("deepspeed_config.zero3_init_flag", *meanings.OWN)
 _IF_CHOSEN = ("gpu_ids", "debug")
 _NUMBERS = ("num_processes", "machine_rank", "main_process_port", "max_restarts")
 
@@ -65,7 +58,7 @@ def foresee(config_file: str | None, options: Mapping[str, str], env: Mapping[st
         world, local = (int(env.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         asked = launch.of_worker(env, world, None, launch.threads_each(env, local))
         return Foreseen(asked, dict(env), {}, {}, {}, local)
-    written, chosen = _read(config_file), _typed(options)
+    written, chosen = launch_file.read(config_file), _typed(options)
     kind = str(written["distributed_type"])
     asked_for = chosen.get("num_processes", written.get("num_processes", 1 if kind == "NO" else None))
     if asked_for is None:
@@ -95,13 +88,11 @@ def copies(file: Path) -> int:
     Raises:
         BackendError: If it is no launch file.
     """
-    return int(_read(str(file)).get(_COPIES, 1))
+    return int(launch_file.read(str(file)).get(_COPIES, 1))
 
 
 def of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
     """What a launch file asks for on any number of processes, whatever this machine and its environment are.
-
-    Paths in the file count from the folder above the one that it lies in, as in a checkout.
 
     Args:
         processes: Instead of the file's.
@@ -110,7 +101,7 @@ def of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
     Raises:
         BackendError: If it is no launch file, or asks for what is not offered.
     """
-    written = _read(str(file))
+    written = launch_file.read(str(file))
     kind = str(written["distributed_type"])
     if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
         raise BackendError(
@@ -120,9 +111,6 @@ def of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
     if int(written.get(_COPIES, 1)) > 1:
         written[_COPIES] = replicate or written[_COPIES]
         written[_COPIES.replace("replicate", "shard")] = processes // int(written[_COPIES])
-    config = "deepspeed_config.deepspeed_config_file"
-    if config in written:
-        written[config] = file.resolve().parents[1] / written[config]
     common = {
         "num_processes": processes,
         "file": str(file),
@@ -136,42 +124,6 @@ def _typed(options: Mapping[str, str]) -> dict[str, Any]:
         if name in _NUMBERS and not value.isdecimal():
             raise BackendError(f"--{name} takes a whole number, got {value}.")
     return {name: int(value) if name in _NUMBERS else value for name, value in options.items()}
-
-
-def _read(file: str) -> dict[str, Any]:
-    """A launch file by dotted keys, refused where Accelerate would refuse it."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        tree = json.loads(text) if file.endswith(".json") else yaml.load(text, Loader=_LOADER)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        what = "There is no launch file" if isinstance(error, FileNotFoundError) else "Cannot read the launch file"
-        reason = "" if isinstance(error, FileNotFoundError) else f": {' '.join(str(error).split())}"
-        raise BackendError(f"{what} {file}{reason}. {_ADVICE}") from error
-    problem = _problem(tree)
-    if problem:
-        raise BackendError(f"The launch file {file} cannot be used: {problem}. {_ADVICE}")
-    sections = {name: _section(name, value) for name, value in tree.items() if value is not None}
-    return {key: value for key, value in flat(sections).items() if value is not None}
-
-
-def _problem(tree: Any) -> str | None:
-    if not isinstance(tree, dict):
-        return "it holds no keys and values"
-    for key in tree:
-        if key not in meanings.GENERAL or key == "max_restarts":
-            return f"Accelerate has no key {key}{hint(str(key), list(meanings.GENERAL))}"
-    if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        return f"compute_environment is {tree['compute_environment']}, and only LOCAL_MACHINE is offered"
-    if "distributed_type" not in tree:
-        return "distributed_type is missing"
-    return None
-
-
-def _section(name: str, value: Any) -> Any:
-    """A section with its keys as Accelerate completes them: `version` under `fsdp_config` is `fsdp_version`."""
-    if name != "fsdp_config" or not isinstance(value, dict):
-        return value
-    return {key if key.startswith("fsdp") else f"fsdp_{key}": below for key, below in value.items()}
 
 
 def groups(kind: str, written: Mapping[str, Any]) -> dict[str, meanings.Key]:

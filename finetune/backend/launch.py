@@ -5,17 +5,14 @@ or `distributed_type: 'NO'` with two processes start plain processes that know o
 own command line, which is the parent process's, is read as well, and the two are compared.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from finetune import parent
+from finetune.backend import deepspeed_config, launch_file, meanings
 from finetune.errors import BackendError
-
-# How a command line names Accelerate's command, installed or as a module.
-_LAUNCHERS = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
 
 # The kinds that the toolkit runs, in the words of its own launch files.
 KINDS = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
@@ -36,6 +33,9 @@ class Launch:
     """Hybrid shard: copies of the sharded model."""
     reshard: bool = True
     """FSDP2: whether weights are freed again between forward and backward."""
+    sync_each_batch: bool | None = None
+    """FSDP2, with several micro-batches a step: whether gradients are reduce-scattered after each of them, or held
+    whole until the last. None leaves it to the forecast: whole where that fits."""
     offload_params: str = "none"
     """Where parameters rest: none, cpu or nvme."""
     offload_optimizer: str = "none"
@@ -60,12 +60,27 @@ class Launch:
         return self.sharded or self.uses_deepspeed
 
     @property
+    def flattens(self) -> bool:
+        """Whether optimisers get parts of flat buffers, in which tensors have lost their shapes."""
+        return self.uses_deepspeed
+
+    @property
     def uses_deepspeed(self) -> bool:
         return self.kind.startswith("zero")
 
     @property
     def uses_fsdp(self) -> bool:
         return self.kind in ("fsdp", "hsdp")
+
+    def holds_whole_gradients(self, accumulation: int) -> bool:
+        """Whether a rank holds gradients of whole parameters while a step's micro-batches add up."""
+        if self.uses_fsdp:
+            return accumulation > 1 and not self.sync_each_batch
+        return self.kind not in ("zero2", "zero3")
+
+    def defers(self, accumulation: int) -> bool:
+        """Whether it is open when gradients of a step's micro-batches are summed over ranks, and so the forecast's."""
+        return self.uses_fsdp and accumulation > 1 and self.sync_each_batch is None
 
 
 def read() -> Launch:
@@ -76,22 +91,34 @@ def read() -> Launch:
     """
     import torch
 
-    env = os.environ
+    env = dict(os.environ)
     if not torch.cuda.is_available():
         # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
-        env.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     world = int(env.get("WORLD_SIZE", "1"))
     arguments = _launcher_arguments()
     file, config = _launch_file(arguments)
     if file is not None:
         check_file(file, config, arguments, world)
+        # Accelerate reads the section, but exports only what it knows itself.
+        env = {**env, **own_variables(getattr(config, "fsdp_config", None) or {})}
     elif arguments is not None and (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
             "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
             "accelerate_configs/ddp.yaml."
         )
+    if arguments is not None and arguments.deepspeed_config_file:
+        # Of the command line: it counts from where that was given, not from the launch file.
+        env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
     return of_worker(env, world, file, _threads(arguments))
+
+
+def own_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of this toolkit's own keys of `fsdp_config`, which Accelerate does not export."""
+    named = {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
+    keys = {name.removeprefix("fsdp_config."): str(meanings.FSDP[name].variable) for name in meanings.OWN}
+    return {variable: str(named[key]).lower() for key, variable in keys.items() if named.get(key) is not None}
 
 
 def of_worker(env: Mapping[str, str], world: int, file: str | None, num_threads: int | None) -> Launch:
@@ -134,6 +161,16 @@ def of_environment(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
     Raises:
         BackendError: If it asks for what is not offered.
     """
+    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")) and not _uses(env, "FSDP"):
+        raise BackendError(
+            f"{common['file'] or 'The environment'} asks for a parallelism_config, which only FSDP reads. Set "
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or take parallelism_config out."
+        )
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BackendError(
+            f"{common['file'] or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
+            "which is not offered here. Take it out and set `model.compile: true` in the recipe."
+        )
     if _uses(env, "DEEPSPEED"):
         return _deepspeed(env, common)
     if _uses(env, "FSDP"):
@@ -151,25 +188,8 @@ def _truthy(value: str | None) -> bool:
 
 def _launcher_arguments() -> Any | None:
     """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
-    import psutil
-
-    try:
-        parent = psutil.Process().parent()
-        line = parent.cmdline() if parent is not None else []
-    except psutil.Error:
-        return None
-    for index, word in enumerate(line):
-        name = Path(word).name
-        if name == "accelerate-launch" or (word.endswith("accelerate/commands/launch.py")):
-            rest = line[index + 1 :]
-            break
-        if name in _LAUNCHERS and line[index + 1 : index + 2] == ["launch"]:
-            rest = line[index + 2 :]
-            break
-        if word == "finetune.launcher":
-            rest = line[index + 1 :]
-            break
-    else:
+    rest = parent.accelerate_arguments()
+    if rest is None:
         return None
     from accelerate.commands.launch import launch_command_parser
 
@@ -186,6 +206,7 @@ def _launch_file(arguments: Any | None) -> tuple[str | None, Any]:
         if not os.path.isfile(default_config_file):
             return None, None
         path = default_config_file
+    launch_file.read(str(path))
     return str(path), load_config_from_file(arguments.config_file)
 
 
@@ -262,11 +283,18 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
                 f"{place} asks for {replicate} copies of {shard} shards, which takes {replicate * shard} processes, "
                 f"but {common['num_processes']} run. Make dp_replicate_size x dp_shard_size equal num_processes."
             )
+    said = env.get("FSDP_SYNC_EACH_BATCH", "auto")
+    if said not in ("auto", "true", "false"):
+        raise BackendError(
+            f"{place} says fsdp_sync_each_batch: {said}. Write true (gradients are reduce-scattered after each "
+            "micro-batch), false (held whole until the last one of a step) or auto (whole where the forecast fits)."
+        )
     offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
     return Launch(
         kind="hsdp" if replicate > 1 else "fsdp",
         replicate=replicate,
         reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        sync_each_batch={"true": True, "false": False}.get(said),
         offload_params=offload,
         offload_optimizer=offload,
         **common,
@@ -274,27 +302,19 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
 
 
 def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    launch_file = common["file"] or "The environment"
+    named = common["file"] or "The environment"
     place = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if place == "none":
         raise BackendError(
-            f"{launch_file} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
+            f"{named} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
             "launch file itself are not read. Name a JSON file under deepspeed_config, such as ds_configs/zero2.json."
         )
     if common["mixed_precision"] != "no":
         raise BackendError(
-            f"{launch_file} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
+            f"{named} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
             f"config. Take it out: the recipe's precision decides, and {place} can say how."
         )
-    try:
-        config = json.loads(Path(place).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BackendError(
-            f"{launch_file} names the DeepSpeed config {place}, which cannot be read as JSON: {error}. Paths count "
-            "from the working directory."
-        ) from error
-    if not isinstance(config, dict):
-        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
+    place, config = deepspeed_config.read(place, common["file"])
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):

@@ -14,6 +14,8 @@ class Key:
     """What Accelerate takes if nobody says."""
     variable: str | None = None
     """The environment variable by which workers hear of it."""
+    allowed: tuple[str, ...] = ()
+    """The only values, in whatever case; () for all."""
 
 
 # Source: accelerate 1.15, `_validate_launch_command`, which completes only options that are None by themselves.
@@ -64,6 +66,7 @@ FSDP = {
     "fsdp_config.fsdp_auto_wrap_policy": Key(
         "What is gathered as one unit. TRANSFORMER_BASED_WRAP: each transformer layer.",
         variable="FSDP_AUTO_WRAP_POLICY",
+        allowed=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     ),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Key(
         "The layer class that is a unit; left out: what the model itself names.",
@@ -74,6 +77,12 @@ FSDP = {
         "False keeps them: a third less communication.",
         default=True,
         variable="FSDP_RESHARD_AFTER_FORWARD",
+    ),
+    "fsdp_config.fsdp_sync_each_batch": Key(
+        "With several micro-batches a step: true reduce-scatters gradients after each of them, which holds least; "
+        "false holds them whole until the last, which sends least; auto: whole where the forecast says that it fits.",
+        default="auto",
+        variable="FSDP_SYNC_EACH_BATCH",
     ),
     "fsdp_config.fsdp_offload_params": Key(
         "Weights, gradients and optimiser rest in host memory; needs a GPU to compute on.",
@@ -91,9 +100,14 @@ FSDP = {
         variable="FSDP_ACTIVATION_CHECKPOINTING",
     ),
     "fsdp_config.fsdp_state_dict_type": Key(
-        "Read by Accelerate's own checkpoints, which this toolkit does not write.", variable="FSDP_STATE_DICT_TYPE"
+        "Read by Accelerate's own checkpoints, which this toolkit does not write.",
+        variable="FSDP_STATE_DICT_TYPE",
+        allowed=("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
     ),
 }
+
+# This toolkit's own keys: Accelerate passes over them, so that workers read them off the file.
+OWN = ("fsdp_config.fsdp_sync_each_batch",)
 
 PARALLELISM = {
     "parallelism_config.parallelism_config_dp_replicate_size": Key(
@@ -121,7 +135,7 @@ PARALLELISM = {
 
 DEEPSPEED = {
     "deepspeed_config.deepspeed_config_file": Key(
-        "The DeepSpeed config, a JSON file; its path counts from the working directory.",
+        "The DeepSpeed config, a JSON file: beside the launch file, in the folder above, or in the working directory.",
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
     ),
     "deepspeed_config.zero3_init_flag": Key(
@@ -131,11 +145,6 @@ DEEPSPEED = {
     ),
     "deepspeed_config.deepspeed_multinode_launcher": Key(
         "How several machines are started. `standard`: each starts its own processes; the others need ssh."
-    ),
-    "deepspeed_config.gradient_accumulation_steps": Key(
-        "The recipe's batch decides: take it out.",
-        "micro-batches",
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     ),
 }
 

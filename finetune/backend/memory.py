@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from finetune.backend.launch import Launch
-from finetune.backend.prove import local
+from finetune.backend.prove import local, states
+from finetune.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,8 @@ def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: fl
         held = held if padded is None else sum(t.nbytes for t in padded)
         elements = _masters(engine.optimizer)
         held += 4 * _apart(engine.optimizer)
-    # Until their last micro-batch, gradients are whole: FSDP2 under `no_sync`, and ZeRO-1.
-    whole = {
-        "fsdp": accumulation > 1,
-        "hsdp": accumulation > 1,
-        "zero2": False,
-        "zero3": False,
-    }.get(launch.kind, True)
+    # Until their last micro-batch.
+    whole = launch.holds_whole_gradients(accumulation)
     return Memory(
         frozen=sum(_held(p) for p in parameters if not p.requires_grad)
         + sum(local(b).nbytes for b in model.buffers())
@@ -70,6 +66,32 @@ def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: fl
         gradients=4 * (sum(int(getattr(p, "ds_numel", p.numel())) for p in trained) if whole else elements),
         optimizer=round(state_bytes * elements),
     )
+
+
+def prove_gradients(launch: Launch, model: nn.Module) -> None:
+    """Reads back what gradients FSDP2 holds between a step's micro-batches, and compares it with the request.
+
+    Raises:
+        BackendError: With the difference.
+    """
+    whole = cut = 0
+    for state in states(model):
+        group = state._fsdp_param_group
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+            whole += sum(tensor.nbytes for tensor in found if tensor is not None)
+            cut += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
+        # What waits to be summed over the copies of a hybrid shard.
+        cut += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
+    unwanted, wanted = (whole, cut) if launch.sync_each_batch else (cut, whole)
+    if unwanted or not wanted:
+        raise BackendError(
+            f"What runs is not what {launch.file or 'the launch environment'} asks for: with fsdp_sync_each_batch "
+            f"{str(bool(launch.sync_each_batch)).lower()}, gradients between micro-batches are held as {whole:,} bytes "
+            f"whole and {cut:,} cut. Nothing was trained. This is a fault of the installed torch or accelerate; use "
+            "the versions of constraints.txt."
+        )
 
 
 def _held(parameter: Any) -> int:

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from finetune.backend import toolchain
 from finetune.backend.ops_report import Report, console, duration
 from finetune.errors import BackendError
+from finetune.files import unlockable
 
 Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
 """The ops that a launch config can need: collectives in shared memory (every DeepSpeed run on a CPU), Adam on
@@ -307,6 +308,13 @@ def _folder(op: Op) -> Path:
 def _lock(op: Op) -> FileLock:
     # flock: the kernel frees it when its process ends, however that ends.
     folder = _folder(op)
+    reason = unlockable(folder.parent)
+    if reason is not None:
+        raise BackendError(
+            f"torch's folder for compiled extensions, {folder.parent}, lies on a file system that has no locks (flock: "
+            f"{reason}), and processes that compile the same op need one. Set TORCH_EXTENSIONS_DIR to a folder on "
+            "another file system, such as a local disk."
+        )
     return FileLock(folder.with_name(f"{folder.name}.build.lock"))
 
 

@@ -5,14 +5,16 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from finetune.backend import deepspeed_config, forecast, memory, ops, pieces, prove, start, state
 from finetune.backend.launch import Launch
@@ -41,6 +43,8 @@ class Backend:
     optimizer: Any = None
     num_weights: int = 0
     """Of the prepared model, each packed one counted."""
+    unproven: bool = True
+    """Whether nobody has looked yet at the gradients of a micro-batch."""
 
     @classmethod
     def start(cls, recipe: Recipe, asked: Launch, settled: Settled, *, quiet: bool = False) -> "Backend":
@@ -146,6 +150,9 @@ class Backend:
                     "some would never be trained. This is a fault of the installed accelerate; use the version of "
                     "constraints.txt."
                 )
+            if self.launch.sync_each_batch:
+                # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
+                wrapped.set_reduce_scatter_unused_params(True)
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
@@ -185,6 +192,32 @@ class Backend:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
 
+    @contextmanager
+    def micro_batch(self, model: Any, *, last: bool) -> Iterator[None]:
+        """The context of the forward and backward pass of one of a step's micro-batches.
+
+        Gradients are summed over ranks after the last one, or after each where the backend cuts them or is told to.
+
+        Raises:
+            BackendError: If gradients turn out to be held otherwise than was asked, or to be missing where that would
+                not leave weights as they are; nothing has been trained then.
+        """
+        self.accelerator.sync_gradients = last
+        with prove.all_used(self.launch, model, self.optimizer, holds=not last) if self.unproven else nullcontext():
+            if last:
+                yield
+            elif self.launch.uses_fsdp and self.launch.sync_each_batch:
+                # Between copies of a hybrid shard, sums still cross once a step.
+                model.set_requires_all_reduce(False)
+                yield
+                model.set_requires_all_reduce(True)
+            else:
+                with self.accelerator.no_sync(model):
+                    yield
+        if self.unproven and self.launch.uses_fsdp and not last:
+            memory.prove_gradients(self.launch, model)
+        self.unproven = False
+
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of one of a step's micro-batches, of which each is divided by their number."""
         if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
@@ -201,14 +234,11 @@ class Backend:
         if self.launch.uses_deepspeed:
             # Not accelerator.clip_grad_norm_, which reads the value to the host at once.
             norm: Any = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
-        elif self.launch.uses_fsdp or self.accelerator.scaler is not None:
-            limit = float("inf") if max_norm is None else max_norm
-            norm = self.accelerator.clip_grad_norm_(model.parameters(), limit)
         else:
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            self.accelerator.unscale_gradients()
+            norm = _total_norm([p.grad for p in model.parameters() if p.grad is not None], self.device)
             if max_norm is not None:
                 nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return torch.as_tensor(norm, dtype=torch.float32)
 
     def step(self, optimizer: Any, norm: torch.Tensor) -> None:
@@ -219,7 +249,7 @@ class Backend:
         inner = getattr(optimizer, "optimizer", optimizer)
         if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
             optimizer.step()
-        elif getattr(inner, "_step_supports_amp_scaling", False):
+        elif getattr(inner, "_step_supports_amp_scaling", False) and not _makes_momenta(inner):
             # The kernel itself skips, as it does under loss scaling, so that the host need not wait.
             inner.grad_scale, inner.found_inf = None, (~norm.isfinite()).float()
             inner.step()
@@ -342,3 +372,42 @@ class Backend:
         """Ends trackers and the process group; leaving without it makes gloo's exit noisy."""
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+
+
+@torch.no_grad()
+def _total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of all gradients over all ranks, a scalar in fp32; every rank must call it."""
+    here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            summed = tuple(Partial() if place.is_shard() else place for place in gradient.placements)
+            here[gradient.device_mesh, summed].append(gradient.to_local())
+        else:
+            here[()].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for where, tensors in here.items():
+        square = _square(tensors)
+        total += (DTensor.from_local(square, *where).full_tensor() if where else square).to(device)
+    return total.sqrt().float()
+
+
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of all squares, in fp64.
+
+    On CPUs torch 2.13 adds squares one after the other in fp32: of nine million values the norm is 3e-4 too small, and
+    that of each rank's shards by another share. So it adds those of a row only.
+    """
+    if tensors[0].device.type != "cpu":
+        return nn.utils.get_total_norm(tensors).double().square()
+    rows = (torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim > 1 else tensor for tensor in tensors)
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]).square().sum()
+
+
+def _makes_momenta(optimizer: Any) -> bool:
+    """Whether a step makes the momenta of torch's fused SGD, from memory as it is found: a skipped one leaves that.
+
+    Source: torch 2.13, `torch/optim/sgd.py::_fused_sgd`.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(group["momentum"] and not optimizer.state.get(group["params"][0]) for group in optimizer.param_groups)

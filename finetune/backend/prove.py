@@ -4,7 +4,8 @@ Accelerate falls back without a word in many places (CPU flags, missing launch f
 nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devices are what is looked at.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -54,8 +55,9 @@ class Proof:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
-    unevenness: float = 0.0
-    """FSDP2 cuts each tensor along its first side, so that of a thin one some ranks hold more: by how much, at most."""
+    due: tuple[float, float] | None = None
+    """FSDP2: the shares of parameters and of optimiser state that are this rank's by its rule, which is by whole rows;
+    of thin tensors some ranks hold more than others, or nothing."""
     reshards: bool | None = None
     """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +122,79 @@ def prove(
     return proof
 
 
+@contextmanager
+def all_used(launch: Launch, model: Any, optimizer: Any, *, holds: bool) -> Iterator[None]:
+    """Proves that each trained tensor gets a gradient in the forward and backward pass inside, where that matters.
+
+    DDP waits for all gradients, and fails in the next pass. ZeRO, and FSDP2 where it sums after each micro-batch, take
+    those that are missing for zeros, with which an optimiser shrinks weights by weight decay. Others leave them as they
+    are, but torch 2.13 fails over units that FSDP2 never gathered, where it holds gradients to sum in another dtype.
+
+    Args:
+        holds: Whether it is not the step's last micro-batch, so that FSDP2 may hold its gradients.
+
+    Raises:
+        BackendError: With the parts that got none.
+    """
+    zeros = launch.uses_deepspeed or bool(launch.uses_fsdp and launch.sync_each_batch)
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if launch.uses_fsdp and holds and not zeros:
+        parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
+        named = {p._param_fqn.removeprefix("network.") for p in parameters if getattr(p, "reduce_dtype", None)}
+        trained = _leaves(launch, model)
+        gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
+        _refuse(unused(trained, gathered), "torch cannot hold their gradients")
+    if not (launch.kind == "ddp" or (zeros and decays)):
+        yield
+        return
+    trained = _leaves(launch, model)
+    # A unit that FSDP2 never gathered gets no zeros either.
+    used = {name for name, leaf in trained.items() if leaf is None}
+    hooks = [
+        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+        for name, leaf in trained.items()
+        if leaf is not None
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+    why = "DDP waits for the gradients of all" if launch.kind == "ddp" else "weight decay would shrink them here"
+    _refuse(unused(trained, used), why)
+
+
+def _leaves(launch: Launch, model: Any) -> dict[str, torch.Tensor | None]:
+    """What autograd gives the gradient of each trained tensor to; None for those that FSDP2 has never gathered."""
+    if not launch.uses_fsdp:
+        return {name: p for name, p in model.module.network.named_parameters() if p.requires_grad}
+    parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
+    return {
+        p._param_fqn.removeprefix("network."): getattr(p, "_unsharded_param", None)
+        for p in parameters
+        if p.sharded_param.requires_grad
+    }
+
+
+def _refuse(found: list[str], why: str) -> None:
+    if found:
+        shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
+        raise BackendError(
+            f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
+            "(model.freeze, by these names), give no adapters to it (lora.targets), or, where each batch uses other "
+            "parts, take accelerate_configs/fsdp.yaml with fsdp_sync_each_batch: false and sums in fp32."
+        )
+
+
+def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
+    """The names of modules none of whose trained tensors is used, and of single tensors of others."""
+    found: dict[str, None] = {}
+    for name in trained:
+        if name not in used:
+            words = name.split(".")
+            above = (".".join(words[:count]) for count in range(1, len(words)))
+            found[next((top for top in above if not any(n.startswith(f"{top}.") for n in used)), name)] = None
+    return list(found)
+
+
 def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str, reduced: str) -> Iterator[str]:
     """Each difference between request and reality, as a clause."""
     for name, asked, runs in (
@@ -141,11 +216,13 @@ def _differences(proof: Proof, launch: Launch, accumulation: int, precision: str
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0
     want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
+    if launch.sharded and proof.due is not None:
+        want_parameters, want_optimizer = proof.due
     for name, want, have in (
         ("parameters held by a rank", want_parameters, proof.parameter_fraction),
         ("optimiser state held by a rank", want_optimizer, proof.optimizer_fraction),
     ):
-        if abs(want - have) > _SHARD_SLACK + proof.unevenness and not _tiny(proof, want, have):
+        if abs(want - have) > _SHARD_SLACK and not _tiny(proof, want, have):
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
     if set(proof.parameter_dtypes) != {"float32"}:
         yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
@@ -235,10 +312,12 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         here: int = sum(local(t).numel() for t in tensors)
         return here / max(1, sum(int(t.numel()) for t in tensors))
 
-    def uneven(tensors: list[Any]) -> float:
+    def due(tensors: list[Any]) -> float:
         shards = common["world_size"] // replicas
-        most = sum(-(-t.shape[0] // shards) * (t.numel() // t.shape[0]) for t in tensors)
-        return float(most / max(1, sum(t.numel() for t in tensors)) - 1 / shards)
+        # The mesh of hybrid shard is (replicas, shards), in the order of the ranks.
+        rank = torch.distributed.get_rank() % shards
+        here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+        return float(here / max(1, sum(t.numel() for t in tensors)))
 
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
@@ -248,8 +327,8 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
     units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
     groups = [m._get_fsdp_state()._fsdp_param_group for m in units if isinstance(m, FSDPModule)]
     reshards = any(g._reshard_after_forward for g in groups if g is not None) if groups else None
-    policies = {type(s._fsdp_param_group.offload_policy) for s in _states(model)}
-    policy = next(s._fsdp_param_group.mp_policy for s in _states(model))
+    policies = {type(s._fsdp_param_group.offload_policy) for s in states(model)}
+    policy = next(s._fsdp_param_group.mp_policy for s in states(model))
     compute = policy.param_dtype
     # Where parameters rest on the CPU while the process computes elsewhere, they are offloaded.
     offload = "cpu" if CPUOffloadPolicy in policies else "none"
@@ -259,16 +338,25 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         parameter_fraction=held(parameters),
         optimizer_fraction=held(masters),
         model_dtypes=_dtypes(parameters) if compute is None else (_short(compute),),
-        reduce_dtype=_short(policy.reduce_dtype or torch.float32),
+        reduce_dtype=_short(policy.reduce_dtype or policy.param_dtype or torch.float32),
         offload_params=offload,
         offload_optimizer=offload,
-        unevenness=max(uneven(sharded), uneven(masters)),
+        due=(due(parameters), due(masters)),
         reshards=reshards,
         **common,
     )
 
 
-def _states(model: nn.Module) -> list[Any]:
+def rows_of(rows: int, rank: int, shards: int) -> int:
+    """How many of a tensor's rows FSDP2 gives to a rank: as many as `torch.chunk` does, which may be none.
+
+    Source: torch 2.13, `_chunk_with_empty` in `distributed/fsdp/_fully_shard/_fsdp_common.py`.
+    """
+    most = -(-rows // shards)
+    return max(0, min(most, rows - rank * most))
+
+
+def states(model: nn.Module) -> list[Any]:
     """FSDP2's state of each sharded unit that owns parameters."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -24,14 +24,17 @@ class Settled:
     """The DeepSpeed config, completed from the recipe; empty for other backends."""
 
 
-def settle(recipe: Recipe, launch: Launch) -> Settled:
+def settle(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> Settled:
     """Settles precision, accumulation and DeepSpeed's values.
+
+    Args:
+        env: A worker's environment.
 
     Raises:
         RecipeError: If the batch does not come out even, or a tracker is not installed.
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
-    settled = agree(recipe, launch, devices.of_torch(), os.environ)
+    settled = agree(recipe, launch, devices.of_torch(), env)
     check_trackers(recipe)
     return settled
 

@@ -75,8 +75,9 @@ def start(launch: Launch, recipe: Recipe, settled: Settled) -> Accelerator:
             **settings,
         )
     if not cpu:
-        # Accelerate may turn TF32 on behind the recipe's back; fp32 means fp32.
+        # fp32 means fp32. Accelerate may turn TF32 on for matrix products; for convolutions torch itself does.
         torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
     return accelerator
 
 
@@ -128,7 +129,10 @@ def _fsdp_plugin(launch: Launch, reduced: torch.dtype) -> Any:
     # Without an output dtype the loss leaves the model as it was computed: in fp32. Weights stay fp32 and are cast
     # inside operations, as on one device, unless the launch file asks for the lighter way.
     weights = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(launch.mixed_precision)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=reduced)
+    # Gradients of fp32 weights are fp32 unless another dtype is named. Named, torch 2.13 fails over a unit that took no
+    # part in a micro-batch (the vision tower of a model that reads text) where gradients are held until the last one.
+    named = None if weights is None and reduced is torch.float32 else reduced
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=named)
     return plugin
 
 

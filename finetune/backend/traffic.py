@@ -64,11 +64,13 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
     units = outline.units()
     trained = sum(any(w.group is not None for w in unit) for unit in units)
     cut = ranks // launch.replicate
+    times = accumulation if launch.sync_each_batch else 1
+    window: Window = "backward" if launch.sync_each_batch else "last backward"
     ring, gathers = (cut - 1) / cut, 2 if launch.reshard else 1
     gathered = round(gathers * accumulation * ring * weights)
     found = [
         Flow("all_gather", "weights", gathered, cut, "all", gathers * accumulation * len(units)),
-        Flow("reduce_scatter", "gradients", round(ring * gradients), cut, "last backward", trained),
+        Flow("reduce_scatter", "gradients", round(times * ring * gradients), cut, window, times * trained),
     ]
     if launch.replicate > 1:
         copies = launch.replicate

@@ -1,13 +1,24 @@
 """Checkpoints with one layout, written and read by every backend on any number of processes."""
 
-from finetune.checkpoint.folder import clean, listed, name_of, read_manifest, read_state, reading, step_of, verify
-from finetune.checkpoint.load import Checkpoint, find, newest, restore, verified
+from finetune.checkpoint.folder import (
+    clean,
+    listed,
+    name_of,
+    read_manifest,
+    read_state,
+    reading,
+    step_of,
+    unnamed,
+    verify,
+)
+from finetune.checkpoint.load import Checkpoint, adopt, find, newest, restore, verified
 from finetune.checkpoint.save import Outcome, Saver, require
 
 __all__ = [
     "Checkpoint",
     "Outcome",
     "Saver",
+    "adopt",
     "clean",
     "find",
     "listed",
@@ -19,6 +30,7 @@ __all__ = [
     "require",
     "restore",
     "step_of",
+    "unnamed",
     "verified",
     "verify",
 ]

@@ -14,12 +14,12 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.errors import CheckpointError
-from finetune.files import digest, digest_of, sync, write_json
+from finetune.files import NO_LOCKS, digest, digest_of, remove, sync, write_json
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -28,7 +28,17 @@ _DOOMED = ".doomed"
 _NAME = re.compile(r"step-(\d{8,})")
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link"}
 # What a resume reads of `state.json`.
-_STATE_KEYS = ("step", "position", "tokens", "looked_at", "results", "identity", "backend", "processes", "precision")
+_STATE_KEYS: dict[str, type] = {
+    "step": int,
+    "position": int,
+    "tokens": int,
+    "looked_at": bool,
+    "results": dict,
+    "identity": dict,
+    "backend": str,
+    "processes": int,
+    "precision": str,
+}
 
 
 def name_of(step: int) -> str:
@@ -50,6 +60,21 @@ def listed(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
+def unnamed(root: Path) -> list[Path]:
+    """Staging folders that are complete: whoever wrote them ended before they got their names."""
+    found = []
+    for path in root.glob(f"step-*{STAGING}"):
+        with suppress(CheckpointError):
+            complete(path)
+            found.append(path)
+    return found
+
+
+def named(folder: Path) -> Path:
+    """What a checkpoint's folder is called, or will be once it has its name."""
+    return folder.with_name(folder.name.removesuffix(STAGING))
+
+
 def seal(staging: Path, target: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
     """Turns a filled staging folder, whose files are on the disk, into a checkpoint.
 
@@ -65,10 +90,18 @@ def seal(staging: Path, target: Path, files: dict[str, dict[str, Any]], facts: d
     write_json(staging / MANIFEST, {**content, "digest": digest_of(content)})
     sync(staging)
     _check_listing(staging, files)
-    if target.exists():
+    give_name(staging, target)
+
+
+def give_name(staging: Path, target: Path) -> None:
+    """Renames a whole staging folder; what has its name already was found broken, and is moved aside.
+
+    Raises:
+        OSError: If it cannot be renamed.
+    """
+    if os.path.lexists(target):  # a link that leads nowhere is there, too
         aside = target.with_name(target.name + ".broken")
-        if aside.exists():
-            shutil.rmtree(aside)
+        remove(aside)
         target.rename(aside)
     staging.rename(target)
     sync(target.parent)
@@ -105,7 +138,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     claimed = manifest.pop("digest", None)
     if claimed != digest_of(manifest):
         raise CheckpointError(f"{file} was changed after it was written: its own digest does not match")
-    if manifest.get("step") != step_of(folder) and step_of(folder) is not None:
+    if manifest.get("step") != step_of(named(folder)) and step_of(named(folder)) is not None:
         raise CheckpointError(f"{file} speaks of step {manifest.get('step')}, not of the step in the folder's name")
     return manifest
 
@@ -113,6 +146,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _open_manifest(folder: Path, how: int = os.O_RDONLY) -> int:
     file = folder / MANIFEST
     with _named(file, missing=f"{folder} has no {MANIFEST}, so it was never finished"):
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a symbolic link, not a folder")
         _size(file)
         return os.open(file, how)
 
@@ -126,8 +161,8 @@ def _named(file: Path, *, missing: str) -> Iterator[None]:
         raise  # an OSError too
     except FileNotFoundError as error:
         raise CheckpointError(missing) from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file system has
+        raise CheckpointError(f"{file!s} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _size(file: Path) -> int:
@@ -157,6 +192,9 @@ def _check_listing(folder: Path, files: dict[str, Any]) -> None:
         if not known or not isinstance(facts.get("xxh3_128"), str):
             raise CheckpointError(f"{folder / MANIFEST} has no size and digest for {name}")
         with _named(file, missing=f"{file} is missing"):
+            for parent in [folder / parent for parent in PurePosixPath(name).parents][:-1]:
+                if parent.is_symlink():
+                    raise CheckpointError(f"{parent} is a symbolic link, not a folder")
             size = _size(file)
         if size != facts["bytes"]:
             raise CheckpointError(f"{file} has {size:,} bytes instead of {facts['bytes']:,}")
@@ -206,10 +244,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     missing = [key for key in _STATE_KEYS if key not in state]
     if missing:
         raise CheckpointError(f"{file} does not say {', '.join(missing)}")
+    wrong = [key for key, kind in _STATE_KEYS.items() if type(state[key]) is not kind]
+    if wrong:
+        raise CheckpointError(f"{file} has values of another kind for {', '.join(wrong)}")
     if state["step"] != manifest["step"]:
         raise CheckpointError(f"{file} speaks of step {state['step']}, the manifest of step {manifest['step']}")
     for key, place in state["tensors"].items():
-        if not isinstance(place, dict) or not {"file", "name", "shape"} <= place.keys():
+        if not isinstance(place, dict) or [type(place.get(k)) for k in ("file", "name", "shape")] != [str, str, list]:
             raise CheckpointError(f"{file} does not say where {key} is")
         if place["file"] not in manifest["files"]:
             raise CheckpointError(f"{file} needs {place['file']} for {key}, which the manifest does not list")
@@ -221,17 +262,27 @@ def reading(folder: Path) -> Iterator[None]:
     """Keeps `prune`, in whatever process, from deleting a checkpoint while it is read.
 
     Raises:
-        CheckpointError: If it is gone.
+        CheckpointError: If it is gone, or cannot be locked.
     """
     handle = _open_manifest(folder)
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
+        with _named(folder / MANIFEST, missing=f"{folder} is gone"):
+            _lock(handle, fcntl.LOCK_SH)
         # Whoever held it meanwhile may have deleted it.
         if not os.path.exists(folder / MANIFEST) or not os.path.samestat(os.fstat(handle), os.stat(folder / MANIFEST)):
             raise CheckpointError(f"{folder} was deleted meanwhile")
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, how: int) -> None:
+    """Locks a file where its file system can; a run says at its start where that cannot (`rundir`)."""
+    try:
+        fcntl.flock(handle, how)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def complete(folder: Path) -> dict[str, Any]:
@@ -279,7 +330,7 @@ def _delete(folder: Path) -> None:
     # Open for writing: over NFS, only such files can be locked against others.
     with os.fdopen(_open_manifest(folder, os.O_RDWR), "r+b") as opened:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(opened.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
         # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
@@ -291,7 +342,5 @@ def clean(root: Path) -> None:
     """Removes what a run that was cut short left half written or half deleted."""
     for path in root.glob("step-*"):
         if path.suffix in (STAGING, _DOOMED):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                remove(path)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +42,61 @@ def newest(root: Path, broken: Collection[str] = ()) -> Path | None:
     return None
 
 
-def find(root: Path, backend: Backend, warn: Callable[[str], None]) -> Checkpoint | None:
+def find(root: Path, backend: Backend, warn: Callable[[str], None], *, unnamed: bool = False) -> Checkpoint | None:
     """The newest whole checkpoint below `root`, the same on every rank; None if there is no folder of one.
 
     Every rank must call it.
 
     Args:
         warn: Is told what is wrong with newer ones, on the rank that found it.
+        unnamed: Also take a complete staging folder, whose writer ended before it had its name; see `adopt`.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.
     """
     # Rank 0's list counts: another machine's view of a shared folder may lag behind.
-    steps = [folders.step_of(folder) or 0 for folder in folders.listed(root)] if backend.is_main else []
-    count = int(backend.broadcast(torch.tensor([len(steps)], device=backend.device)).item())
-    if not count:
+    there = [*folders.listed(root), *(folders.unnamed(root) if unnamed else ())] if backend.is_main else []
+    there.sort(key=lambda folder: (-(folders.step_of(folders.named(folder)) or 0), len(folder.name)))
+    names: list[str] = backend.tell([folder.name for folder in there])
+    if not names:
         return None
-    shared = torch.tensor(steps or [0] * count, dtype=torch.int64, device=backend.device)
-    for step in backend.broadcast(shared).tolist():
-        folder = root / folders.name_of(step)
+    for folder in (root / name for name in names):
         try:
             return verified(folder, backend)
         except CheckpointError as error:
             if not getattr(error, "elsewhere", False):
                 warn(f"Checkpoint refused: {error}. Trying an older one.")
     raise CheckpointError(
-        f"No checkpoint below {root} is whole, as said above. Restore one from a copy, remove the folder "
-        "to start from the beginning, or choose another output.dir."
+        f"No checkpoint below {root} is whole, as said above. Restore one from a copy, or choose another output.dir; "
+        "output.overwrite=true starts from the beginning."
     )
+
+
+def adopt(found: Checkpoint, backend: Backend, say: Callable[[str], None]) -> Checkpoint:
+    """Gives a staging folder that was found whole its name; any other checkpoint stays as it is.
+
+    Every rank must call it.
+
+    Args:
+        say: Is told, on rank 0.
+
+    Raises:
+        CheckpointError: On every rank, if it cannot be renamed.
+    """
+    target = folders.named(found.folder)
+    if target == found.folder:
+        return found
+    problem: str | None = None
+    if backend.is_main:
+        try:
+            folders.give_name(found.folder, target)
+            say(f"{found.folder} is whole, though the run ended before it got its name. It is {target.name} now.")
+        except OSError as error:
+            problem = f"{found.folder} is whole, but cannot be renamed to {target.name}: {error.strerror or error}."
+    problem = backend.tell(problem)
+    if problem is not None:
+        raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
+    return replace(found, folder=target)
 
 
 def verified(folder: Path, backend: Backend) -> Checkpoint:

@@ -26,6 +26,7 @@ from finetune.errors import CheckpointError
 from finetune.files import sync
 
 _INDEX = "model.safetensors.index.json"
+_NOT_FINITE = "a tensor holds numbers that are not finite"
 # How libraries in Rust tell the system's number for an error.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
@@ -53,6 +54,7 @@ class Saver:
         keep_best: bool,
         warn: Callable[[str], None],
         broken: Collection[str] = (),
+        infinite: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -60,10 +62,11 @@ class Saver:
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
             warn: Is told what people must see, on the rank that saw it.
             broken: Names of folders whose content was found damaged.
+            infinite: Buffers that may hold infinities, such as causal masks.
         """
         self._root, self._backend, self._describe, self._warn = root, backend, describe, warn
         self._keep_newest, self._keep_best = keep, keep_best
-        self._snapshot = Snapshot(backend, adapter_keys)
+        self._snapshot = Snapshot(backend, adapter_keys, infinite)
         self._broken = set(broken)
         self._thread: threading.Thread | None = None
         self._sealing = False
@@ -217,7 +220,7 @@ class Saver:
             self._warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
-        return "a tensor holds numbers that are not finite" if worst == errno.EDOM else os.strerror(worst)
+        return _NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
 
 
 def require(outcome: Outcome | None, root: Path) -> None:
@@ -227,7 +230,13 @@ def require(outcome: Outcome | None, root: Path) -> None:
         CheckpointError: With the reason.
     """
     if outcome is not None and outcome.error is not None:
+        advice = "Make room or mend the file system, and start the same command again."
+        if outcome.error == _NOT_FINITE:
+            advice = (
+                "The warning above names the tensor. Take a lower optim.lr or optim.clip_norm, or more precision; "
+                "from the same weights the same command fails again."
+            )
         raise CheckpointError(
             f"The checkpoint of step {outcome.step} cannot be written below {root}: {outcome.error}. Older "
-            "checkpoints are untouched. Make room or mend the file system, and start the same command again."
+            f"checkpoints are untouched. {advice}"
         )

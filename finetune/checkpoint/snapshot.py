@@ -2,7 +2,7 @@
 
 import errno
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,14 @@ class Snapshot:
     time than the copying: a rank's share of three fp32 numbers a trained parameter (with Adam).
     """
 
-    def __init__(self, backend: Backend, adapter_keys: dict[str, str] | None) -> None:
-        self._backend, self._adapter_keys = backend, adapter_keys
+    def __init__(
+        self, backend: Backend, adapter_keys: dict[str, str] | None, infinite: Collection[str] = frozenset()
+    ) -> None:
+        """
+        Args:
+            infinite: Buffers that may hold infinities.
+        """
+        self._backend, self._adapter_keys, self._infinite = backend, adapter_keys, infinite
         self._layout: Layout | None = None
         self._entries: list[_Entry] = []
         self._exchange: Exchange | None = None
@@ -172,7 +178,10 @@ class Snapshot:
 
     def _put(self, entry: _Entry, whole: torch.Tensor, files: dict[str, TensorFile]) -> None:
         assert self._layout is not None
-        if whole.is_floating_point() and not bool(torch.isfinite(whole).all()):
+        kind, _, name = entry.key.partition("/")
+        infinite = kind == "buffer" and name in self._infinite
+        fits = whole.isnan().logical_not() if infinite else whole.isfinite()
+        if whole.is_floating_point() and not bool(fits.all()):
             raise OSError(errno.EDOM, f"{entry.key} holds numbers that are not finite")
         file, name = self._layout.place(entry.key)
         files[file].write(name, whole)

@@ -50,7 +50,7 @@ class TensorFile:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self._begin = 8 + len(text)
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import filelock
 
 from finetune.errors import DataError
-from finetune.files import sync
+from finetune.files import sync, unlockable
 
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can go on with what is there."""
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Of that file, which says it as `version`, and of those that it is about."""
 
 
@@ -80,7 +80,9 @@ class Cache:
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         staging = folder.with_name(folder.name + ".part")
         for leftover in (staging, folder):
-            if leftover.exists() and not (leftover == staging and self._can_go_on(staging)):
+            if leftover.is_symlink():
+                leftover.unlink()
+            elif leftover.exists() and not (leftover == staging and self._can_go_on(staging)):
                 shutil.rmtree(leftover)
         staging.mkdir(exist_ok=True)
         try:
@@ -110,7 +112,12 @@ class Cache:
         """Whether a build can use what another has left."""
         if not (staging / STATE).exists():
             return False
-        version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
+        if any(path.is_symlink() for path in staging.iterdir()):
+            return False  # they would be written through
+        try:
+            version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
+        except (ValueError, AttributeError):
+            return False
         if version != STATE_VERSION:
             self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
         return bool(version == STATE_VERSION)
@@ -121,6 +128,14 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
+        reason = unlockable(self._root)
+        if reason is not None:
+            # A lock of this machine would not do: processes of several machines may prepare the same data.
+            raise DataError(
+                f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), and "
+                "processes that prepare the same data need one. Set data.cache_dir to a directory on another file "
+                "system, such as a local disk."
+            )
         lock = filelock.FileLock(self._root / f"{name}.lock")
         try:
             lock.acquire(timeout=0)
@@ -145,7 +160,13 @@ def _open(folder: Path) -> Entry | None:
     """The folder, if everything that its index lists is there in full."""
     try:
         index = json.loads((folder / _INDEX).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in index["files"].items())
+        whole = not folder.is_symlink() and all(_is_whole(folder, *file) for file in index["files"].items())
         return Entry(folder, index["facts"], reused=True) if whole else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _is_whole(folder: Path, name: str, size: int) -> bool:
+    """Whether a file that an index lists is there in full, in that folder and not elsewhere by a path or a link."""
+    file = folder / name
+    return Path(name).name == name and not file.is_symlink() and file.is_file() and file.stat().st_size == size

@@ -20,11 +20,11 @@ from finetune.data.documents import Chosen
 from finetune.data.encode_worker import open_tokenizer
 from finetune.data.examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.literals import Span
-from finetune.data.templates import Template, answers
+from finetune.data.templates import Template, answers, writes_tools
 from finetune.errors import DataError
 from finetune.recipe import ChatSection
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of what is made of conversations; part of the cache's key."""
 
 
@@ -36,6 +36,7 @@ class _Written:
     parts: list[Span]
     """Where special tokens are only characters."""
     answers: dict[int, list[Span]]
+    tools_dropped: bool
 
 
 class ChatEncoder:
@@ -91,7 +92,14 @@ class ChatEncoder:
             "special": self._names,
             "template": self._template.text,
             "variables": dict(self._template.variables),
-            "rules": [section.train_on, section.end_token, section.too_long, self._row_length, *self._around],
+            "rules": [
+                section.train_on,
+                section.end_token,
+                section.too_long,
+                section.drop_tools,
+                self._row_length,
+                *self._around,
+            ],
         }
 
     def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], list[Example]]]:
@@ -110,9 +118,12 @@ class ChatEncoder:
             return self._plain(found)
         try:
             return self._fitting(found, where)
-        except BrokenConversation as problem:
-            self._tolerance.meet(problem)
-            return left_out(Facts(refused=1))
+        except RecursionError:
+            problem = BrokenConversation("nested too deeply", f"{where}: its tools or calls are nested too deeply.")
+        except BrokenConversation as broken:
+            problem = broken
+        self._tolerance.meet(problem)
+        return left_out(Facts(refused=1))
 
     def name_of(self, token: int) -> str:
         """A special token as people know it."""
@@ -159,7 +170,13 @@ class ChatEncoder:
                 shared += int(inside.any() and offsets[inside.argmax(), 0] < start)
         if self._section.end_token == "add":
             tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [written.answers[n] for n in learned])
-        return self._finished(tokens, mask, offsets, written.text, Facts(answers=len(learned), shared=shared))
+        return self._finished(
+            tokens,
+            mask,
+            offsets,
+            written.text,
+            Facts(answers=len(learned), shared=shared, tools_dropped=int(written.tools_dropped)),
+        )
 
     def _learned(self, conversation: Conversation) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
@@ -187,7 +204,7 @@ class ChatEncoder:
         pattern = literals.written_by_template(self._names, marks)
         text, spans = answers(self._template, messages, tools, wanted, pattern, where)
         if not marked:
-            return _Written(text, [], spans)
+            return _Written(text, [], spans, self._without_tools(conversation, text, where))
         clean, parts, removed = marks.remove(text)
         if clean != self._template.render(conversation.messages, conversation.tools, where):
             raise BrokenConversation(
@@ -199,7 +216,21 @@ class ChatEncoder:
             number: [(literals.moved(start, removed), literals.moved(end, removed)) for start, end in places]
             for number, places in spans.items()
         }
-        return _Written(clean, parts, found)
+        return _Written(clean, parts, found, self._without_tools(conversation, clean, where))
+
+    def _without_tools(self, conversation: Conversation, text: str, where: str) -> bool:
+        """Whether tools are dropped, which is refused unless the recipe wants it."""
+        messages, tools = conversation.messages, conversation.tools
+        if not tools or writes_tools(self._template, text, messages, tools, where):
+            return False
+        if not self._section.drop_tools:
+            raise BrokenConversation(
+                "tools that the template does not write",
+                f"{where}: the conversation has tools, and the chat template ({self._template.name}) does not write "
+                "all of them, so that a model would learn calls of functions that it never saw. Name a template that "
+                "does as chat.template (`plain` does), or set chat.drop_tools to true to learn without them.",
+            )
+        return True
 
     def _check_literals(
         self, tokens: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], written: _Written, where: str

@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator
 
-from finetune.data.report import DataReport, SplitReport
+from finetune.data.issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL
+from finetune.data.report import WORDS, DataReport, SplitReport
 from finetune.errors import DataError
 from finetune.recipe import ChecksSection
 
 
-def check(report: DataReport, bounds: ChecksSection) -> None:
+def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
     """Compares the report with the recipe's bounds.
+
+    Args:
+        report: What there is.
+        bounds: What may be.
+        labelled: Whether documents have classes, and so no end.
 
     Raises:
         DataError: With all of them that do not hold.
@@ -16,12 +22,12 @@ def check(report: DataReport, bounds: ChecksSection) -> None:
     problems = []
     for name, split in (("train", report.train), ("validation", report.validation)):
         if split is not None:
-            problems += [f"{name}: {problem}" for problem in _problems(split, bounds)]
+            problems += [f"{name}: {problem}" for problem in _problems(split, bounds, labelled)]
     if problems:
         raise DataError(f"The data is not what the recipe allows: {'; '.join(problems)}. Mend it, or the bounds.")
 
 
-def _problems(split: SplitReport, bounds: ChecksSection) -> Iterator[str]:
+def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iterator[str]:
     chat = split.chat
     broken = sum(split.broken.values())
     read = broken + split.documents
@@ -41,9 +47,20 @@ def _problems(split: SplitReport, bounds: ChecksSection) -> Iterator[str]:
     yield from _above("max_overlap", bounds.max_overlap, split.overlap, split.documents, both)
     if chat is not None and chat.supervised_share < bounds.min_supervised:
         yield _below("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned")
-    if chat is not None and chat.ended_share < bounds.min_ended:
-        end = "of the examples end in a special token that is learned"
-        yield _below("min_ended", bounds.min_ended, chat.ended_share, end)
+    if split.ended_share < bounds.min_ended and not labelled:
+        what = "documents" if chat is None else "examples"
+        end = f"of the {what} end in a special token that is learned"
+        yield _below("min_ended", bounds.min_ended, split.ended_share, end)
+    most = {
+        LOSSY: ("max_lossy", bounds.max_lossy),
+        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
+        NUL: ("max_nul", bounds.max_nul),
+        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
+    }
+    for found in split.findings:
+        if found.kind in most:
+            what = f"{WORDS[found.kind]} (the first: {found.example})"
+            yield from _above(*most[found.kind], found.count, found.of, what)
 
 
 def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:

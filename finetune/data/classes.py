@@ -1,5 +1,6 @@
 """Labels as found to class numbers."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,12 @@ class ClassList:
                 "Number the classes from 0, or correct task.num_labels."
             )
         if num_labels is None and len(numbers) != count:
-            missing = sorted(set(range(count)) - set(numbers))
+            known = set(numbers)
+            # Of a label such as an id there is no list of those below it.
+            missing = list(itertools.islice((n for n in range(count) if n not in known), _SHOWN))
             raise DataError(
-                f"The labels go up to {numbers[-1]}, but {_some(missing)} never occur. Number the classes "
-                "from 0 "
+                f"The labels go up to {numbers[-1]}, but {_some(missing, count - len(numbers))} never occur. Number "
+                "the classes from 0 "
                 f"without gaps, or set task.num_labels to {count} if these are real classes."
             )
         return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
@@ -84,6 +87,7 @@ class ClassList:
         return np.array([self.number_of[label] for label in labels], np.int64)[codes]
 
 
-def _some(labels: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, labels[:_SHOWN]))
-    return f"{shown} and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else shown
+def _some(labels: Sequence[Any], total: int | None = None) -> str:
+    """The first of some labels, and how many more there are; `total` where `labels` are only the first themselves."""
+    shown, more = labels[:_SHOWN], (total or len(labels)) - _SHOWN
+    return ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")

@@ -98,7 +98,13 @@ class RecordForm:
         Raises:
             DataError: If it is in no known format, or broken.
         """
-        record = {"text": record} if isinstance(record, str) else record
+        if isinstance(record, str):
+            if self.format != "text":
+                raise DataError(
+                    f"{where}: this is a bare text, and with a `chat` section records are conversations: objects with "
+                    "fields. To learn every token of such texts as documents, set the source's `format` to `text`."
+                )
+            record = {self.text_field: record}
         if not isinstance(record, Mapping):
             raise DataError(f"{where}: a conversation is an object with fields, got {type(record).__name__}.")
         if not self.detected:
@@ -109,7 +115,7 @@ class RecordForm:
                 return json.dumps({"text": text.strip() if self.strip else text}, ensure_ascii=False)
             conversation = self._messages(record, where) if "messages" in self._paths else self._pair(record, where)
             _check(conversation, where)
-            return conversation.to_json()
+            return _written(conversation, where)
         except BrokenConversation as problem:
             self.tolerance.meet(problem)
             return ""
@@ -200,7 +206,7 @@ class RecordForm:
         tools = self._value(record, "tools", where)
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BrokenConversation(
                 "tools", f"{where}: '{self._path('tools')}' is not valid JSON: {error}."
             ) from error
@@ -270,6 +276,16 @@ def _weight(turn: Mapping[str, Any], place: str) -> int:
             "weight", f"{place}: the weight is {weight!r}; a message is learned (1) or not (0). Write one of these."
         )
     return int(weight)
+
+
+def _written(conversation: Conversation, where: str) -> str:
+    """A conversation as JSON. Formats that are not JSON hold values that it has no form for, such as dates."""
+    try:
+        return conversation.to_json()
+    except (TypeError, RecursionError) as error:
+        raise BrokenConversation(
+            "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
+        ) from error
 
 
 def _check(conversation: Conversation, where: str) -> None:

@@ -42,6 +42,8 @@ class Chosen(NamedTuple):
     """File and line, for error messages."""
     read: int
     """Bytes of the source's files up to its end, as far as these can be told."""
+    duplicate_key: str | None = None
+    """See `Document`."""
 
 
 def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
@@ -77,4 +79,13 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
         if copies:
             held_out = digest < held_below
             copies = 1 if held_out else copies
-            yield Chosen(data, digest, held_out, copies, document.label, document.where, corpus.meter.done)
+            yield Chosen(
+                data,
+                digest,
+                held_out,
+                copies,
+                document.label,
+                document.where,
+                corpus.meter.done,
+                document.duplicate_key,
+            )

@@ -35,6 +35,8 @@ class Facts:
     """Conversations left out because there is nothing to learn from."""
     refused: int = 0
     """Conversations that the template refuses."""
+    tools_dropped: int = 0
+    """Conversations whose tools the template does not write."""
     shared: int = 0
     """Answers that begin inside a token of what comes before."""
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class _Preparation:
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
-        check(report, self._recipe.checks)
+        check(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=train_rows,
             validation=validation_rows if validation_rows is not None and len(validation_rows) else None,
@@ -249,6 +249,7 @@ class _Preparation:
                     num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,
+                    restore=partial(tokenizer.restore, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                 )
@@ -330,6 +331,8 @@ class _Preparation:
             row_length=self._data.sequence_length,
             around=sum(map(len, self._wrapping)),
             overlap=shared,
+            eos=self._tokenizer.eos_token_id,
+            add_eos=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
             name_of=self._tokenizer.convert_ids_to_tokens,
         )
 

@@ -2,17 +2,21 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.data.broken import BrokenConversation
 from finetune.data.conversations import RecordForm
-from finetune.data.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, Meter, json_items, lines
+from finetune.data.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 
 _BATCH_ROWS = 1024
+# An object whose first value that is no text, number or the like is a list of objects or of texts.
+_LIST_INSIDE = re.compile(rb'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"{}\[\],]+)\s*,\s*)*"([^"]+)"\s*:\s*\[\s*[{"]')
 
 
 class Document(NamedTuple):
@@ -24,6 +28,8 @@ class Document(NamedTuple):
     """None where no label was asked for."""
     where: str
     """File and line, for error messages."""
+    duplicate_key: str | None = None
+    """A key that its record has more than once: the last value counts."""
 
 
 class Fields(NamedTuple):
@@ -158,29 +164,65 @@ def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    reader = JsonReader()
     for number, line in lines(path, meter):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
+            record = reader.decode(line)
         except ValueError as error:
             raise DataError(
                 f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or "
-                "remove the line."
+                f"remove the line.{_cut_short(line, error)}"
             ) from error
-        yield document_of(record, fields, where)
+        yield _noted(document_of(record, fields, where), reader)
+
+
+def _cut_short(line: str, error: ValueError) -> str:
+    """A hint for a last line that ends in the midst of a record."""
+    inside = isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
+    )
+    return " The file ends here, and may have been cut short." if inside and not line.endswith("\n") else ""
 
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     with path.open("rb") as file:
-        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start == b"{":
+        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"{":
         # Many published `.json` files are JSON lines.
-        yield from _read_jsonl(path, fields, meter)
+        documents = _read_jsonl(path, fields, meter)
+        try:
+            first = next(documents, None)
+        except BrokenConversation:
+            raise
+        except DataError as error:
+            raise _explained(error, start) from error
+        if first is not None:
+            yield first
+            yield from documents
         return
-    for number, record in enumerate(json_items(path, meter), start=1):
-        yield document_of(record, fields, f"{path}, item {number}")
+    reader = JsonReader()
+    for number, record in enumerate(json_items(path, meter, reader), start=1):
+        yield _noted(document_of(record, fields, f"{path}, item {number}"), reader)
+
+
+def _noted(document: Document, reader: JsonReader) -> Document:
+    return document if reader.duplicate_key is None else document._replace(duplicate_key=reader.duplicate_key)
+
+
+def _explained(error: DataError, start: bytes) -> DataError:
+    """What may be wrong with a .json file that begins with an object, and whose first line is no record."""
+    if (nested := _LIST_INSIDE.match(start)) is not None:
+        key = nested[1].decode("utf-8", "replace")
+        return DataError(
+            f"{error} The file begins with an object that has a list under '{key}'. If these are the records, write "
+            f"that list alone into a file, for example with `jq .{key}`."
+        )
+    if b"\n" in start:
+        return DataError(f"{error} A .json file is a list of records, or has each record in a line of its own.")
+    return error
 
 
 def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -191,7 +233,7 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         header = next(rows, None)
         if header is None:
             return
-        require_fields(header, fields, str(path))
+        _require_header(header, fields, path)
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             if not row:
@@ -206,7 +248,37 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 record[fields.label] = _csv_label(record[fields.label])
             yield document_of(record, fields, where)
     except csv.Error as error:
-        raise DataError(f"{path}, line {rows.line_num} is not valid CSV: {error}. Mend the line.") from error
+        reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
+        raise DataError(f"{path}, line {rows.line_num} is not valid CSV: {reason}. Mend the line.") from error
+
+
+def _require_header(header: list[str], fields: Fields, path: Path) -> None:
+    """Checks the first line of a CSV file.
+
+    Raises:
+        DataError: If a wanted column is missing, or is there twice.
+    """
+    for name in fields.columns or header:
+        if header.count(name) > 1:
+            raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")
+    if len(header) == 1:
+        other = next((sign for sign in ";\t|" if sign in header[0]), None)
+        if other is not None:
+            raise DataError(
+                f"{path}: the columns are divided by {other!r}, as the header {_short(header[0])!r} shows, and must be "
+                "divided by commas. Write the file again with commas, or convert it to JSON lines."
+            )
+    try:
+        require_fields(header, fields, str(path))
+    except DataError as error:
+        raise DataError(
+            f"{error} The first line of a CSV file must name its columns: if this file has no such line, put one "
+            f"there, such as `{','.join(fields.columns or [])}`."
+        ) from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + " …"
 
 
 def _csv_label(label: str) -> int | str:
@@ -233,7 +305,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
                 number += 1
                 meter.done = before + size * number // file.metadata.num_rows
                 yield document_of(record, fields, f"{path}, row {number}")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
 
 

@@ -4,6 +4,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from finetune.data.issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
+
+NO_END = "no_end"
+WORDS = {
+    NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
+    LOSSY: "sampled documents are not given back by the tokenizer",
+    MOJIBAKE: "documents look wrongly decoded",
+    NUL: "documents hold NUL characters",
+    DUPLICATE_KEY: "records have a key more than once, and its last value counts",
+}
+"""What each kind of finding is, for people."""
+
 
 @dataclass(frozen=True)
 class SourceReport:
@@ -40,6 +52,8 @@ class ChatReport:
     """Answers that lost their end, or all of them."""
     refused: int
     """Conversations left out because the template refuses them."""
+    tools_dropped: int
+    """Conversations whose tools the template does not write."""
     shared: int
     """Answers whose first token holds a part of what comes before: at inference it is another token."""
 
@@ -78,6 +92,10 @@ class SplitReport:
     """What is wrong with the first."""
     chat: ChatReport | None = None
     """None for documents."""
+    ended_share: float = 0.0
+    """Documents that the tokenizer's end-of-text token ends / `documents`; of conversations as `chat` has it."""
+    findings: tuple[Finding, ...] = ()
+    """Signs that texts are not what was meant."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
     found = [f"{count:,} {what}" for count, what in notes if count]
     if found:
         lines.append(f"    {', '.join(found)}")
+    for finding in split.findings:
+        lines.append(f"    {finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}")
     if len(split.sources) > 1 or split.chat is not None:
         lines.extend(
             f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
@@ -154,6 +174,7 @@ def _chat_notes(chat: ChatReport) -> list[tuple[int, str]]:
         (chat.too_long, "conversations left out as too long"),
         (chat.cut, "conversations cut"),
         (chat.answers_cut, "answers cut"),
+        (chat.tools_dropped, "conversations without their tools"),
         (chat.shared, "answers that begin inside a token of the prompt"),
     ]
 
@@ -166,6 +187,8 @@ def split_report(
     row_length: int,
     around: int,
     overlap: int,
+    eos: int | None,
+    add_eos: bool,
     name_of: Callable[[int], Any],
 ) -> SplitReport:
     """Puts a side's facts together.
@@ -177,6 +200,8 @@ def split_report(
         row_length: T.
         around: Special tokens around each document of a classifier.
         overlap: Documents that are training documents too.
+        eos: The tokenizer's end-of-text token.
+        add_eos: Whether it is wanted behind documents.
         name_of: The text of a token.
     """
     counts = facts[side]
@@ -186,6 +211,14 @@ def split_report(
     left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
     # Records of a source belong to neither side before they are read: said once, with the training side.
     own = side == "train"
+    found = findings(counts["issues"])
+    total, ended = counts["documents"], 0
+    if chat is not None:
+        total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
+    elif add_eos and eos is not None:
+        ended = total - made["truncated"]
+    if add_eos and eos is None and ended < total:
+        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
     return SplitReport(
         documents=counts["documents"],
         tokens=counts["tokens"],
@@ -203,6 +236,8 @@ def split_report(
         broken=facts["broken"] if own else {},
         first_broken=facts["first_broken"] if own else None,
         chat=chat,
+        ended_share=ended / total if total else 0.0,
+        findings=found,
     )
 
 
@@ -213,5 +248,8 @@ def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[
         supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
         ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
         ends={str(name_of(int(token))): count for token, count in ends.items()},
-        **{name: facts[name] for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "shared")},
+        **{
+            name: facts[name]
+            for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "tools_dropped", "shared")
+        },
     )

@@ -69,6 +69,11 @@ class Rows:
             return int(self.row_targets[rows].sum())
         return int(self._widths[rows].sum())
 
+    def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
+        """Tokens that a network computes for `batch(rows)`, without padding."""
+        around = sum(map(len, self.classes.wrapping)) if self.classes is not None else 0
+        return int(self._widths[rows].sum()) + around * int(rows.size)
+
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
 

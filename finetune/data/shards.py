@@ -42,7 +42,12 @@ class Shards:
         self._open = 0  # bytes of text since the last shard
         self._left: dict[str, Any] | None = None
         if self._path.exists():
-            self._restore(json.loads(self._path.read_text(encoding="utf-8")))
+            try:
+                self._restore(json.loads(self._path.read_text(encoding="utf-8")))
+            except DataError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
 
     def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:
         """The documents of a source that are to be tokenised; None if it is done."""

@@ -1,7 +1,7 @@
 """One side of the split while it is written: files that only grow, so that a killed build can go on."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from finetune.data import masks
 from finetune.data.arrays import GrowingArray, Int64s
 from finetune.data.documents import Chosen
 from finetune.data.examples import Example, Facts
+from finetune.data.issues import Issues
 from finetune.errors import DataError
 
 _COPY_TOKENS = 1 << 22
@@ -20,10 +21,27 @@ _COPY_TOKENS = 1 << 22
 class Side:
     """Writes one side of the split. What is held in memory does not grow with the documents."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], bos: int | None, eos: int | None) -> None:
-        """Opens the files in `folder`, or creates them; `bos` and `eos` go around each document, if given."""
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        dtype: np.dtype[Any],
+        bos: int | None,
+        eos: int | None,
+        restore: Callable[[str], str],
+    ) -> None:
+        """Opens the files in `folder`, or creates them.
+
+        Args:
+            folder: Where the files lie.
+            name: Of the side.
+            dtype: Of tokens.
+            bos: Put before each document, if given.
+            eos: Put behind each document, if given.
+            restore: Turns a text into tokens and back.
+        """
         self._stem = folder / name
-        self._bos, self._eos = bos, eos
+        self._bos, self._eos, self._restore = bos, eos, restore
 
         def grow(kind: str, dtype: npt.DTypeLike) -> GrowingArray:
             return GrowingArray(folder / f"{name}.{kind}", dtype)
@@ -38,6 +56,7 @@ class Side:
         self._files = (self._tokens, self._lengths, self._labels, self._digests, self._copies, self._loose)
         self._facts = Facts()
         self._ends: Counter[int] = Counter()
+        self._issues = Issues()
         self._empty = 0
         self._sources: list[dict[str, Any]] = []
         # Of the source that is being written.
@@ -51,6 +70,7 @@ class Side:
             "sizes": [len(file) for file in self._files],
             "facts": self._facts.to_dict(),
             "ends": list(self._ends.items()),
+            "issues": self._issues.to_dict(),
             "empty": self._empty,
             "sources": self._sources,
             "first": [self._first, self._first_token, self._first_copy],
@@ -61,6 +81,7 @@ class Side:
         whole = [file.cut(size) for file, size in zip(self._files, state["sizes"], strict=True)]
         self._facts = Facts(**state["facts"])
         self._ends = Counter(dict(state["ends"]))
+        self._issues = Issues(**state["issues"])
         self._empty = state["empty"]
         self._sources = state["sources"]
         self._first, self._first_token, self._first_copy = state["first"]
@@ -87,6 +108,8 @@ class Side:
         kept = lengths > 0
         self._empty += int((~kept).sum())
         chosen = np.flatnonzero(kept).tolist()
+        done = len(self._lengths) - self._first
+        self._issues.look((items[i] for i in chosen), done, self._restore, chat=examples is not None)
         self._digests.append(np.array([items[i].digest for i in chosen], np.uint64))
         self._copies.append(np.array([items[i].copies for i in chosen], np.uint32))
         if labels is not None:
@@ -127,6 +150,7 @@ class Side:
             "duplicates": int((ordered[1:] == ordered[:-1]).sum()),
             "sources": [source for source in self._sources if source["documents"]],
             "chat": self._facts.to_dict() if masked else None,
+            "issues": self._issues.to_dict(),
             "ends": {str(token): count for token, count in self._ends.most_common()},
         }
 

@@ -1,8 +1,7 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
-import glob
 import itertools
-import os
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from finetune.data.readers import Document, Fields, document_of, read_file, requ
 from finetune.data.streams import Meter
 from finetune.errors import DataError
 from finetune.files import digest
+from finetune.paths import find_files
 from finetune.recipe import Source
 
 _BATCH_ROWS = 1024
@@ -83,18 +83,9 @@ class _Opened(NamedTuple):
 
 
 def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
-    pattern = os.path.expanduser(given)
-    # A name with brackets in it is first of all a name.
-    paths = [Path(pattern)] if os.path.exists(pattern) else [Path(p) for p in glob.glob(pattern, recursive=True)]
-    paths.sort()
-    if not paths:
-        raise DataError(
-            f"There is no file {given} (looked from {Path.cwd()}). Relative paths count from the working "
-            "directory; correct `path` in data.train or data.validation, or the glob so that it matches."
-        )
-    if paths[0].is_dir() and len(paths) == 1:
-        return _open_saved(source, paths[0], fields)
-    files = [path for path in paths if not path.is_dir()]
+    files = find_files(given)
+    if len(files) == 1 and files[0].is_dir():
+        return _open_saved(source, files[0], fields)
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
 
     def read(meter: Meter) -> Iterator[Document]:
@@ -108,8 +99,8 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
     inner = folder
     if (folder / "dataset_dict.json").is_file():
         inner = folder / source.split
-        if not inner.is_dir():
-            splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if source.split not in splits:
             raise DataError(
                 f"The data set {folder} has no split '{source.split}'; its splits are {', '.join(splits)}. "
                 "Name one of them as the source's `split`."
@@ -119,7 +110,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
             f"glob instead, such as {folder}/*.jsonl."
         )
-    content = [[path.name, _hash_file(path)] for path in sorted(inner.glob("*.arrow"))]
+    content = [[path.name, _hash_file(path)] for path in _arrow_files(inner)]
 
     def read(_: Meter) -> Iterator[Document]:
         import datasets
@@ -131,6 +122,27 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
         return _read_dataset(dataset, fields, str(folder))
 
     return _Opened(content, read, None)
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory.
+
+    Raises:
+        DataError: If the list cannot be read, or names something else.
+    """
+    try:
+        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
+        ) from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise DataError(
+                f"The data set in {folder} lists the file {name!r}, which is not a file in that directory. Save it "
+                "again with `datasets`' save_to_disk."
+            )
+    return sorted(folder / name for name in names)
 
 
 def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:

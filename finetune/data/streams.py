@@ -17,6 +17,7 @@ MAX_RECORD_BYTES = 1 << 26
 _CHUNK = 1 << 20
 # Errors of the JSON parser that near the end of what it has can mean that there is more to come.
 _NEAR = 16
+_CUT_SHORT = "the file ends before the list does, and may have been cut short"
 
 
 @dataclass
@@ -25,6 +26,41 @@ class Meter:
 
     done: int = 0
     """Bytes."""
+
+
+class JsonReader:
+    """Parses JSON, and notes where only the last of several values is kept."""
+
+    def __init__(self) -> None:
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+        self.duplicate_key: str | None = None
+        """Of the last text: a key that one of its objects has more than once."""
+
+    def decode(self, text: str) -> Any:
+        """A whole text.
+
+        Raises:
+            ValueError: If it is not JSON, or its lists and objects are nested too deeply.
+        """
+        item, end = self.raw_decode(text, _skip_space(text, 0))
+        if _skip_space(text, end) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return item
+
+    def raw_decode(self, text: str, position: int) -> tuple[Any, int]:
+        """The item at a position and where it ends; raises like `decode`."""
+        self.duplicate_key = None
+        try:
+            return self._decoder.raw_decode(text, position)
+        except RecursionError as error:
+            raise ValueError("its lists or objects are nested too deeply") from error
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            self.duplicate_key = next(key for key in keys if keys.count(key) > 1)
+        return found
 
 
 def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
@@ -51,18 +87,18 @@ def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
                 raise _no_utf8(path, number, data[error.start]) from error
 
 
-def json_items(path: Path, meter: Meter) -> Iterator[Any]:
+def json_items(path: Path, meter: Meter, reader: JsonReader) -> Iterator[Any]:
     """The items of a JSON list, parsed one by one so that the file is never in memory as a whole.
 
     Raises:
         DataError: If the file is no such list, or an item is longer than `MAX_RECORD_BYTES`.
         OSError: If the file cannot be read.
     """
-    decoder = json.JSONDecoder()
     chunks = _chunks(path, meter)
     buffer, position, passed, ended = "", 0, 0, False
     opened = closed = False
     comma = False
+    number = 0
     while True:
         position = _skip_space(buffer, position)
         if position == len(buffer) and not ended:
@@ -82,12 +118,14 @@ def json_items(path: Path, meter: Meter) -> Iterator[Any]:
         elif rest == "]":
             closed = True
             position += 1
+        elif not rest:
+            problem = _CUT_SHORT
         elif comma:
             comma = rest != ","
             problem = "a comma or the end of the list is missing" if comma else ""
             position += 1
         else:
-            item, end, problem, cut = _parse(decoder, buffer, position)
+            item, end, problem, cut = _parse(reader, buffer, position)
             if cut and not ended and len(buffer) - position <= MAX_RECORD_BYTES:
                 passed += buffer.count("\n", 0, position)
                 buffer, position, ended = _more(chunks, buffer[position:], len(buffer) - position)
@@ -95,22 +133,27 @@ def json_items(path: Path, meter: Meter) -> Iterator[Any]:
             if cut and not ended:
                 problem = f"the item that begins here is longer than {MAX_RECORD_BYTES >> 20} MiB, or does not end"
                 end = position
+            if problem and ended and not buffer.rstrip().endswith("]"):
+                problem = f"{_CUT_SHORT} in item {number + 1}: {problem}"
             position = end
             if not problem:
                 comma = True
+                number += 1
                 yield item
         if problem:
             line = passed + buffer.count("\n", 0, position) + 1
             raise DataError(f"{path}, line {line} is not valid JSON: {problem}. Mend the file.")
 
 
-def _parse(decoder: json.JSONDecoder, buffer: str, position: int) -> tuple[Any, int, str, bool]:
+def _parse(reader: JsonReader, buffer: str, position: int) -> tuple[Any, int, str, bool]:
     """The item at a position, where it ends, what is wrong with it, and whether more text could change that."""
     try:
-        item, end = decoder.raw_decode(buffer, position)
+        item, end = reader.raw_decode(buffer, position)
     except json.JSONDecodeError as error:
         near = error.pos + _NEAR >= len(buffer) or error.msg.startswith("Unterminated string")
         return None, error.pos, error.msg, near
+    except ValueError as error:
+        return None, position, str(error), False
     return item, end, "", end == len(buffer)  # a number may go on
 
 

@@ -24,6 +24,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 PLAIN = """\
+{%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n\\n' }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
 {{- 'Assistant:' }}
@@ -96,6 +97,23 @@ class Template:
                 "Mend the record, or name another template as chat.template.",
             ) from error
         return str(texts[0])
+
+
+def writes_tools(template: Template, text: str, messages: Sequence[Message], tools: Any, where: str) -> bool:
+    """Whether a template has written a conversation's tools into its text: each name more often than without them."""
+    try:
+        bare = template.render(messages, None, where)
+    except BrokenConversation:
+        bare = ""  # it cannot do without them
+    names = [_tool_name(tool) for tool in tools]
+    return text != bare and all(name is None or text.count(name) > bare.count(name) for name in names)
+
+
+def _tool_name(tool: Any) -> str | None:
+    """The name of a function, as OpenAI writes tools or bare; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) and name else None
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variables: Mapping[str, Any]) -> Template:

@@ -41,6 +41,7 @@ def load(recipe: Recipe) -> PreTrainedTokenizerBase:
     try:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
+        _check_config(name)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
         raise DataError(
             f"The tokenizer '{name}' cannot be loaded: {reason}. It must be a directory with a tokenizer's "
@@ -49,6 +50,16 @@ def load(recipe: Recipe) -> PreTrainedTokenizerBase:
             "tokenizer.vocab_size "
             "to train one."
         ) from error
+
+
+def _check_config(name: str) -> None:
+    """Opening a tokenizer reads the model's configuration, whose faults are its own."""
+    file = Path(name).expanduser() / "config.json"
+    try:
+        if file.is_file():
+            json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
 
 
 def train(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -100,6 +111,12 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     return {"content": content, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+
+
+def restore(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A text as its tokens say it. What is lost in them (case, spaces, unknown characters) no model can learn."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:

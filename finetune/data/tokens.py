@@ -9,20 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.data import masks
-from finetune.data.arrays import Int64s, map_array
+from finetune.data.arrays import Int64s, damaged, map_array
 from finetune.data.broken import Tolerance
 from finetune.data.chat import ChatEncoder
-from finetune.data.conversations import Conversation
 from finetune.data.documents import Chosen, Rules, choose
 from finetune.data.encoding import Encoder, batched
 from finetune.data.examples import Example
+from finetune.data.issues import said
 from finetune.data.progress import Bar
 from finetune.data.shards import Shards
 from finetune.data.side import Side
 from finetune.data.sources import Corpus
 from finetune.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TRAIN, HELD_OUT = "train", "held_out"
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -32,7 +32,13 @@ class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
     def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False) -> None:
-        """Opens what `write` has written."""
+        """Opens what `write` has written.
+
+        Raises:
+            DataError: If it is something else.
+        """
+        if dtype not in ("uint16", "uint32"):
+            raise damaged(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
         self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
         self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
         """(documents + 1,)"""
@@ -42,7 +48,7 @@ class TokenFile:
             self.labels = map_array(folder / f"{side}.labels.npy")
         self.mask = masks.MaskFile(folder / f"{side}.mask") if masked else None
         """Which tokens are targets; None where all are."""
-        self.digests: npt.NDArray[np.uint64] = np.asarray(np.load(folder / f"{side}.digests.npy", mmap_mode="r"))
+        self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
 
 
@@ -86,6 +92,7 @@ def write(
     num_ids: int,
     bos: int | None,
     eos: int | None,
+    restore: Callable[[str], str],
     tolerance: Tolerance,
     bar: Bar,
 ) -> dict[str, Any]:
@@ -99,6 +106,7 @@ def write(
         num_ids: Token numbers that there are.
         bos: Put before each document, if given.
         eos: Put behind each document, if given.
+        restore: Turns a text into tokens and back, to see whether something is lost.
         tolerance: Of broken conversations; counts what reader and encoder meet.
         bar: Shows how far it is.
 
@@ -110,7 +118,7 @@ def write(
     """
     dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
     encode = encode_with(encoder)
-    sides = {side: Side(folder, side, dtype, bos, eos) for side in (TRAIN, HELD_OUT)}
+    sides = {side: Side(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
@@ -158,13 +166,8 @@ def training_texts(corpora: Sequence[Corpus], rules: Rules) -> Iterator[tuple[st
     for corpus in corpora:
         for item in choose(corpus, rules):
             if item.text and not item.held_out:
-                yield _said(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
+                yield said(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
         before += corpus.size or 0
-
-
-def _said(document: bytes) -> str:
-    found = Conversation.from_json(document)
-    return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
 
 
 def _text(item: Chosen) -> bytes:

@@ -70,7 +70,8 @@ def ask(
         try:
             found[name] = reader()
         except FinetuneError as error:
-            problems.append(failure("recipe" if name == "recipe" else "launch file", str(error)))
+            said = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
+            problems += [failure("recipe" if name == "recipe" else "launch file", text) for text in said]
     if recipe is None and overrides:
         named = f"got {' '.join(overrides)}, but no recipe that this would change"
         problems.append(failure("recipe", named, "name one with --recipe RECIPE"))

@@ -18,6 +18,6 @@ def agreement(asked: Asked) -> Iterable[Finding]:
     foreseen = asked.foreseen or foresee(None, {}, asked.env)
     settled = agree(asked.recipe, foreseen.launch, devices.of_torch(), foreseen.env)
     check_trackers(asked.recipe)
-    optim.check(asked.recipe, cut=foreseen.launch.cuts_state)
+    optim.check(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"
     yield ok("agreement", f"{what}, {settled.accumulation} micro-batch(es) a step and process")

@@ -11,7 +11,7 @@ from finetune.backend.foresee import foresee
 from finetune.backend.settle import agree
 from finetune.errors import RecipeError
 from finetune.explain import recipe_plane
-from finetune.layers import Value
+from finetune.layers import Origin, Value
 from finetune.recipe import hint
 
 __all__ = ["explain", "select"]
@@ -33,8 +33,8 @@ def explain(
     Raises:
         FinetuneError: As a run would.
     """
-    trees = recipe_plane.layers(recipe_file, overrides)
-    recipe = recipes.validate(trees[-1], origin=recipe_file)
+    trees = recipes.layers(recipe_file, overrides)
+    recipe = recipes.validate(trees[-1], Origin(recipe_file, trees[0], overrides))
     foreseen, here = foresee(config_file, options, env), devices.of_driver()
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": explained.precision(settled, here)} if recipe.precision == "auto" else {}

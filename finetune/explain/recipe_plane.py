@@ -1,6 +1,5 @@
 """Where every value of a recipe comes from."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,21 +7,8 @@ from pydantic.fields import FieldInfo
 
 from finetune import recipe as recipes
 from finetune.explain.units import UNITS
-from finetune.layers import Setting, Value, flat, places
+from finetune.layers import Setting, Value, concerns, flat, places
 from finetune.recipe import Recipe, Section, section_in
-
-
-def layers(file: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """What is given: by a recipe file, and then after each override.
-
-    Raises:
-        RecipeError: If the file or an override cannot be read.
-    """
-    trees = [recipes.read(file)]
-    for override in overrides:
-        trees.append(copy.deepcopy(trees[-1]))
-        recipes.apply(trees[-1], override)
-    return trees
 
 
 def values(
@@ -35,7 +21,7 @@ def values(
     """Every effective value of a recipe.
 
     Args:
-        trees: Its `layers`.
+        trees: Its `recipes.layers`.
         derived: What became of keys that say `auto`.
     """
     lines, stages = places(file), [flat(recipes.long(tree)) for tree in trees]
@@ -90,17 +76,10 @@ def _settings(
         line = next((lines[name] for name in (key, *_above(key)) if name in lines), None)
         settings.append(Setting("recipe file", f"{file}:{line}" if line else file, stages[0][key]))
     for override, before, after in zip(overrides, stages, stages[1:], strict=False):
-        if _concerns(override, key) and (key in before or key in after):
+        if concerns(override, key) and (key in before or key in after):
             fallback = settings[0].value if facts is not None else None
             settings.append(Setting("command line", override, after.get(key, fallback)))
     return settings
-
-
-def _concerns(override: str, key: str) -> bool:
-    name, _, value = override.partition("=")
-    if name == "resume" and not value.lstrip().startswith("{"):
-        name = "resume.mode"  # the section's short form
-    return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
 def _above(key: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Whether two finished runs took one path: step by step, and tensor by tensor at the end."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -98,10 +98,36 @@ def compare(one: Finished, other: Finished) -> Comparison:
         distances, lacking = _weights(one, other)
         if lacking:
             reasons.append(f"the models have other tensors, or of other shapes: {lacking}")
-        tensor = max(distances, key=lambda pair: pair[1], default=None)
+        apart = {name: far for name, far in distances if not far <= allowed.weights}
+        if silent := _inert(one, other, apart):
+            notes.append(_effect_of_eps(one, {name: apart[name] for name in silent}))
+            distances = [pair for pair in distances if pair[0] not in silent]
+        tensor = max(distances, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1], default=None)
         if tensor is not None and not tensor[1] <= allowed.weights:
             reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
+
+
+def _inert(one: Finished, other: Finished, names: Collection[str]) -> set[str]:
+    """The biases among these tensors that could be anything along the line between both runs."""
+    biases = [name for name in names if name.endswith("bias")]
+    if not biases:
+        return set()
+    # Transformers takes seconds to import, and is seldom needed.
+    from finetune.parity import inert
+
+    return inert.among(one, other, biases)
+
+
+def _effect_of_eps(run: Finished, apart: dict[str, float]) -> str:
+    facts, worst = run.facts["identity"], max(apart, key=lambda name: apart[name])
+    more = f" (the farthest of {len(apart)} such biases)" if len(apart) > 1 else ""
+    eps = f"eps {facts['optim.args.eps']:g}" if "optim.args.eps" in facts else "its default eps"
+    return (
+        f"tensor {worst} is {apart[worst]:.1e} apart at the end{more}, which is no drift: the network computes the "
+        "same with any value in between and far beyond. Its gradient is 0 but for rounding, and "
+        f"{facts.get('optim.name')} with {eps} divides rounding by rounding. With optim.args.eps=1e-6 it stays"
+    )
 
 
 def relative(left: float | None, right: float | None) -> float:
@@ -182,11 +208,13 @@ def _weights(one: Finished, other: Finished) -> tuple[list[tuple[str, float]], s
 
 
 def distance(one: Any, other: Any) -> float:
-    """The norm of two tensors' difference by the first one's norm.
+    """The norm of two tensors' difference by the first one's norm; infinite if a number in either is not finite.
 
     Elements below 1e-3 on average count as that large: biases whose gradient is nought but for rounding, such as
     those of attention's keys, hold nothing but noise.
     """
     one, other = one.double(), other.double()
     size = max(one.norm().item(), 1e-3 * one.numel() ** 0.5, 1e-30)
-    return float((one - other).norm().item() / size)
+    apart = float((one - other).norm().item() / size)
+    # No comparison finds NaN the largest, wherever it stands.
+    return apart if math.isfinite(apart) else math.inf

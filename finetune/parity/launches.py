@@ -1,5 +1,6 @@
 """The same recipe under one launch config after the other, each in a run directory of its own."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -7,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from finetune.backend.foresee import foresee
 from finetune.backend.settle import derive_accumulation
 from finetune.errors import BackendError, FinetuneError, RecipeError
 from finetune.files import write_text
@@ -62,15 +62,11 @@ def _config(word: str) -> Config:
         here = Path("accelerate_configs") / f"{word}.yaml"
         file = here if here.is_file() else shipped / f"{word}.yaml"
     known = sorted(path.stem for path in shipped.glob("*.yaml"))
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return Config(file.stem, file, int(tree.get("num_processes") or 1))
-    except OSError as error:
+    if not file.is_file():
         raise BackendError(
             f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
-        ) from error
-    except (yaml.YAMLError, AttributeError, ValueError, TypeError) as error:
-        raise BackendError(f"--on: {file} is no launch file: {' '.join(str(error).split())}.") from error
+        )
+    return Config(file.stem, file, foresee(str(file), {}, os.environ).launch.num_processes)
 
 
 def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: int, shrink: bool) -> dict[str, Path]:

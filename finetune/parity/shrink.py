@@ -54,7 +54,9 @@ def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
     given = recipe.model.config if recipe.model.config is not None else _said(config)
     try:
         values = {**given, "model_type": config.model_type, **small(config, recipe.data.sequence_length)}
-        AutoModel.from_config(AutoConfig.for_model(**values))(input_ids=torch.zeros(1, 8, dtype=torch.long))
+        AutoModel.from_config(AutoConfig.for_model(**values), trust_remote_code=False)(
+            input_ids=torch.zeros(1, 8, dtype=torch.long)
+        )
     except Exception as error:  # architectures answer to sizes that they cannot have with many error types
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise RecipeError(
@@ -63,7 +65,8 @@ def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
         ) from error
     model = {**tree["model"], "name": None, "revision": None, "config": values}
     # A model's own tokenizer stays, and its vocabulary as large as that wants it.
-    tokenizer = {**tree["tokenizer"], "name": recipe.tokenizer.name or recipe.model.name}
+    own = recipe.model.name if recipe.tokenizer.vocab_size is None else None
+    tokenizer = {**tree["tokenizer"], "name": recipe.tokenizer.name or own}
     return {**tree, "model": model, "tokenizer": tokenizer}
 
 

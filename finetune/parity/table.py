@@ -1,5 +1,6 @@
 """What a comparison of runs looks like: for people, and as JSON."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
                 "allowed": vars(comparison.allowed),
                 "loss": _finite(comparison, "loss"),
                 "grad_norm": _finite(comparison, "grad_norm"),
-                "tensor": comparison.tensor and dict(zip(("name", "difference"), comparison.tensor, strict=True)),
+                "tensor": _tensor(comparison),
                 "first": comparison.first,
                 "reasons": comparison.reasons,
                 "notes": comparison.notes,
@@ -67,6 +68,14 @@ def _finite(comparison: Comparison, key: str) -> float | None:
     """The worst difference; None if just one of two values was finite, or no step is common."""
     worst = comparison.worst(key)
     return worst if worst is not None and worst != float("inf") else None
+
+
+def _tensor(comparison: Comparison) -> dict[str, Any] | None:
+    """The tensor that is farthest apart; its difference is None if it holds numbers that are not finite."""
+    if comparison.tensor is None:
+        return None
+    name, difference = comparison.tensor
+    return {"name": name, "difference": difference if math.isfinite(difference) else None}
 
 
 def _runs(comparisons: Sequence[Comparison]) -> list[list[str]]:

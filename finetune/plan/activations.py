@@ -12,7 +12,7 @@ values, `d` width of a head, `c` bytes that products are computed in (2 or 4), `
 from dataclasses import dataclass
 from typing import Any
 
-from finetune import loss
+from finetune import loss, metrics
 from finetune.backend import Device
 from finetune.plan.networks import Variant
 from finetune.recipe import Recipe
@@ -67,27 +67,32 @@ class Shape:
 def shape_of(variant: Variant) -> Shape | None:
     """The sizes of a variant's network; None if it does not say that it is a transformer."""
     config: Any = variant.config.get_text_config() if variant.config is not None else None
-    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
-    if not heads or not layers:
+    each = metrics.layers_of(config)
+    heads = max((int(getattr(layer, "num_attention_heads", None) or 0) for layer in each), default=0)
+    if not heads:
         return None
     h = int(config.hidden_size)
-    # Of a mixture, the experts that a token goes through.
-    one = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     kind = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     return Shape(
         h=h,
-        f=int(one or getattr(config, "n_inner", None) or 4 * h) * experts,
+        f=max(_inner(layer, h) for layer in each) * experts,
         a=heads,
-        k=int(getattr(config, "num_key_value_heads", None) or heads),
-        d=int(getattr(config, "head_dim", None) or h // heads),
-        layers=layers,
+        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each),
+        d=max(int(getattr(layer, "head_dim", None) or h // heads) for layer in each),
+        layers=len(each),
         vocabulary=int(config.vocab_size),
         gated="gate_proj" in variant.names or experts > 1,
         rms="rms_norm_eps" in config.to_dict(),
         head_norms="q_norm" in variant.names,
         composite=kind in _COMPOSITE,
     )
+
+
+def _inner(config: Any, width: int) -> int:
+    """The width between an MLP's layers; of a mixture, of one expert. Gemma 3n lists it for each layer."""
+    one = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    return max(one) if isinstance(one, list | tuple) else int(one or getattr(config, "n_inner", None) or 4 * width)
 
 
 def activations(

@@ -9,6 +9,7 @@ from finetune.backend import (
     Launch,
     Memory,
     Outline,
+    adds_on_device,
     casts_weights,
     derive_accumulation,
     early_gradients,
@@ -100,13 +101,20 @@ def cell(
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
         accumulation = derive_accumulation(recipe, launch.num_processes)
-        optim.check(_unpaged(recipe), cut=launch.cuts_state)
+        optim.check(_unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
     except RecipeError as error:
         return replace(blank, reason=str(error))
+    if launch.defers(accumulation):
+        # Whole gradients send less, so they are held where they fit.
+        held, cut = (
+            cell(name, replace(launch, sync_each_batch=each), variant, setting, gpu, state_bytes, device=device)
+            for each in (False, True)
+        )
+        return held if held.verdict == "fits" else cut
     memory = state_of(launch, variant.outline, accumulation=accumulation, state_bytes=state_bytes)
-    resting = places(launch, memory)
+    resting = places(launch, memory, accumulation)
     parts, known = _peak(launch, variant, setting, memory, accumulation, half=is_half(recipe), device=device)
     made = replace(
         blank,
@@ -161,8 +169,8 @@ def _peak(
     outline, shape, whole = variant.outline, shape_of(variant), keeps_inputs_whole(launch)
     lent = passing(launch, outline, accumulation=accumulation, device=device)
     weights = (memory.frozen + memory.trained) * (launch.offload_params == "none")
-    on_device = launch.offload_optimizer == "none"
-    gradients, optimizer = memory.gradients * on_device, memory.optimizer * on_device
+    optimizer = memory.optimizer * (launch.offload_optimizer == "none")
+    gradients = memory.gradients * adds_on_device(launch, accumulation)
     resting = gradients if accumulation > 1 or keeps_gradients(launch) else 0
     copies = _copies(launch, outline, setting, half=half, whole=whole, fused=computes_in_chunks(variant))
     early = max(resting, early_gradients(launch, outline, gradients))

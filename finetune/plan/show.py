@@ -67,6 +67,12 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}", markup=False)
+    each = [name for name in plan.launches if plan.cells[name, plan.kind].launch.sync_each_batch]
+    if each:
+        console.print(
+            f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit",
+            markup=False,
+        )
     _bars(plan, console)
     _advice(plan, console)
     _work(plan, console, energy=energy)
@@ -283,4 +289,5 @@ def _facts(cell: Cell) -> dict[str, Any]:
         "host": cell.host,
         "disk": cell.disk,
         "accumulation": cell.accumulation,
+        "sync_each_batch": cell.launch.sync_each_batch,
     }

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,12 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         tracker.track_external(model, inner, *rows.values())
         rest = tracker.now()
         scale = torch.ones(())
-        accelerator = backend.accelerator
         # Gradients that stay are in their place after a step.
         for _ in range(2 if backend.keeps_gradients else 1):
             tracker.begin()
             for last in (False, True) if backend.accumulation > 1 else (True,):
                 tracker.reset_mod_stats()  # of one forward pass
-                accelerator.sync_gradients = last
-                with nullcontext() if last else accelerator.no_sync(model):
+                with backend.micro_batch(model, last=last):
                     part = model(task.loss_sum, rows)
                     backend.backward(part * (scale + 0 * part.detach()))
                 del part

@@ -83,6 +83,9 @@ class Case:
         return self.warm + rounds * self.turn + COUNTED
 
 
+EACH = "-each"
+"""What follows a launch that sums gradients over its processes after each micro-batch, not once a step."""
+
 COUNTED = 4
 """Steps of the turn in which host synchronisations and collectives are counted; it is not timed."""
 
@@ -116,6 +119,13 @@ def cases() -> list[Case]:
         wide,
         replace(wide, name="8B-slice QLoRA bf16", kind="qlora"),
         *(replace(two, name=f"15M fp32, 2 x {launch}", arms=arms) for launch, arms in pairs.items()),
+        replace(
+            two,
+            name="15M fp32, 2 x fsdp, accumulation 4",
+            arms=tuple(f"{arm}@fsdp{way}" for way in ("", EACH) for arm in (LIMIT, OURS)),
+            micro=2,
+            accumulation=4,
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bench.cases import COUNTED, LIMIT_OURS, OURS, Case, launch_of
+from bench.cases import COUNTED, EACH, LIMIT_OURS, OURS, Case, launch_of
 from bench.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +160,7 @@ def launcher(spec: Spec) -> list[str]:
     if spec.arm.startswith("bare"):
         port = str(free_port())
         return ["-m", "torch.distributed.run", "--nproc_per_node", str(spec.processes), "--master_port", port]
-    config = ROOT / "accelerate_configs" / f"{spec.launch}.yaml"
+    config = ROOT / "accelerate_configs" / f"{spec.launch.removesuffix(EACH)}.yaml"
     words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
     return [*words, "--main_process_port", str(free_port())]
 
@@ -189,6 +189,7 @@ def environment(arm: str, threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "FSDP_SYNC_EACH_BATCH": str(launch_of(arm)[1].endswith(EACH)).lower(),
         "THP_MEM_ALLOC_ENABLE": HUGE_PAGES or str(int(launch_of(arm)[0] in (OURS, LIMIT_OURS))),
     }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bench.arms.adapters import load
 from bench.arms.bare import autocast, loss_sum_of
+from bench.cases import EACH
 from bench.gate import Gate
 from bench.spec import BETAS, CLIP, LR, Spec
 
@@ -28,7 +29,7 @@ def _torch(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    case, shards = spec.case, spec.launch == "fsdp"
+    case, shards, each = spec.case, spec.launch.startswith("fsdp"), spec.launch.endswith(EACH)
     if shards:
         mesh = init_device_mesh("cpu", (spec.processes,))
         for layer in model.model.layers:
@@ -45,7 +46,7 @@ def _torch(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
         for index, part in enumerate(window):
             last = index == len(window) - 1
             if shards:
-                wrapped.set_requires_gradient_sync(last)
+                wrapped.set_requires_gradient_sync(last or each)
             with nullcontext() if last or shards else wrapped.no_sync():
                 with autocast(case.precision):
                     loss: Any = loss_sum(wrapped, rows[part])

@@ -1,0 +1,41 @@
+"""Imports everything that a run imports. Multiprocessing's fork server loads this module (`forkserver.ForkServer`)."""
+
+import functools
+import gc
+import importlib
+import logging
+import os
+
+# What takes longest to import of what a run imports, by then or later.
+MODULES = (
+    "accelerate.commands.launch",
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "peft",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.utils.cpp_extension",
+    "transformers.models.llama.modeling_llama",
+    "finetune.run",
+    "finetune.train",
+)
+
+LOADED_BY = os.getpid()
+"""The process that has imported it all."""
+_before = dict(os.environ)
+# As `finetune.quiet` does: it looks for a kernel to download.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+for _module in MODULES:
+    importlib.import_module(_module)
+logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+# DeepSpeed's ops ask for it each time that they are loaded, and it takes a second.
+_cpuinfo = importlib.import_module("cpuinfo.cpuinfo")
+_cpuinfo.get_cpu_info_json = functools.cache(_cpuinfo.get_cpu_info_json)
+_cpuinfo.get_cpu_info_json()
+SET_BY_IMPORTS = {key: value for key, value in os.environ.items() if _before.get(key) != value}
+"""Variables that an import has set."""
+# Forks share what was imported: a collection would look through all of it, and copy its pages by doing so.
+gc.freeze()

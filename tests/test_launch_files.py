@@ -1,0 +1,429 @@
+"""What a launch file or a DeepSpeed config cannot say is refused by every command, before anything starts."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from harness import ROOT, command, environment, run
+from ranks import Here, Place, exported
+
+from finetune import cli, doctor, exits, launcher, parent
+from finetune.backend import keys, launch_file, read_launch
+from finetune.backend.foresee import foresee, of_file
+from finetune.backend.launch import of_environment
+from finetune.errors import BackendError, RecipeError
+from finetune.metrics import Reporter
+from finetune.parity import launches
+
+ALONE = {"PATH": os.environ["PATH"]}
+
+# ---------------------------------------------------------------- the known keys are those of the libraries
+
+
+def test_options_are_those_of_accelerate() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    words = [word for action in launch_command_parser()._actions for word in action.option_strings]
+    # It adds a spelling with hyphens by itself.
+    named = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    assert set(keys.accelerate_options()) == named
+
+
+def test_keys_of_fsdp_1_are_those_that_accelerate_converts() -> None:
+    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
+
+    assert set(launch_file.OF_FSDP_1) == {old for old, new in ARGUMENT_KEY_MAPPING.items() if old != new}
+
+
+def test_keys_that_accelerate_refuses_beside_a_deepspeed_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+
+    for key in (*launch_file.IN_DEEPSPEED_CONFIG, "zero3_init_flag"):
+        monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{key}")
+        try:
+            DeepSpeedPlugin._deepspeed_config_checks(SimpleNamespace())
+        except ValueError:
+            assert key in launch_file.IN_DEEPSPEED_CONFIG
+        else:
+            assert key == "zero3_init_flag"
+
+
+def fields(model: Any) -> dict[str, Any]:
+    """The fields of a pydantic model by name and alias, with those of the models in them."""
+    found = {}
+    for name, facts in model.model_fields.items():
+        inner = (facts.annotation, *getattr(facts.annotation, "__args__", ()))
+        below = [fields(part) for part in inner if hasattr(part, "model_fields")]
+        found |= dict.fromkeys({name, facts.alias or name}, below[0] if below else None)
+    return found
+
+
+def test_sections_are_the_models_of_deepspeed() -> None:
+    import importlib
+
+    known = keys.deepspeed()
+    assert known is not None
+    for section, (file, name) in keys.MODELS.items():
+        module = importlib.import_module("deepspeed." + file.removesuffix(".py").replace("/", "."))
+        assert known[section] == fields(getattr(module, name)), section
+
+
+class Reading(dict[str, Any]):
+    """Notes the keys that are asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return _Keys(self)
+
+    def __copy__(self) -> "Reading":
+        return self
+
+
+class _Keys:
+    def __init__(self, of: Reading) -> None:
+        self._of = of
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def __iter__(self) -> Any:
+        return iter(dict.keys(self._of))
+
+
+def test_other_keys_are_those_that_deepspeed_reads() -> None:
+    from deepspeed.runtime import config
+
+    known = keys.deepspeed()
+    assert known is not None
+    below = {
+        name: Reading({})
+        for name, section in known.items()
+        if section is not None and name not in keys.MODELS and name != "timers"
+    }
+    below["optimizer"].update(type="Adam", params={})
+    below["scheduler"].update(type="WarmupLR", params={})
+    whole = Reading({"train_batch_size": 1, "zero_optimization": {"stage": 3}, "timers": Reading({}), **below})
+    config.DeepSpeedConfig(whole)
+    removed = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert whole.asked - removed == set(known)
+    for name, section in below.items():
+        assert section.asked == set(known[name] or {}), name
+
+
+# ---------------------------------------------------------------- what is refused, by whom
+
+MISSPELT = {"fsdp_config": {"fsdp_reshard_after_forwrd": False}}
+SAYS = (
+    r"launch\.yaml:\d+: fsdp_config\.fsdp_reshard_after_forwrd: unknown key, "
+    "did you mean 'fsdp_reshard_after_forward'"
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "says"),
+    [
+        ("fsdp", MISSPELT, SAYS),
+        ("fsdp", {"fsdp_config": {"reshard_after_forwrd": False}}, "did you mean 'fsdp_reshard_after_forward'"),
+        ("fsdp", {"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, "fsdp_reshard_after_forward says it"),
+        ("fsdp", {"fsdp_config": {"fsdp_reshard_after_forward": "flase"}}, "must be true or false, .* mean 'false'"),
+        ("fsdp", {"fsdp_config": {"fsdp_version": "two"}}, "fsdp_version: must be a number from 0, got 'two'"),
+        ("fsdp", {"fsdp_config": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASD"}}, "mean 'TRANSFORMER_BASED_WRAP'"),
+        ("ddp", {"machine_rank": "first"}, "machine_rank: must be a number from 0, got 'first'"),
+        ("fsdp", {"fsdp_config": {"num_processes": 4}}, "fsdp_num_processes: unknown key"),
+        ("fsdp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config: not offered"),
+        ("fsdp", {"deepspeed_config": {"zero_stage": 2}}, "distributed_type FSDP does not read this section"),
+        (
+            "ddp",
+            {"parallelism_config": {"parallelism_config_dp_shard_size": 2}},
+            "MULTI_GPU does not read this section",
+        ),
+        ("ddp", MISSPELT, "MULTI_GPU does not read this section"),
+        ("single", MISSPELT, "NO does not read this section"),
+        ("hsdp", {"parallelism_config": {"parallelism_config_pp_size": 2}}, "pipeline parallelism is not offered"),
+        ("hsdp", {"parallelism_config": {"dp_shard_size": 2}}, "did you mean 'parallelism_config_dp_shard_size'"),
+        ("zero2", {"deepspeed_config": {"zero3_init_flg": True}}, "did you mean 'zero3_init_flag'"),
+        ("zero2", {"deepspeed_config": {"zero_stage": 3}}, "zero_optimization.stage of the DeepSpeed config says it"),
+        ("zero2", {"deepspeed_config": {"gradient_accumulation_steps": 2}}, "the recipe's batch decides"),
+    ],
+)
+def test_keys_and_values_that_nothing_would_read(place: Place, base: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BackendError, match=says):
+        launch_file.read(str(place.launch_file(base, **changes)))
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp_config: {a: [1", "- a", "fsdp_config: [1]\ndistributed_type: FSDP", "num_processes: 2"]
+)
+def test_files_that_are_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(text)
+    with pytest.raises(BackendError, match=r"launch\.yaml.*Take one of accelerate_configs/"):
+        launch_file.read(str(file))
+
+
+def test_all_problems_of_a_launch_file_at_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    file = place.launch_file("fsdp", num_procesess=2, **MISSPELT)
+    with pytest.raises(BackendError) as caught:
+        launch_file.read(str(file))
+    exits.report(caught.value)
+    head, *problems, advice = capsys.readouterr().err.strip().splitlines()
+    assert head == f"Error: The launch file {file} has 2 problems:"
+    assert [re.sub(r":\d+:", ":N:", line).split(": ")[:2] for line in problems] == [
+        [f"  {file}:N", "num_procesess"],
+        [f"  {file}:N", "fsdp_config.fsdp_reshard_after_forwrd"],
+    ]
+    assert advice.startswith("Take one of accelerate_configs/")
+
+
+def test_every_command_refuses(place: Place, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    file, recipe = place.launch_file("fsdp", **MISSPELT), str(place.recipe())
+
+    def refused(*words: str) -> None:
+        assert cli.main([*words]) == 2
+        said = capsys.readouterr()
+        assert re.search(SAYS, said.err), said
+
+    here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    here.monkeypatch.setattr(launches, "run", lambda *_, **__: pytest.fail("started"))
+    refused("launch", "--config_file", str(file), recipe)
+    refused("explain", recipe, "--config_file", str(file))
+    refused("parity", recipe, "--on", f"single,{file}")
+    refused("comms", "--config_file", str(file))
+    with pytest.raises(BackendError, match=SAYS):
+        of_file(file, 8)  # as `finetune plan` does
+    _, (finding,) = doctor.ask(None, (), str(file), {}, ALONE)
+    assert finding.status == "failure"
+    assert re.search(SAYS, finding.found)
+
+
+def test_a_worker_of_plain_accelerate_launch_refuses(place: Place, here: Here) -> None:
+    file = place.launch_file("fsdp", **MISSPELT)
+    line = ["python", "/bin/accelerate", "launch", "--config_file", str(file), "scripts/train.py"]
+    here.monkeypatch.setattr(parent, "_command_line", lambda: line)
+    for key, value in {**exported(file), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        here.monkeypatch.setenv(key, value)
+    with pytest.raises(BackendError, match=SAYS):
+        read_launch()
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "only FSDP reads"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo backend INDUCTOR, which is not offered"),
+    ],
+)
+def test_an_environment_that_asks_for_what_is_not_offered(env: dict[str, str], says: str) -> None:
+    with pytest.raises(BackendError, match=says):
+        of_environment(env, {"num_processes": 2, "file": None})
+
+
+# ---------------------------------------------------------------- DeepSpeed's own config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_cliping: unknown key, did you mean 'gradient_clipping'"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com: .* 'overlap_comm'"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devic": "cpu"}}},
+            "zero_optimization.offload_param.devic: .*'device'",
+        ),
+        ({"bf16": {"enable": True}}, "bf16.enable: .*'enabled'"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "data_types.grad_acum_dtype: .*'grad_accum_dtype'"),
+        ({"xyzzy": 1}, r"xyzzy: unknown key \(allowed: train_batch_size, "),
+    ],
+)
+def test_misspelt_keys_of_deepspeed(place: Place, changes: dict[str, Any], says: str) -> None:
+    file = place.ds_launch_file(changes)
+    text = json.dumps(json.loads((place.folder / "ds.json").read_text()), indent=2)
+    (place.folder / "ds.json").write_text(text)
+    with pytest.raises(BackendError, match=rf"ds\.json:\d+: {says}"):
+        foresee(str(file), {}, ALONE)
+
+
+def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the launch file, in the folder above it, and only then in the working directory."""
+    monkeypatch.chdir(place.folder)
+    shipped = foresee(str(ROOT / "accelerate_configs" / "zero2.yaml"), {}, ALONE).launch
+    assert shipped.kind == "zero2"
+    assert Path(shipped.ds_place) == ROOT / "ds_configs" / "zero2.json"
+    (place.folder / "a" / "b").mkdir(parents=True)
+    file = shutil.move(place.launch_file("zero2", deepspeed_config={"deepspeed_config_file": "x.json"}), "a/b/l.yaml")
+    for folder, stage in ((".", 1), ("a", 2), ("a/b", 3)):
+        assert not Path(folder, "x.json").exists()
+        shutil.copy(ROOT / "ds_configs" / f"zero{stage}.json", Path(folder, "x.json"))
+        launch = foresee(file, {}, ALONE).launch
+        assert (launch.kind, Path(launch.ds_place)) == (f"zero{stage}", Path(folder, "x.json"))
+    monkeypatch.chdir("/")
+    assert foresee(str(place.folder / file), {}, ALONE).launch.kind == "zero3"
+
+
+def test_what_is_no_key_stops_accelerate_launch_elsewhere(place: Place) -> None:
+    """By plain `accelerate launch`, from another directory: the file beside the launch file is read, and refused."""
+    shutil.copy(ROOT / "ds_configs" / "zero2.json", place.folder / "good.json")
+    file = place.launch_file("zero2", deepspeed_config={"deepspeed_config_file": "beside/bad.json"})
+    (place.folder / "beside").mkdir()
+    place.write("beside/bad.json", json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}}))
+    elsewhere = environment(PYTHONPATH=str(ROOT))
+    code, output = run(
+        command(file, str(place.recipe()), script=str(ROOT / "scripts/train.py")), cwd=Path("/"), env=elsewhere
+    )
+    assert code == 1
+    said = output.strip().splitlines()
+    (error,) = (line for line in said if line.startswith("Error: "))
+    assert error.startswith(f"Error: {place.folder}/beside/bad.json:1: zero_optimization.overlap_com: unknown key")
+    assert "`finetune launch` takes the same launch file and recipe" in "\n".join(said[-3:])
+    assert not place.files()
+
+
+# ---------------------------------------------------------------- who started this process
+
+SHELL = ["/bin/bash"]
+ACCELERATE = ["python", "/venv/bin/accelerate", "launch", "scripts/train.py", "recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("line", "launches"),
+    [
+        (SHELL, False),
+        (["sh", "-c", "nohup python scripts/train.py recipe.yaml &"], False),
+        (["/sbin/init"], False),
+        ([], False),
+        (ACCELERATE, True),
+        (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "a.py"], True),
+        (["python", "-m", "finetune.launcher", "a.py"], True),
+        (["python", "/venv/bin/torchrun", "a.py"], True),
+        (["python", "-m", "torch.distributed.run", "a.py"], True),
+        (["python", "-u", "-m", "deepspeed.launcher.launch", "a.py"], True),
+    ],
+)
+def test_only_a_launcher_is_watched(monkeypatch: pytest.MonkeyPatch, line: list[str], launches: bool) -> None:
+    """Left by the shell that started it, as by `nohup … &` and a logout, a process goes on."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(parent, "_line", line)
+    monkeypatch.setattr(parent, "_parent", os.getppid() + 1)  # it is gone
+    assert parent.gone() == launches
+    monkeypatch.setattr(parent, "_parent", os.getppid())
+    assert not parent.gone()
+    with parent.needed(1):
+        watches = [thread for thread in threading.enumerate() if thread.name == "parent"]
+    assert bool(watches) == launches
+    for thread in watches:
+        thread.join()
+
+
+def test_torchelastic_is_a_launcher_under_whatever_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "_line", SHELL)
+    monkeypatch.setattr(parent, "_parent", os.getppid() + 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert parent.gone()
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_the_launchers_traceback_ends_in_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "0" / "error.json"
+    file.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(parent, "_line", ["python", "-m", "finetune.launcher", "a.py"])
+    exits.report(RecipeError("no"))
+    assert not file.exists()
+    monkeypatch.setattr(parent, "_line", ACCELERATE)
+    exits.report(RecipeError("no"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    *_, last, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
+    assert last.endswith("ends with the error and exit code 2 alone.")
+
+
+def test_a_single_process_says_what_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    for line, hint in ((ACCELERATE, True), (SHELL, False), (["python", "-m", "finetune.launcher", "a.py"], False)):
+        monkeypatch.setattr(parent, "_line", line)
+        exits.report(RecipeError("no"))
+        said = capsys.readouterr().err
+        assert said.startswith("\nError: no\n")
+        assert ("`finetune launch` takes the same" in said) == hint
+
+
+def test_train_without_arguments_prints_its_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, arguments in (("0", []), ("0", ["--quiet"]), ("1", [])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert cli.train_main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("usage: scripts/train.py ") == (rank == "0")
+        assert ("finetune launch --config_file" in said) == (rank == "0")
+
+
+def test_dry_run_of_finetune_launch(place: Place, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    words = ["launch", "--config_file", "accelerate_configs/zero2.yaml", str(place.recipe()), "--dry-run"]
+    assert cli.main([*words, "--num_processes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^backend +zero2 on 1 process\(es\), from accelerate_configs/zero2\.yaml$", said, re.MULTILINE)
+    assert re.search(r"^batch +4 rows = 1 x 2 x 2$", said, re.MULTILINE)
+    assert cli.main([*words, "batch.global_size=3"]) == 2
+    assert "batch.global_size=3 (command line): batch.micro_size: 2 does not divide" in capsys.readouterr().err
+    assert not place.files()
+
+
+def test_the_launcher_takes_a_free_port_unless_one_is_named(place: Place) -> None:
+    for config, options, free in (
+        ("ddp", [], True),
+        ("ddp", ["--main_process_port", "29501"], False),
+        ("fsdp_2nodes", ["--machine_rank", "1"], False),
+    ):
+        words = launcher.command(f"accelerate_configs/{config}.yaml", options, ["r.yaml"])
+        assert (words[words.index("--config_file") + 2 :][:2] == ["--main_process_port", "0"]) == free, words
+
+
+@pytest.mark.parametrize(("text", "unit"), [(True, "tok/s"), (False, "targets/s")])
+def test_each_log_step_is_a_line_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bool, unit: str
+) -> None:
+    backend: Any = SimpleNamespace(is_main=True)
+    with Reporter(backend, tmp_path, 4, text=text, quiet=False) as reporter:
+        for step in (1, 2, 3, 4):
+            values = {"loss": 1.0, "lr": 1e-3, "tokens_per_s": 1234.0}
+            reporter.step(step, values if step != 2 else None)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in said] == ["1/4", "3/4", "4/4"]
+    assert all(line.endswith(f"1,234 {unit}") for line in said)
+
+
+def test_shipped_files_hold_known_keys_only() -> None:
+    files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    assert len(files) >= 13
+    for file in files:
+        assert launch_file.read(str(file))["num_processes"] == yaml.safe_load(file.read_text())["num_processes"]

@@ -1,0 +1,355 @@
+"""A pretrained model is loaded whole or not at all, whatever it is loaded for, and runs no code unasked."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from inside import run_here
+from ranks import Here, Place, assert_refused, start
+from safetensors.torch import load_file, save_file
+from testdata import MODEL, stories
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from finetune import adapters, cli, models, pretrained, tasks
+from finetune.artefacts.opened import open_place
+from finetune.errors import CheckpointError, RecipeError
+from finetune.recipe import Recipe, validate
+
+Tensors = dict[str, torch.Tensor]
+UP = "model.layers.1.mlp.up_proj.weight"
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def spoil(source: str | Path, folder: Path, change: Callable[[Tensors], Any]) -> Path:
+    """A copy of a model with other tensors."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def made(folder: Path, model_type: str, auto: Any = AutoModelForCausalLM, **sizes: Any) -> Path:
+    config = AutoConfig.for_model(model_type, **{**SIZES, "vocab_size": 512, **sizes})
+    torch.manual_seed(0)
+    auto.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+def recipe_of(folder: Path | str, **sections: Any) -> Recipe:
+    tree = {
+        "data": {"train": stories("train", limit=8), "sequence_length": 32},
+        "batch": {"global_size": 2, "micro_size": 2},
+        "length": {"steps": 1},
+        "precision": "fp32",
+    }
+    model = {"name": str(folder), **sections.pop("model", {})}
+    return validate({**tree, **sections, "model": model})
+
+
+def checked(recipe: Recipe, head: Any = "causal_lm", **options: Any) -> pretrained.Weights:
+    found = models.check_weights(recipe, models.resolve_config(recipe, **options), head)
+    assert found is not None
+    return found
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "before the ranks meet": lambda folder: checked(recipe_of(folder)),
+    "trained": lambda folder: built(recipe_of(folder)),
+    "frozen": lambda folder: built(recipe_of(folder, model={"freeze": ["embed_tokens"]})),
+    "lora": lambda folder: built(recipe_of(folder, lora={"rank": 2})),
+    "nf4": lambda folder: built(recipe_of(folder, lora={"rank": 2}, model={"quantization": "nf4"})),
+    "int8": lambda folder: built(recipe_of(folder, lora={"rank": 2}, model={"quantization": "int8"})),
+    "opened": lambda folder: open_place(str(folder)),
+}
+
+
+def built(recipe: Recipe) -> torch.nn.Module:
+    return models.build(recipe, models.resolve_config(recipe), "causal_lm")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_missing_tensor_is_refused_however_the_model_is_loaded(tmp_path: Path, way: str) -> None:
+    folder = spoil(MODEL, tmp_path / "spoiled", lambda tensors: tensors.pop(UP))
+    with pytest.raises(RecipeError, match=rf"{folder} lacks 1 of the network's tensors: {UP}\."):
+        WAYS[way](folder)
+    # A tied head and buffers that are not stored are none.
+    WAYS[way](Path(MODEL))
+
+
+@pytest.mark.parametrize("way", ["before the ranks meet", "trained", "lora", "opened"])
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path, way: str) -> None:
+    folder = spoil(MODEL, tmp_path / "spoiled", lambda tensors: tensors.update({UP: tensors[UP][:5].clone()}))
+    with pytest.raises(RecipeError, match=rf"{folder}: {UP} has shape \[5, 64\], but the network needs \[172, 64\]"):
+        WAYS[way](folder)
+
+
+@pytest.mark.parametrize("config", ["zero3", "fsdp"])
+def test_ranks_refuse_before_they_meet(place: Place, here: Here, config: str) -> None:
+    """Sharded as it loads, only the first rank would see another shape, and leave the others waiting."""
+    folder = spoil(MODEL, place.folder / "spoiled", lambda tensors: tensors.update({UP: tensors[UP][:5].clone()}))
+    here.assert_refused(place.recipe(model={"config": None, "name": str(folder)}), f"{UP} has shape", config=config)
+    assert not place.files()
+
+
+def test_experts_that_the_network_holds_as_one(tmp_path: Path) -> None:
+    folder = made(tmp_path / "whole", "mixtral", num_local_experts=4, num_key_value_heads=2)
+    assert checked(recipe_of(folder)).lines == ()
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    spoiled = spoil(folder, tmp_path / "spoiled", lambda tensors: tensors.pop(name))
+    for way in ("before the ranks meet", "trained"):
+        with pytest.raises(RecipeError, match=f"do not make up the network. 1 tensors are missing: {name}"):
+            WAYS[way](spoiled)
+
+
+def test_a_model_that_is_stored_packed(tmp_path: Path) -> None:
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=packing)
+    packed.save_pretrained(tmp_path / "packed")
+    recipe = recipe_of(tmp_path / "packed", lora={"rank": 2})
+    assert checked(recipe).lines == ()
+    absmax = f"{UP}.absmax"
+    spoiled = spoil(tmp_path / "packed", tmp_path / "spoiled", lambda tensors: tensors.pop(absmax))
+    with pytest.raises(RecipeError, match=f"do not make up the network. 1 tensors are missing: {absmax}"):
+        checked(recipe_of(spoiled, lora={"rank": 2}))
+
+
+def test_tensors_that_are_left_out_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = spoil(MODEL, tmp_path / "more", lambda tensors: tensors.update({"vision.weight": torch.ones(3)}))
+    said = f"the network does not use 1 tensors of {folder}: vision.weight"
+    tree = recipe_of(folder, output={"dir": str(tmp_path / "run")}, data={**recipe_of(folder).model_dump()["data"]})
+    assert said in run_here({**tree.model_dump(mode="json"), "data": small(tmp_path)}).said
+    assert cli.main(["generate", str(folder), "--prompt", "Once", "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert said not in captured.out
+
+
+def small(folder: Path) -> dict[str, Any]:
+    return {"train": stories("train", limit=8), "sequence_length": 32, "cache_dir": str(folder / "cache")}
+
+
+# ---------------------------------------------------------------- heads
+
+
+def test_a_classifiers_head_may_be_new(tmp_path: Path) -> None:
+    recipe = recipe_of(MODEL)
+    (new,) = checked(recipe, "sequence_classification", num_labels=3).lines
+    assert f"{MODEL} has no head for this task, its 1 tensors are new: score.weight" in new
+    # But nothing below it.
+    spoiled = spoil(MODEL, tmp_path / "spoiled", lambda tensors: tensors.pop(UP))
+    with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {UP}"):
+        checked(recipe_of(spoiled), "sequence_classification", num_labels=3)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "electra", "gpt2", "deberta-v2"])
+def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
+    sizes: dict[str, Any] = {"gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2}}.get(model_type, {})
+    sizes |= {"distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}}.get(model_type, {})
+    auto = transformers.AutoModelForMaskedLM if model_type != "gpt2" else AutoModelForCausalLM
+    folder = made(tmp_path / "base", model_type, auto, **sizes, max_position_embeddings=64)
+    new = checked(recipe_of(folder), "sequence_classification", num_labels=2).lines[0]
+    assert "has no head for this task" in new
+    # A head that is there is read, and refused if it is not whole or has other classes.
+    recipe = recipe_of(folder)
+    network = models.build(recipe, models.resolve_config(recipe, num_labels=2), "sequence_classification")
+    network.save_pretrained(tmp_path / "head")
+    recipe = recipe_of(tmp_path / "head")
+    assert checked(recipe, "sequence_classification", num_labels=2).lines == ()
+    with pytest.raises(RecipeError, match="a classifier needs as many classes as its head"):
+        checked(recipe, "sequence_classification", num_labels=5)
+    heads = [name for name, _ in network.named_parameters() if not name.startswith(f"{network.base_model_prefix}.")]
+    if len(heads) > 1:
+        spoiled = spoil(tmp_path / "head", tmp_path / "half", lambda tensors: tensors.pop(heads[-1]))
+        with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {heads[-1]}"):
+            checked(recipe_of(spoiled), "sequence_classification", num_labels=2)
+
+
+def test_a_language_models_head_is_not_new(tmp_path: Path) -> None:
+    folder = made(tmp_path / "base", "llama", transformers.AutoModel, num_key_value_heads=2)
+    with pytest.raises(RecipeError, match=r"lacks 1 of the network's tensors: lm_head\.weight"):
+        checked(recipe_of(folder))
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
+    recipe = recipe_of(MODEL, lora={"rank": 2})
+    built(recipe).save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
+    tensors = load_file(file)
+    gone = next(name for name in tensors if ".lora_A" in name)
+    del tensors[gone]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"lacks 1 of the adapter's tensors, such as {gone}"):
+        adapters.put_on(base, tmp_path / "adapter")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
+        adapters.put_on(base, tmp_path / "adapter")
+
+
+# ---------------------------------------------------------------- damaged files
+
+
+def half(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def a_part_of_three(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(folder, max_shard_size="400KB")
+    next(folder.glob("model-00002-of-*")).unlink()
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "eval"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (half, "model.safetensors cannot be read, it is damaged or incomplete"),
+        (pickled, "holds weights as a pickle only (pytorch_model.bin), which can run code when it is read"),
+        (a_part_of_three, "which its index names. Take a complete copy"),
+    ],
+    ids=["truncated", "pickle", "part missing"],
+)
+def test_damaged_files_are_named(
+    place: Place, capsys: pytest.CaptureFixture[str], verb: str, damage: Callable[[Path], None], says: str
+) -> None:
+    folder = place.folder / "model"
+    shutil.copytree(MODEL, folder)
+    damage(folder)
+    if verb == "train":
+        with pytest.raises(RecipeError) as caught:
+            run_here(validate_file(place.recipe(model={"config": None, "name": str(folder)})))
+        said = str(caught.value)
+    else:
+        words = ["--prompt", "x"] if verb == "generate" else ["--data", str(place.folder / "train.jsonl")]
+        assert cli.main([verb, str(folder), *words]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 2
+    assert str(folder) in said
+    assert says in said
+
+
+def validate_file(file: Path) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(file.read_text())
+
+
+def spoil_value(value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[UP][3, 5] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_numbers_that_are_not_finite_are_found(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    if dtype == torch.float8_e4m3fn and value == value:
+        value = float("nan")  # it has no infinity
+
+    def change(tensors: Tensors) -> None:
+        spoil_value(value)(tensors)
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    folder = spoil(MODEL, tmp_path / "spoiled", change)
+    weights = pretrained.Weights(folder, (), frozenset())
+    found = [weights.first_not_finite(rank, 3) for rank in range(3)]
+    (position,) = [number for number in found if number is not None]
+    assert position == sorted(load_file(folder / "model.safetensors")).index(UP)
+    with pytest.raises(RecipeError, match=f"model.safetensors: {UP} holds 1 numbers that are NaN or infinite"):
+        weights.check_values()
+    pretrained.Weights(Path(MODEL), (), frozenset()).check_values()
+
+
+def test_every_rank_refuses_weights_that_are_not_finite(place: Place) -> None:
+    """Whichever rank it was that looked at them."""
+    folder = spoil(MODEL, place.folder / "spoiled", spoil_value(float("nan")))
+    recipe = place.recipe(model={"config": None, "name": str(folder)})
+    assert_refused(start(place, recipe), f"{folder}/model.safetensors: {UP} holds 1 numbers that are NaN or infinite")
+    assert not place.files()
+
+
+def test_generate_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
+    folder = spoil(MODEL, tmp_path / "spoiled", spoil_value(float("inf")))
+    with pytest.raises(RecipeError, match=f"model.safetensors: {UP} holds 1 numbers"):
+        open_place(str(folder))
+
+
+def test_what_is_not_read_may_be_infinite(tmp_path: Path) -> None:
+    more = {"model.layers.0.self_attn.masked_bias": torch.full((3,), -torch.inf)}
+    folder = spoil(MODEL, tmp_path / "more", lambda tensors: tensors.update(more))
+    checked(recipe_of(folder)).check_values()
+
+
+# ---------------------------------------------------------------- names and configurations
+
+
+def test_a_broken_configuration_is_not_the_tokenizers_fault(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama",')
+    recipe = recipe_of(tmp_path / "model", data=small(tmp_path))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/model/config\.json is no valid JSON: .*model's configuration"):
+        tasks.CAUSAL_LM.build_data(recipe, True)
+
+
+# ---------------------------------------------------------------- code that ships with a model
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose class is its own, with a file that is written when its code runs."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "train"])
+def test_nobody_is_asked_whether_code_may_run(
+    place: Place, with_code: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # what `yes |` would answer
+    ran = with_code.parent / "ran"
+    if verb == "train":
+        with pytest.raises(ValueError, match="custom code"):
+            run_here(validate_file(place.recipe(model={"config": None, "name": str(with_code)})))
+    else:
+        words = ["--prompt", "Once", "--max-new-tokens", "2"]
+        words = words if verb == "generate" else ["--data", str(place.folder / "train.jsonl")]
+        assert cli.main([verb, str(with_code), *words]) == 2
+        assert "custom code" in capsys.readouterr().err
+        assert not ran.exists()
+        assert cli.main([verb, str(with_code), *words, "--trust-remote-code"]) == 0
+        assert ran.exists()
+        return
+    assert not ran.exists()
