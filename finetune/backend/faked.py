@@ -66,15 +66,15 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
         one = Launch(kind="single", num_processes=1)
         backend = Backend.start(recipe, one, settle(recipe, one), quiet=True)
-        # Its autocast is that of the launch; nothing of FSDP is there to be proven.
-        return _unmoving(replace(backend, launch=launch, unproven=False))
+        # Its autocast is that of the launch.
+        return _still(replace(backend, launch=launch))
     if launch.num_processes > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         store: Any = FakeStore()
         torch.distributed.init_process_group("fake", store=store, rank=0, world_size=launch.num_processes)
         _let_fake_tensors_pass()
-    return _unmoving(Backend.start(recipe, launch, settle(recipe, launch), quiet=True))
+    return _still(Backend.start(recipe, launch, settle(recipe, launch), quiet=True))
 
 
 def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -91,9 +91,10 @@ def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
     return wrapped, prepared
 
 
-def _unmoving(backend: Backend) -> Backend:
-    """Moving to a device swaps tensors, which fake ones do not take."""
+def _still(backend: Backend) -> Backend:
+    """A backend that moves nothing to a device, which swaps tensors, and proves nothing: no rank is there to disagree."""
     backend.accelerator.device_placement = False
+    backend.unproven = False
     return backend
 
 
