@@ -92,7 +92,7 @@ def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _still(backend: Backend) -> Backend:
-    """A backend that moves nothing to a device, which swaps tensors, and proves nothing: no rank is there to disagree."""
+    """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there."""
     backend.accelerator.device_placement = False
     backend.unproven = False
     return backend
