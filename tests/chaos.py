@@ -101,8 +101,9 @@ class Victim:
                     demand(not folder.exists(), f"{folder.name} was listed before it was whole")
 
     def newest(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
-        return max((folders.step_of(folder) or 0 for folder in folders.listed(self.checkpoints)), default=0)
+        """The step of the newest checkpoint, named or killed before it got its name; 0 without one."""
+        found = [*folders.listed(self.checkpoints), *map(folders.named, folders.unnamed(self.checkpoints))]
+        return max((folders.step_of(folder) or 0 for folder in found), default=0)
 
     def check(self) -> None:
         """What must hold whenever nobody is at work."""
