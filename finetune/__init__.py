@@ -3,10 +3,10 @@
 The recipe says what is learned; the launch config says where it runs.
 """
 
-__version__ = "0.1.0"
-
 import logging
 import os
+
+__version__ = "0.1.0"
 
 # torch reads this at its first tensor: whether it asks Linux for huge pages where a CPU tensor takes 2 MiB or more. A
 # step allocates and frees its activations, and to get them in pages of 4 KiB is up to a tenth of its time.

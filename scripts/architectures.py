@@ -171,7 +171,7 @@ def batch() -> dict[str, Any]:
     """Two rows of documents, the second with them in another order."""
     import torch
 
-    from finetune import attention
+    from finetune.models import attention
 
     # Not among the tokens that have a meaning to a network.
     ids = torch.randint(100, VOCABULARY, (2, WIDTH), generator=torch.Generator().manual_seed(0))
@@ -185,11 +185,12 @@ def network_of(model_type: str, **model: Any) -> Any:
     """The network that a recipe trains, without what is random, and with weights that are felt."""
     import torch
 
-    from finetune import models
-    from finetune.recipe import validate
+    from finetune.config.recipe import validate_recipe
+    from finetune.models.model_config import resolve_model_config
+    from finetune.models.networks import build_model
 
-    recipe = validate(recipe_of(model_type, model=model))
-    network: Any = models.build(recipe, models.resolve_config(recipe, vocab_size=VOCABULARY), "causal_lm").eval()
+    recipe = validate_recipe(recipe_of(model_type, model=model))
+    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), "causal_lm").eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in sorted(network.named_parameters()):
@@ -225,14 +226,15 @@ def examine(model_type: str) -> dict[str, Any]:
     """
     import torch
 
-    from finetune import loss, tasks
-    from finetune.backend import prove
+    from finetune.distributed import verify_launch
+    from finetune.models import chunked_loss
+    from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 
     network = network_of(model_type)
     found: dict[str, Any] = {
         "class": type(network).__name__,
         "attention": network.config._attn_implementation,
-        "chunked": loss.of_network(network) is not None,
+        "chunked": chunked_loss.of_network(network) is not None,
     }
     rows = batch()
     whole = {key: rows[key] for key in ("input_ids", "targets")}
@@ -241,7 +243,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
     def learned(some: Any) -> tuple[Any, dict[str, Any]]:
         some.zero_grad()
-        value = tasks.CAUSAL_LM.loss_sum(some, whole)
+        value = CAUSAL_LM.loss_sum(some, whole)
         value.backward()
         return value.detach(), {n: p.grad for n, p in some.named_parameters() if p.grad is not None}
 
@@ -253,16 +255,16 @@ def examine(model_type: str) -> dict[str, Any]:
     with torch.no_grad():
         plain = own(input_ids=rows["input_ids"], use_cache=False).logits
         found["finite"] = bool(plain.isfinite().all())
-        found["wrapped"] = _measured(lambda: apart(tasks.causal_lm_logits(network, whole), plain))
+        found["wrapped"] = _measured(lambda: apart(causal_lm_logits(network, whole), plain))
         other = torch.cat([rows["input_ids"][:, :50], rows["input_ids"][:, 50:51].expand(-1, WIDTH - 50)], 1)
         found["ahead"] = apart(own(input_ids=other, use_cache=False).logits[:, :50], plain[:, :50])
         wanted = alone(own, rows)
-        found["documents"] = _measured(lambda: apart(tasks.causal_lm_logits(network, rows), wanted))
-        found["masks"] = _measured(lambda: apart(tasks.causal_lm_logits(own, rows), wanted))
+        found["documents"] = _measured(lambda: apart(causal_lm_logits(network, rows), wanted))
+        found["masks"] = _measured(lambda: apart(causal_lm_logits(own, rows), wanted))
     found["gradients"] = _measured(gradients)
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     used = [name for name, p in trained.items() if p.grad is not None]
-    found["unused"] = prove.unused(trained, used) if isinstance(found["gradients"], float) else []
+    found["unused"] = verify_launch.unused(trained, used) if isinstance(found["gradients"], float) else []
     return found
 
 
@@ -287,18 +289,18 @@ def steps(model_type: str, folder: Path) -> dict[str, Any]:
     import torch
     from accelerate.state import AcceleratorState, GradientState
 
-    from finetune import train
-    from finetune.errors import FinetuneError
-    from finetune.recipe import validate
-    from finetune.run import build
+    from finetune.config.recipe import validate_recipe
+    from finetune.training import loop
+    from finetune.training.build_run import build_run
+    from finetune.utils.errors import FinetuneError
 
     found: dict[str, Any] = {"refused": []}
     for packing in ("documents", "wrapped"):
         try:
             tree = recipe_of(model_type, data={"packing": packing, "cache_dir": str(folder / "cache")})
             tree["output"]["dir"] = str(folder / f"{model_type}-{packing}")
-            run = build(validate(tree), quiet=True)
-            taken = [train.train_step(run, step) for step in range(2)]
+            run = build_run(validate_recipe(tree), quiet=True)
+            taken = [loop.train_step(run, step) for step in range(2)]
             totals = run.backend.sum(torch.stack([t.losses.double().sum() for t in taken]))
             found |= {
                 "packing": packing,
@@ -326,7 +328,7 @@ def work(kind: str, types: list[str], folder: Path) -> None:
     import torch
     import transformers
 
-    from finetune.quiet import silence_libraries
+    from finetune.utils.silence_libraries import silence_libraries
 
     silence_libraries()
     transformers.logging.set_verbosity_error()

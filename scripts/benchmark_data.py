@@ -28,11 +28,13 @@ from typing import Any
 import tokenizers
 import transformers
 
-from finetune.data import prepare, sample
-from finetune.data.encode_worker import open_tokenizer
-from finetune.data.readers import Fields, read_file
-from finetune.data.tokenizer import load, train
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.data.prepare import prepare_data
+from finetune.data.sources.readers import Fields, read_file
+from finetune.data.synthetic import story_generator
+from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
+from finetune.data.tokenization.encode_worker import open_tokenizer
 
 BARE_DOCUMENTS = 1000
 OURS, BARE, APART, PART = "ours", ("encode_batch", "encode_batch_fast"), "apart", "part"
@@ -42,7 +44,7 @@ MIB = 1 << 20
 def recipe(words: argparse.Namespace, file: Path, cache: Path) -> Recipe:
     data = {"train": [{"path": str(file)}], "cache_dir": str(cache), "num_workers": words.cores}
     config = {"model_type": "llama"}
-    return validate(
+    return validate_recipe(
         {"model": {"config": config}, "tokenizer": {"name": words.tokenizer}, "data": data, "length": {"steps": 1}}
     )
 
@@ -51,7 +53,7 @@ def texts_of(words: argparse.Namespace) -> list[str]:
     """Documents to repeat: those of a file, or stories."""
     if words.texts:
         return [document.text for document in read_file(words.texts, Fields("text", None))]
-    return [story.text for story in sample.stories(5000)]
+    return [story.text for story in story_generator.stories(5000)]
 
 
 def generate(words: argparse.Namespace, file: Path, size: int) -> None:
@@ -136,10 +138,10 @@ def run_arm(words: argparse.Namespace) -> None:
 
 
 def run_ours(made: Recipe, *, watch: bool) -> dict[str, Any]:
-    load(made)  # imports
+    load_tokenizer(made)  # imports
     began, used = time.perf_counter(), cpu_seconds()
     with Watch() if watch else contextlib.nullcontext() as seen:
-        data = prepare(made, quiet=True)
+        data = prepare_data(made, quiet=True)
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - used
     sides = [side for side in (data.report.train, data.report.validation) if side is not None]
     counts = {"documents": sum(s.documents for s in sides), "tokens": sum(s.tokens for s in sides)}
@@ -147,7 +149,7 @@ def run_ours(made: Recipe, *, watch: bool) -> dict[str, Any]:
 
 
 def run_bare(made: Recipe, file: Path, words: argparse.Namespace) -> dict[str, Any]:
-    definition = load(made).backend_tokenizer.to_str()
+    definition = load_tokenizer(made).backend_tokenizer.to_str()
     texts = [document.text.strip() for document in read_file(file, Fields("text", None))]
     if words.arm != APART:
         return encode(definition, words.arm, texts)
@@ -267,7 +269,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=words.folder) as folder:
         if words.tokenizer is None:
             words.tokenizer = f"{folder}/tokenizer"
-            train(iter(texts_of(words)), 8192).save_pretrained(words.tokenizer)
+            train_tokenizer(iter(texts_of(words)), 8192).save_pretrained(words.tokenizer)
         (compare_memory if words.memory else compare_speed)(words, Path(folder))
 
 

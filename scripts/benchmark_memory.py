@@ -20,11 +20,11 @@ from benchmark_save import memory, reset_peak
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import models
-from finetune.quiet import silence_libraries
-from finetune.recipe import validate
-from finetune.run import build
-from finetune.train import train_step
+from finetune.config.recipe import validate_recipe
+from finetune.models.forward_wrapper import unwrap
+from finetune.training.build_run import build_run
+from finetune.training.loop import train_step
+from finetune.utils.silence_libraries import silence_libraries
 
 GIB = 2.0**30
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
@@ -93,9 +93,9 @@ def measure(words: argparse.Namespace, folder: Path, kind: str) -> dict[str, Any
 
     before = 0 if gpu else memory("VmRSS")
     forget()
-    run = build(validate(recipe(words, folder, kind)), quiet=True)
+    run = build_run(validate_recipe(recipe(words, folder, kind)), quiet=True)
     loading = peak() - before
-    network = models.unwrap(run.model)
+    network = unwrap(run.model)
     forget()
     for step in range(2):
         train_step(run, step)

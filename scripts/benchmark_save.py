@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from finetune import models
-from finetune.checkpoint import Saver
-from finetune.quiet import silence_libraries
-from finetune.recipe import validate
-from finetune.run import Run, build
-from finetune.train import train_step
+from finetune.checkpoint.save_checkpoint import CheckpointWriter
+from finetune.config.recipe import validate_recipe
+from finetune.models.forward_wrapper import unwrap
+from finetune.training.build_run import Run, build_run
+from finetune.training.loop import train_step
+from finetune.utils.silence_libraries import silence_libraries
 
 GIB = 2.0**30
 
@@ -57,14 +57,14 @@ class Bench:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "keep_best": False}
-        self.saver = Saver(folder, run.backend, warn=print, **options)
+        self.saver = CheckpointWriter(folder, run.backend, warn=print, **options)
 
     def take_step(self) -> None:
         train_step(self.run, self.step)
         self.step += 1
 
     def start(self) -> None:
-        network = models.unwrap(self.run.model)
+        network = unwrap(self.run.model)
         self.saver.start(network, self.run.optimizer, {"step": self.step, "validation_loss": None})
 
     def finish(self) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_save"), help="on the disk to be measured")
     words = parser.parse_args()
     silence_libraries()
-    run = build(validate(recipe(words)), quiet=True)
+    run = build_run(validate_recipe(recipe(words)), quiet=True)
     bench = Bench(run, words.folder / "run" / "checkpoints")
     bench.take_step()
     before = memory("VmRSS")

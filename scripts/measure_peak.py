@@ -191,25 +191,25 @@ def made_of(peak: Peak) -> list[tuple[str, int]]:
 
 
 def main(path: str, folder: str) -> None:
-    from finetune import exits
-    from finetune.errors import FinetuneError
-    from finetune.quiet import silence_libraries
-    from finetune.recipe import load
-    from finetune.run import build
-    from finetune.train import train_step
+    from finetune.config.recipe import load_recipe
+    from finetune.training.build_run import build_run
+    from finetune.training.loop import train_step
+    from finetune.utils import exit_codes
+    from finetune.utils.errors import FinetuneError
+    from finetune.utils.silence_libraries import silence_libraries
 
     silence_libraries()
     wait_at_once()
     products = multiply_by_numpy()
     try:
         with watched() as profiler:
-            run = build(load(path), quiet=True)
+            run = build_run(load_recipe(path), quiet=True)
             for step in range(STEPS):
                 with record_function(MARK):
                     train_step(run, step)
     except FinetuneError as error:
-        exits.report(error)
-        exits.exit_with(exits.USER_ERROR)
+        exit_codes.report(error)
+        exit_codes.exit_with(exit_codes.USER_ERROR)
     del products
     first, *others = peaks(profiler)
     # A thread of gloo's may let go of a tensor late; nothing makes a step take less.
@@ -223,7 +223,7 @@ def main(path: str, folder: str) -> None:
     }
     (Path(folder) / f"{run.backend.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     run.backend.close()
-    exits.exit_with(0)
+    exit_codes.exit_with(0)
 
 
 if __name__ == "__main__":

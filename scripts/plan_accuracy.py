@@ -26,11 +26,11 @@ from measure_peak import STEPS
 # The project beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from finetune.backend import launch_of_file
-from finetune.gpus import find
-from finetune.plan import networks
-from finetune.plan.cells import Cell, cell, setting_of, state_bytes_of
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.gpu_specs import find
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.planning import model_shapes
+from finetune.planning.candidates import Cell, cell, setting_of, state_bytes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -109,8 +109,8 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ce
         each: Whether FSDP2 reduce-scatters gradients after each micro-batch; None leaves it to the plan.
     """
     way, launch, _ = name.split(":")
-    wanted = validate(recipe)
-    variant = networks.variants(wanted, kinds=[WAYS[way]])[WAYS[way]]
+    wanted = validate_recipe(recipe)
+    variant = model_shapes.variants(wanted, kinds=[WAYS[way]])[WAYS[way]]
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
     asked = replace(asked, sync_each_batch=each)

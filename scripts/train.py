@@ -9,8 +9,8 @@ from pathlib import Path
 # Tasks of the user's own are imported from where the command is given.
 sys.path.insert(0, str(Path.cwd()))
 
-from finetune.cli import train_main
-from finetune.exits import exit_with
+from finetune.training.entry_point import train_main
+from finetune.utils.exit_codes import exit_with
 
 if __name__ == "__main__":
     exit_with(train_main())

@@ -28,10 +28,10 @@ from harness import LIMIT_S, ROOT, environment
 from inside import mlp
 from ranks import by_finetune
 
-from finetune import ledger
-from finetune.checkpoint import folder as folders
-from finetune.exits import REQUEUE
-from finetune.files import read_lines
+from finetune.checkpoint import integrity, row_ledger
+from finetune.utils import errors
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.exit_codes import REQUEUE
 
 STEPS, KEEP = 24, 2
 # Whole tensors on each rank; and pieces, which the ranks send each other while a checkpoint is written.
@@ -92,25 +92,28 @@ class Victim:
 
     def look(self) -> None:
         """Notes the checkpoints that are there."""
-        for folder in folders.listed(self.checkpoints):
+        for folder in integrity.list_checkpoints(self.checkpoints):
             if folder.name not in self.whole:
                 try:
-                    self.whole[folder.name] = folders.read_manifest(folder)["validation_loss"]
-                except folders.CheckpointError:
+                    self.whole[folder.name] = integrity.read_manifest(folder)["validation_loss"]
+                except errors.CheckpointError:
                     # Deleted since it was listed. If it still has its name, it never was whole.
                     demand(not folder.exists(), f"{folder.name} was listed before it was whole")
 
     def newest(self) -> int:
         """The step of the newest checkpoint, named or killed before it got its name; 0 without one."""
-        found = [*folders.listed(self.checkpoints), *map(folders.named, folders.unnamed(self.checkpoints))]
-        return max((folders.step_of(folder) or 0 for folder in found), default=0)
+        found = [
+            *integrity.list_checkpoints(self.checkpoints),
+            *map(integrity.final_name, integrity.list_unnamed(self.checkpoints)),
+        ]
+        return max((integrity.step_of(folder) or 0 for folder in found), default=0)
 
     def check(self) -> None:
         """What must hold whenever nobody is at work."""
         self.look()
-        there = {folder.name: folder for folder in folders.listed(self.checkpoints)}
+        there = {folder.name: folder for folder in integrity.list_checkpoints(self.checkpoints)}
         for folder in there.values():
-            folders.verify(folder)
+            integrity.verify(folder)
         demand(not list(self.checkpoints.glob("*.broken")), "a checkpoint was found broken")
         best = min((loss for loss in self.whole.values() if loss is not None), default=None)
         for name, loss in self.whole.items():
@@ -130,8 +133,8 @@ class Victim:
         """The final model's files, and the digests of what the last checkpoint holds."""
         files: dict[str, bytes | str] = {}
         files |= {file.name: file.read_bytes() for file in (self.directory / "model").iterdir()}
-        manifest = folders.read_manifest(self.checkpoints / folders.name_of(self.steps))
-        files |= {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name != folders.STATE}
+        manifest = integrity.read_manifest(self.checkpoints / integrity.name_of(self.steps))
+        files |= {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name != integrity.STATE}
         return files
 
     def check_end(self, straight: "Victim") -> None:
@@ -143,7 +146,7 @@ class Victim:
             demand(one == other, f"metrics.jsonl has {one} instead of {other}")
         demand(len(found) == len(expected), f"metrics.jsonl has {len(found)} lines instead of {len(expected)}")
         demand(self.tensors() == straight.tensors(), "the final weights are others")
-        proof = ledger.audit(self.directory)
+        proof = row_ledger.audit(self.directory)
         demand(proof.holds and proof.num_steps == self.steps, "\n".join(proof.lines()))
 
 
@@ -338,7 +341,7 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
                 print(f"{sum(done.values()):4d} {victim.folder.name} {victim.config}: {line}", flush=True)
             victim.check_end(references[victim.config])
             shutil.rmtree(victim.folder)
-    except (Lie, AssertionError, folders.CheckpointError) as error:
+    except (Lie, AssertionError, errors.CheckpointError) as error:
         sys.exit(f"LIE in {victim.folder} (kept), seed {seed}: {error}")
     finally:
         nursery.close()

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.data.broken import Tolerance
-from finetune.data.chat import ChatEncoder
-from finetune.data.conversations import Conversation
-from finetune.data.examples import Example
-from finetune.data.templates import PLAIN, find_template
-from finetune.recipe import ChatSection
+from finetune.config.recipe_schema import ChatSection
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_examples import Example
+from finetune.data.chat.chat_templates import PLAIN, find_template
+from finetune.data.chat.conversation_formats import Conversation
+from finetune.data.chat.invalid_records import Tolerance
 
 SPECIALS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune import exits
-from finetune.backend import Backend
-from finetune.quiet import silence_libraries
-from finetune.recipe import load
-from finetune.run import build
-from finetune.train import train_step
+from finetune.config.recipe import load_recipe
+from finetune.distributed.backend import Backend
+from finetune.training.build_run import build_run
+from finetune.training.loop import train_step
+from finetune.utils import exit_codes
+from finetune.utils.silence_libraries import silence_libraries
 
 
 class Calls(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Calls(TorchDispatchMode):
 
 def main(words: list[str]) -> None:
     silence_libraries()
-    run = build(load(words[0]), quiet=True)
+    run = build_run(load_recipe(words[0]), quiet=True)
     calls, backward = Calls(), Backend.backward
 
     def marked(self: Backend, loss: torch.Tensor) -> None:
@@ -65,4 +65,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    exits.exit_with(exits.guarded(lambda: main(sys.argv[1:])))
+    exit_codes.exit_with(exit_codes.guarded(lambda: main(sys.argv[1:])))

@@ -4,9 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-from finetune import cli, identity
+from finetune.checkpoint import run_fingerprint
+from finetune.training import entry_point
+from finetune.utils import atomic_files
 
-_digest = identity.digest
+_digest = atomic_files.digest
 
 
 def digest(file: Path) -> str:
@@ -16,6 +18,6 @@ def digest(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    identity.digest = digest
-    identity._SETTLED_NS = 0  # the base was made a moment ago
-    sys.exit(cli.train_main())
+    atomic_files.digest = digest
+    run_fingerprint._SETTLED_NS = 0  # the base was made a moment ago
+    sys.exit(entry_point.train_main())

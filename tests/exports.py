@@ -13,9 +13,9 @@ from recipes_for_tests import MODEL, base, stories
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetune import models, reopen
-from finetune.artefacts import prove, write
-from finetune.errors import CheckpointError
+from finetune.export import fresh_process, verify_export, write
+from finetune.models.forward_wrapper import unwrap
+from finetune.utils.errors import CheckpointError
 
 IDS = torch.arange(3, 3 + 2 * 30).reshape(2, 30)
 
@@ -45,19 +45,19 @@ def tree_of(directory: Path, sections: dict[str, Any]) -> dict[str, Any]:
 def train(directory: Path, sections: dict[str, Any]) -> Trained:
     kept: list[Any] = []
     done = run_here(tree_of(directory, sections), kept.append)
-    network = models.unwrap(kept[0].model).eval()
+    network = unwrap(kept[0].model).eval()
     with torch.no_grad():
         logits = network(input_ids=IDS).logits
     return Trained(done.directory, logits, done.results["validation_loss"])
 
 
-def opened_here(folder: Path, probe: prove.Probe, about: dict[str, Any]) -> dict[str, Any]:
+def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any]) -> dict[str, Any]:
     """In place of `prove.fresh`: starting another process would take most of a test's time."""
     with tempfile.TemporaryDirectory() as place:
         save_file(probe.tensors, f"{place}/tensors")
-        ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": prove._AUTO[about["head"]]}
+        ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": verify_export._AUTO[about["head"]]}
         try:
-            return reopen.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
+            return fresh_process.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
         except Exception as error:
             raise CheckpointError(f"A fresh process cannot open {folder}: {error}") from error
 

@@ -44,7 +44,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
     import preloaded
     import torch
 
-    from finetune import parent
+    from finetune.utils import orphan_watch
 
     assert os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
@@ -65,7 +65,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
     # As imports leave them; Python's own is seeded anew in every fork.
     np.random.seed()
     torch.seed()
-    parent.note()
+    orphan_watch.note()
     path = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
     if words[0] == "-m":
         sys.argv, sys.path[:1] = words[1:], [cwd, *path]

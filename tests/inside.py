@@ -14,11 +14,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
-from finetune import rundir
-from finetune.files import digest_of, read_lines
-from finetune.recipe import validate
-from finetune.run import Run, build
-from finetune.train import train
+from finetune.checkpoint import run_directory
+from finetune.config.recipe import validate_recipe
+from finetune.training.build_run import Run, build_run
+from finetune.training.loop import train
+from finetune.utils.atomic_files import digest_of, read_lines
 
 
 def mlp(directory: Path, **sections: Any) -> dict[str, Any]:
@@ -73,17 +73,17 @@ class Done:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Undoes what a run leaves in its process, however it ends: Accelerate's state, and the lock on its folder."""
-    locks, hold, words = [], rundir._hold, sys.argv
+    locks, hold, words = [], run_directory._hold, sys.argv
 
     def remember(path: Path) -> Any:
         locks.append(hold(path))
         return locks[-1]
 
-    rundir._hold, sys.argv = remember, ["test"]
+    run_directory._hold, sys.argv = remember, ["test"]
     try:
         yield
     finally:
-        rundir._hold, sys.argv = hold, words
+        run_directory._hold, sys.argv = hold, words
         for lock in locks:
             lock.release()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -98,7 +98,7 @@ def run_here(tree: dict[str, Any], meddle: Callable[[Run], None] | None = None) 
     """
     said = io.StringIO()
     with alone(), contextlib.redirect_stderr(said):
-        run = build(validate(tree))
+        run = build_run(validate_recipe(tree))
         if meddle is not None:
             meddle(run)
         results = train(run)
@@ -147,7 +147,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def forge_state(folder: Path, change: Callable[[Any], Any]) -> None:
     """Changes a checkpoint's `state.json`, and makes the manifest's figures of it right again."""
-    from finetune.files import digest
+    from finetune.utils.atomic_files import digest
 
     file = folder / "state.json"
     state = json.loads(file.read_text())

@@ -17,12 +17,14 @@ from typing import Any
 
 import xxhash
 
-from finetune import recipe as recipes
-from finetune.data import cache, encode_worker, encoding, prepare, shards, side
-from finetune.data.arrays import GrowingArray
-from finetune.data.chat import ChatEncoder
+from finetune.config.recipe import validate_recipe
+from finetune.data import cache
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenization import encode_worker, encoding, split_writer, token_shards
+from finetune.data.tokenization.memmap import GrowingArray
 
-shards.SHARD_BYTES = 6000
+token_shards.SHARD_BYTES = 6000
 encoding.BATCH_DOCUMENTS = 7
 FOLDER = Path(sys.argv[1])
 TREE = json.loads(sys.argv[2])
@@ -53,14 +55,14 @@ def notes(log: Path) -> Callable[[bytes], object]:
 
 def log_counted(log: Path) -> None:
     """Documents in the order that a state counts them, which is not the one that processes get them in."""
-    note, advance = notes(log), shards.Shards.advance
+    note, advance = notes(log), token_shards.Shards.advance
 
     def counted(self: Any, batch: Any) -> None:
         for item in batch:
             note(item.text)
         advance(self, batch)
 
-    shards.Shards.advance = counted  # type: ignore[method-assign]
+    token_shards.Shards.advance = counted  # type: ignore[method-assign]
 
 
 def log_encoded(log: Path) -> None:
@@ -96,12 +98,12 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("append", "sync", "cut", "close"):
             moments.before(GrowingArray, name)
         for name in ("begin", "repeat", "finish", "clear"):
-            moments.before(side.Side, name)
-        moments.before(shards, "write_json")
+            moments.before(split_writer.Side, name)
+        moments.before(token_shards, "write_json")
         moments.before(cache, "sync")
         moments.before(cache.os, "rename")
         try:
-            prepare(recipes.validate({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}}))
+            prepare_data(validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}}))
             os.write(writer, str(moments.passed).encode())
         except BaseException:
             traceback.print_exc()

@@ -1,7 +1,7 @@
 """Runs several recipes in one process, one after the other; what `harness.Launcher.many` launches.
 
 The variable FAULT breaks the loop on purpose, so that tests can see the suite fail. With FAULTS_BY_NAME a recipe is
-broken by the fault of `finetune.faults` that its file is named after, up to a `+`.
+broken by the fault of `finetune.diagnostics.fault_injection` that its file is named after, up to a `+`.
 """
 
 import gc
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from finetune import adapters, exits, faults, train
-from finetune.backend import Backend
-from finetune.errors import FinetuneError
-from finetune.models import unwrap
-from finetune.parity.launches import FAULTS
-from finetune.quiet import silence_libraries
-from finetune.recipe import load
-from finetune.run import Run, build
+from finetune.config.recipe import load_recipe
+from finetune.diagnostics import fault_injection
+from finetune.diagnostics.parity.launch_runs import FAULTS
+from finetune.distributed.backend import Backend
+from finetune.models import lora_adapters
+from finetune.models.forward_wrapper import unwrap
+from finetune.training import loop
+from finetune.training.build_run import Run, build_run
+from finetune.utils import exit_codes
+from finetune.utils.errors import FinetuneError
+from finetune.utils.silence_libraries import silence_libraries
 
 
 def plant(fault: str) -> None:
@@ -40,8 +43,8 @@ def plant(fault: str) -> None:
         Backend.sum = own
     elif fault == "adapter_seed":
         # Every rank draws adapters of its own.
-        attach, rank = adapters.attach, int(os.environ.get("RANK", "0"))
-        adapters.attach = lambda network, recipe, head=None: attach(
+        attach, rank = lora_adapters.attach, int(os.environ.get("RANK", "0"))
+        lora_adapters.attach = lambda network, recipe, head=None: attach(
             network, recipe.model_copy(update={"seed": recipe.seed + rank}), head
         )
 
@@ -60,10 +63,10 @@ def digests(run: Run, trained: bool) -> dict[str, str]:
 def train_watched(run: Run) -> None:
     """Trains, and notes what the adapters began with and whether the frozen weights stayed."""
     if run.recipe.lora is None:
-        train.train(run)
+        loop.train(run)
         return
     noted = {"adapters": digests(run, True), "frozen": digests(run, False)}
-    train.train(run)
+    loop.train(run)
     noted["frozen_afterwards"] = digests(run, False)
     if run.backend.is_main:
         (run.directory.path / "digests.json").write_text(json.dumps(noted))
@@ -76,12 +79,14 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             fault = Path(path).stem.partition("+")[0]
-            with faults.planted(fault) if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext():
-                run = build(load(path))
+            with (
+                fault_injection.planted(fault) if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext()
+            ):
+                run = build_run(load_recipe(path))
                 train_watched(run)
         except FinetuneError as error:
-            exits.report(error)
-            exits.exit_with(exits.USER_ERROR)
+            exit_codes.report(error)
+            exit_codes.exit_with(exit_codes.USER_ERROR)
         run.backend.wait()
         # Accelerate keeps its state for the life of a process; the process group can stay.
         if path != paths[-1]:
@@ -90,7 +95,7 @@ def main(paths: list[str]) -> None:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
     run.backend.close()
-    exits.exit_with(0)
+    exit_codes.exit_with(0)
 
 
 if __name__ == "__main__":

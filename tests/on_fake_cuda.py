@@ -22,15 +22,17 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from inside import mlp
 
-from finetune import evaluate, exits, guard, train
-from finetune.backend import Backend
-from finetune.quiet import silence_libraries
-from finetune.recipe import validate
-from finetune.run import Run, build
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.backend import Backend
+from finetune.monitoring import step_sync
+from finetune.training import evaluation, loop
+from finetune.training.build_run import Run, build_run
+from finetune.utils import exit_codes
+from finetune.utils.silence_libraries import silence_libraries
 
 
 def note_what_steps_wait_for() -> None:
-    taken = train.train_step
+    taken = loop.train_step
     waited: dict[str, list[list[str]]] = {}
 
     def watched(run: Run, step: int):
@@ -43,7 +45,7 @@ def note_what_steps_wait_for() -> None:
             Path(run.recipe.output.dir, "calls.json").write_text(json.dumps(seen.calls))
         return found
 
-    train.train_step = watched
+    loop.train_step = watched
 
 
 def _left_on_the_host(batch, device):
@@ -78,9 +80,9 @@ def _timed(*arguments, **options):
 # What is put in the place of what. Each is a line that somebody might write; none shows on a CPU.
 FAULTS = {
     "none": [],
-    "the batch stays on the host": [(evaluate, "to_device", _left_on_the_host)],
-    "a copy from pageable memory": [(evaluate, "send", _pageable)],
-    "a copy that blocks": [(evaluate, "send", _blocking)],
+    "the batch stays on the host": [(evaluation, "to_device", _left_on_the_host)],
+    "a copy from pageable memory": [(evaluation, "send", _pageable)],
+    "a copy that blocks": [(evaluation, "send", _blocking)],
     "item": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.item()))],
     "bool": [(Backend, "clip", _after(Backend.clip, lambda norm: bool(norm > 1)))],
     "tolist": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.tolist()))],
@@ -92,7 +94,7 @@ FAULTS = {
     ],
     "no such attribute": [(Backend, "clip", _after(Backend.clip, lambda norm: _event()))],
     "no such argument": [(Backend, "clip", _after(Backend.clip, lambda norm: _timed()))],
-    "read before it has arrived": [(guard.Later, "read", lambda self: self._values.tolist())],
+    "read before it has arrived": [(step_sync.AsyncScalar, "read", lambda self: self._values.tolist())],
 }
 
 
@@ -101,12 +103,14 @@ def faults(folder: str) -> None:
     silence_libraries()
     found = {}
     for number, (name, changes) in enumerate(FAULTS.items()):
-        run = build(validate(mlp(Path(folder) / str(number), batch={"global_size": 8, "micro_size": 4})), quiet=True)
+        run = build_run(
+            validate_recipe(mlp(Path(folder) / str(number), batch={"global_size": 8, "micro_size": 4})), quiet=True
+        )
         for module, attribute, other in changes:
             mock.patch.object(module, attribute, other).start()
         try:
             with fake_cuda.watched() as seen:
-                taken = train.train_step(run, 0)
+                taken = loop.train_step(run, 0)
             said = {
                 "waits": [*seen.reads, *seen.copies],
                 "targets": taken.signs.read()[0],
@@ -126,9 +130,9 @@ def faults(folder: str) -> None:
 
 def main(words: list[str]) -> None:
     if words[0] == "--faults":
-        exits.exit_with(exits.guarded(lambda: faults(words[1])))
+        exit_codes.exit_with(exit_codes.guarded(lambda: faults(words[1])))
     note_what_steps_wait_for()
-    exits.exit_with(exits.guarded(lambda: many.main(words)))
+    exit_codes.exit_with(exit_codes.guarded(lambda: many.main(words)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.tasks import Task, TaskData
+from finetune.tasks.task import Task, TaskData
 
 
 class Points:

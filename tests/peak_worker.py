@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from finetune import models, optim, tasks
-from finetune.backend import Backend, read_launch, settle
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.resolve_config import resolve_config
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.optim.optimizers import build_optimizer
+from finetune.tasks.task_lookup import find_task
 
 
 def peak_of(step: Callable[[], None], held: int) -> int:
@@ -41,12 +47,12 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def main(source: Path, result: Path) -> None:
-    recipe, asked = validate(json.loads(source.read_text())), read_launch()
-    backend, task = Backend.start(recipe, asked, settle(recipe, asked), quiet=True), tasks.find(recipe)
-    config = models.resolve_config(recipe, vocab_size=recipe.tokenizer.vocab_size)
-    caller = models.Caller(models.build(recipe, config, "causal_lm"))
+    recipe, asked = validate_recipe(json.loads(source.read_text())), read_launch()
+    backend, task = Backend.start(recipe, asked, resolve_config(recipe, asked), quiet=True), find_task(recipe)
+    config = resolve_model_config(recipe, vocab_size=recipe.tokenizer.vocab_size)
+    caller = ForwardWrapper(build_model(recipe, config, "causal_lm"))
     caller.autocast = backend.autocast
-    model, optimizer = backend.prepare(caller, optim.build(caller, recipe))
+    model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe))
     ids = torch.zeros(recipe.batch.micro_size, recipe.data.sequence_length, dtype=torch.long)
 
     def step() -> None:

@@ -19,14 +19,14 @@ MODULES = (
     "torch.distributed.run",
     "torch.utils.cpp_extension",
     "transformers.models.llama.modeling_llama",
-    "finetune.run",
-    "finetune.train",
+    "finetune.training.build_run",
+    "finetune.training.loop",
 )
 
 LOADED_BY = os.getpid()
 """The process that has imported it all."""
 _before = dict(os.environ)
-# As `finetune.quiet` does: it looks for a kernel to download.
+# As `finetune.utils.silence_libraries` does: it looks for a kernel to download.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 for _module in MODULES:
     importlib.import_module(_module)

@@ -17,7 +17,7 @@ import testdata
 import yaml
 from harness import ROOT, command
 
-from finetune import cli
+from finetune.training import entry_point
 
 if TYPE_CHECKING:
     from forkserver import ForkServer
@@ -193,13 +193,13 @@ class Here:
         for key, value in {**exported(config), **ranks}.items():
             self.monkeypatch.setenv(key, value)
         self.capsys.readouterr()
-        assert cli.train_main([str(recipe)]) == 2
+        assert entry_point.train_main([str(recipe)]) == 2
         assert_said(self.capsys.readouterr().err, *says)
 
 
 def by_finetune(config: str | Path, *arguments: str) -> list[str]:
     """`finetune launch` of a shipped launch file by name, or of any by path."""
-    code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    code = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
     file = config if isinstance(config, Path) else f"accelerate_configs/{config}.yaml"
     return [sys.executable, "-c", code, "launch", "--config_file", str(file), *arguments]
 
@@ -207,4 +207,4 @@ def by_finetune(config: str | Path, *arguments: str) -> list[str]:
 def by_launcher(config: str | Path, *arguments: str, script: str = "scripts/train.py") -> list[str]:
     """What `finetune launch` becomes once recipe and launch file are checked."""
     words = command(config, *arguments, script=script)
-    return [sys.executable, "-m", "finetune.launcher", *words[words.index("launch") + 1 :]]
+    return [sys.executable, "-m", "finetune.distributed.launch.launcher", *words[words.index("launch") + 1 :]]

@@ -16,7 +16,7 @@ import numpy as np
 import preloaded  # noqa: F401  # what a fork has imported
 import torch
 
-from finetune import parent
+from finetune.utils import orphan_watch
 
 SEEN = {
     "name": __name__,
@@ -25,7 +25,7 @@ SEEN = {
     "cwd": os.getcwd(),
     "env": dict(os.environ),
     "flags": repr(sys.flags),
-    "orphan": parent.gone(),
+    "orphan": orphan_watch.gone(),
     "stdin": os.readlink("/proc/self/fd/0"),
     "streams": [(s.isatty(), s.encoding, s.errors, s.write_through) for s in (sys.stdin, sys.stdout, sys.stderr)],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),

@@ -24,11 +24,17 @@ from torch import nn
 from torch.nn import functional
 from transformers.integrations import deepspeed
 
-from finetune import exits, models, optim
-from finetune.backend import Backend, read_launch, settle
-from finetune.errors import CheckpointError
-from finetune.quiet import silence_libraries
-from finetune.recipe import Recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.resolve_config import resolve_config
+from finetune.models.forward_wrapper import ForwardWrapper, unwrap
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.optim.optimizers import build_optimizer
+from finetune.utils import exit_codes
+from finetune.utils.errors import CheckpointError
+from finetune.utils.silence_libraries import silence_libraries
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY, LENGTH, ROWS = 101, 16, 4
@@ -81,7 +87,7 @@ class Trained:
 
     @property
     def network(self) -> nn.Module:
-        return models.unwrap(self.model)
+        return unwrap(self.model)
 
     def steps(self, numbers: range) -> None:
         backend = self.backend
@@ -141,15 +147,15 @@ def build(config: str, case: str, *, seed: int = 1, optimizer: dict[str, Any] | 
         )
     )
     asked = read_launch()
-    backend = Backend.start(recipe, asked, settle(recipe, asked), quiet=True)
+    backend = Backend.start(recipe, asked, resolve_config(recipe, asked), quiet=True)
     with backend.loading(pretrained=False):
         torch.manual_seed(seed)
-        network = Odd() if case == "odd" else models.build(recipe, models.resolve_config(recipe), "causal_lm")
+        network = Odd() if case == "odd" else build_model(recipe, resolve_model_config(recipe), "causal_lm")
     if case == "lora":
         network = get_peft_model(network, LoraConfig(r=3, target_modules=["q_proj", "o_proj"]))
-    caller = models.Caller(network.train())
+    caller = ForwardWrapper(network.train())
     caller.autocast = backend.autocast
-    return Trained(backend, *backend.prepare(caller, optim.build(caller, recipe)))
+    return Trained(backend, *backend.prepare(caller, build_optimizer(caller, recipe)))
 
 
 def difference(have: Tensors, want: Tensors) -> str:
@@ -281,7 +287,7 @@ def main(name: str, folder: Path, jobs: list[list[str]]) -> None:
         (folder / f"{name}.json").write_text(json.dumps(report, indent=1))
     if WORLD > 1:
         torch.distributed.destroy_process_group()
-    exits.exit_with(0)
+    exit_codes.exit_with(0)
 
 
 if __name__ == "__main__":

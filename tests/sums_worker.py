@@ -19,13 +19,13 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune import models
-from finetune.backend import Backend
-from finetune.errors import BackendError
-from finetune.quiet import silence_libraries
-from finetune.recipe import load
-from finetune.run import Run, build
-from finetune.train import train_step
+from finetune.config.recipe import load_recipe
+from finetune.distributed.backend import Backend
+from finetune.models.forward_wrapper import unwrap
+from finetune.training.build_run import Run, build_run
+from finetune.training.loop import train_step
+from finetune.utils.errors import BackendError
+from finetune.utils.silence_libraries import silence_libraries
 
 STEPS = 4
 
@@ -58,9 +58,7 @@ def steps(run: Run) -> dict[str, Any]:
     taken.append(train_step(run, STEPS - 1))
     Backend.backward = backward
     weights = {
-        name: tensor.tolist()
-        for name, tensor in run.backend.full_parameters(models.unwrap(run.model))
-        if tensor is not None
+        name: tensor.tolist() for name, tensor in run.backend.full_parameters(unwrap(run.model)) if tensor is not None
     }
     return {
         "loss": [run.backend.sum(one.losses.double().sum()).item() / one.signs.read()[0] for one in taken],
@@ -93,7 +91,7 @@ def main(recipe: str, result: str, *words: str) -> None:
     found = {}
     for each in ("false", "true"):
         os.environ["FSDP_SYNC_EACH_BATCH"] = each
-        run = build(load(recipe, ("output.overwrite=true",)), quiet=True)
+        run = build_run(load_recipe(recipe, ("output.overwrite=true",)), quiet=True)
         found[each] = broken(run, each) if words else steps(run)
         main_rank, close = run.backend.is_main, run.backend.close
         run.backend.wait()

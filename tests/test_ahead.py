@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from finetune.data.ahead import Ahead
+from finetune.data.rows.prefetch import Prefetcher
 
 
 def test_the_next_batch_is_read_behind_the_loops_back() -> None:
@@ -17,7 +17,7 @@ def test_the_next_batch_is_read_behind_the_loops_back() -> None:
             read_ahead.set()
         return {"first": int(rows[0])}
 
-    ahead = Ahead(read)
+    ahead = Prefetcher(read)
     assert ahead.batch(np.array([1]), np.array([2])) == {"first": 1}
     assert read_ahead.wait(60), "nobody reads ahead"
     assert ahead.batch(np.array([2]), None) == {"first": 2}
@@ -25,7 +25,7 @@ def test_the_next_batch_is_read_behind_the_loops_back() -> None:
 
 
 def test_what_was_not_foreseen_is_read_when_it_is_asked_for() -> None:
-    ahead = Ahead(lambda rows: {"rows": rows.tolist()})
+    ahead = Prefetcher(lambda rows: {"rows": rows.tolist()})
     ahead.batch(np.array([1]), np.array([2]))
     assert ahead.batch(np.array([3, 4]), np.array([5])) == {"rows": [3, 4]}
     assert ahead.batch(np.array([5]), None) == {"rows": [5]}
@@ -37,7 +37,7 @@ def test_an_error_is_raised_where_the_batch_is_asked_for() -> None:
             raise OSError("the disk is gone")
         return {}
 
-    ahead = Ahead(read)
+    ahead = Prefetcher(read)
     ahead.batch(np.array([1]), np.array([2]))
     with pytest.raises(OSError, match="the disk is gone"):
         ahead.batch(np.array([2]), None)

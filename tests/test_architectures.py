@@ -7,8 +7,12 @@ from harness import Launcher, assert_same_path
 from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import models, tasks
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.models.init_weights import init_weights
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.utils import errors
 
 BACKENDS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("ddp", "fsdp", "zero2", "zero3")]
 DECODERS = ["llama_tied", "gpt2", "qwen3", "gemma3", "mixtral"]
@@ -32,15 +36,15 @@ def test_saved_model_opens_elsewhere_with_the_same_loss(launcher: Launcher, name
     network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.encode("Once upon a time", add_special_tokens=False)
-    recipe = validate({**ARCHITECTURES[name], "output": {"dir": str(run.directory)}})
+    recipe = validate_recipe({**ARCHITECTURES[name], "output": {"dir": str(run.directory)}})
     recipe = recipe.model_copy(
         update={"data": recipe.data.model_copy(update={"cache_dir": str(launcher.shared / "cache")})}
     )
-    rows = tasks.CAUSAL_LM.build_data(recipe, True).validation
+    rows = CAUSAL_LM.build_data(recipe, True).validation
     assert rows is not None
     network.eval()
     with torch.no_grad():
-        total = sum(tasks.CAUSAL_LM.loss_sum(network, rows.batch(np.array([row]))).item() for row in range(len(rows)))
+        total = sum(CAUSAL_LM.loss_sum(network, rows.batch(np.array([row]))).item() for row in range(len(rows)))
     assert total / run.validation("validation_targets") == pytest.approx(run.validation(), rel=1e-5)
 
 
@@ -48,8 +52,8 @@ def test_saved_model_opens_elsewhere_with_the_same_loss(launcher: Launcher, name
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     """Perturbs one document of a packed row: the others' scores and gradients stay as they are."""
     job = ARCHITECTURES[name]
-    recipe = validate(job)
-    network = models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    recipe = validate_recipe(job)
+    network = build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
     network.eval()
     lengths = (13, 21, 30)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -59,10 +63,10 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     changed[:, 13:34] = (changed[:, 13:34] + 5) % 512
     with torch.no_grad():
         one, two = (
-            tasks.causal_lm_logits(network, {"input_ids": x, "position_ids": positions, "cu_seqlens": edges})
+            causal_lm_logits(network, {"input_ids": x, "position_ids": positions, "cu_seqlens": edges})
             for x in (ids, changed)
         )
-        alone = tasks.causal_lm_logits(network, {"input_ids": ids[:, 34:], "position_ids": torch.arange(30)[None]})
+        alone = causal_lm_logits(network, {"input_ids": ids[:, 34:], "position_ids": torch.arange(30)[None]})
     torch.testing.assert_close(one[:, :13], two[:, :13])
     torch.testing.assert_close(one[:, 34:], two[:, 34:])
     assert (one[:, 13:34] - two[:, 13:34]).abs().max() > 1e-3
@@ -74,7 +78,7 @@ def test_materialised_weights_are_a_function_of_the_seed() -> None:
     def built(seed: int) -> torch.nn.Module:
         with torch.device("meta"):
             network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        return models.materialise(network, seed)
+        return init_weights(network, seed)
 
     one, same, other = built(1), built(1), built(2)
     assert torch.equal(one[0].weight, same[0].weight)
@@ -90,5 +94,5 @@ def test_a_module_that_cannot_initialise_itself_is_named() -> None:
 
     with torch.device("meta"):
         network = torch.nn.Sequential(torch.nn.Linear(3, 3), Scale())
-    with pytest.raises(models.RecipeError, match=r"module '1' \(Scale\) has no reset_parameters"):
-        models.materialise(network, 0)
+    with pytest.raises(errors.RecipeError, match=r"module '1' \(Scale\) has no reset_parameters"):
+        init_weights(network, 0)

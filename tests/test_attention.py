@@ -8,8 +8,11 @@ from recipes_for_tests import ARCHITECTURES, base
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import attention, models, tasks
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.models import attention
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.tasks.causal_lm import CAUSAL_LM
 
 LENGTHS = (13, 40, 14)
 WIDTH = sum(LENGTHS)
@@ -33,8 +36,8 @@ def network_of(job: dict[str, Any], kernel: str) -> torch.nn.Module:
         if (model["config"]["model_type"] == "gpt2")
         else {**model["config"], "attention_dropout": 0.0}
     )
-    recipe = validate({**job, "model": model})
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    recipe = validate_recipe({**job, "model": model})
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -48,7 +51,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def learn(network: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = tasks.CAUSAL_LM.loss_sum(network, batch())
+    loss = CAUSAL_LM.loss_sum(network, batch())
     loss.backward()
     return loss, {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
 
@@ -88,7 +91,7 @@ def test_a_wrong_edge_is_seen() -> None:
     network = network_of(DECODERS["llama_tied"], "auto")
     moved = batch()
     moved[attention.EDGES][1] += 1
-    loss, wrong = (tasks.CAUSAL_LM.loss_sum(network, b) for b in (batch(), moved))
+    loss, wrong = (CAUSAL_LM.loss_sum(network, b) for b in (batch(), moved))
     assert abs(wrong - loss) / loss > 1e-5
 
 
@@ -128,7 +131,7 @@ def test_rows_of_one_document_are_not_searched_for_more(name: str) -> None:
     for kernel in ("auto", "sdpa"):
         network = network_of(DECODERS[name], kernel)
         with Reads() as reads:
-            loss = tasks.CAUSAL_LM.loss_sum(network, rows)
+            loss = CAUSAL_LM.loss_sum(network, rows)
         loss.backward()
         found.append((reads.count, loss, {n: p.grad for n, p in network.named_parameters() if p.grad is not None}))
     (ours, loss, gradients), (theirs, wanted, others) = found

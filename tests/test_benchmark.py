@@ -20,7 +20,7 @@ from bench.arms.ours import EqualRows
 from bench.cases import Case, cases
 from bench.turns import Measured, Result, Turn
 
-from finetune.data.order import rows_at
+from finetune.data.rows.row_order import rows_at
 
 
 def benchmark(folder: Path, *words: str) -> tuple[int, str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
 
-from finetune.backend import board
+from finetune.distributed import rendezvous_store
 
 PATIENCE = timedelta(seconds=5)
 
@@ -18,7 +18,7 @@ def test_who_is_ahead_finds_the_store_of_the_process_group(monkeypatch: pytest.M
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    notes = board.Board(0, 2, PATIENCE)
+    notes = rendezvous_store.RendezvousStore(0, 2, PATIENCE)
     notes.write("made", 1)
     del notes
     gc.collect()

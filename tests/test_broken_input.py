@@ -26,8 +26,8 @@ from ranks import (
     start,
 )
 
-from finetune import exits
-from finetune.errors import DataError
+from finetune.utils import exit_codes
+from finetune.utils.errors import DataError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here runs on a GPU")
 
@@ -256,14 +256,14 @@ LATE = """
 import sys, time
 from datetime import timedelta
 from torch import distributed
-from finetune import exits
-from finetune.errors import RecipeError
+from finetune.utils import exit_codes
+from finetune.utils.errors import RecipeError
 distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 if distributed.get_rank() == 1:
     time.sleep(2)
     distributed.distributed_c10d._get_default_store().add("still there", 1)
-exits.report(RecipeError("both fail"))
-exits.exit_with(exits.USER_ERROR)
+exit_codes.report(RecipeError("both fail"))
+exit_codes.exit_with(exit_codes.USER_ERROR)
 """
 
 
@@ -280,7 +280,7 @@ def test_different_errors_are_all_said(
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        exits.report(DataError(text))
+        exit_codes.report(DataError(text))
     assert capsys.readouterr().err == "\nError: one thing\n\nError: another\n"
 
 
@@ -290,7 +290,7 @@ def test_without_a_launcher_local_rank_0_speaks(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        exits.report(DataError(rank))
+        exit_codes.report(DataError(rank))
     assert capsys.readouterr().err == "\nError: 0\n"
 
 

@@ -16,12 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testdata import CONVERSATIONS
 
-from finetune import cli, exits, tasks
-from finetune import recipe as recipes
-from finetune.data import IGNORED, PreparedData, Rows, prepare
-from finetune.data.masks import MaskFile, pack
-from finetune.data.templates import PLAIN
-from finetune.errors import DataError, RecipeError
+from finetune.cli import main
+from finetune.config import recipe_schema
+from finetune.config.recipe import dump_recipe, validate_recipe
+from finetune.data.chat.chat_templates import PLAIN
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.tokenization.loss_masks import MaskFile, pack
+from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.utils import exit_codes
+from finetune.utils.errors import DataError, RecipeError
 
 SHAREGPT = {"path": str(CONVERSATIONS / "sharegpt.json")}
 PAIRS = {"path": str(CONVERSATIONS / "questions.jsonl")}
@@ -45,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def recipe(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **keys: Any) -> recipes.Recipe:
+def recipe(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **keys: Any) -> recipe_schema.Recipe:
     checks, seed = keys.pop("checks", {}), keys.pop("tokenizer", str(folder / "tokenizer"))
     tree = {
         "model": {"config": {"model_type": "llama"}},
@@ -61,11 +65,11 @@ def recipe(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **key
         },
         "length": {"steps": 1},
     }
-    return recipes.validate(tree)
+    return validate_recipe(tree)
 
 
 def prepared(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **keys: Any) -> PreparedData:
-    return prepare(recipe(folder, sources, chat, **keys), quiet=True)
+    return prepare_data(recipe(folder, sources, chat, **keys), quiet=True)
 
 
 def train(data: PreparedData) -> Rows:
@@ -206,7 +210,7 @@ def test_the_loss_is_over_learned_tokens_only(folder: Path, tmp_path: Path) -> N
     def network(**_: Any) -> Any:
         return type("Output", (), {"logits": torch.zeros(*batch["targets"].shape, len(tokenizer()))})
 
-    loss = tasks.CAUSAL_LM.loss_sum(network, batch)  # type: ignore[arg-type]
+    loss = CAUSAL_LM.loss_sum(network, batch)  # type: ignore[arg-type]
     assert loss.item() / train(data).num_targets(rows) == pytest.approx(np.log(len(tokenizer())), rel=1e-5)
 
 
@@ -339,7 +343,7 @@ def test_overlap_of_texts_is_counted_too(tmp_path: Path) -> None:
         },
         "length": {"steps": 1},
     }
-    data = prepare(recipes.validate(tree), quiet=True)
+    data = prepare_data(validate_recipe(tree), quiet=True)
     assert data.report.validation is not None
     assert data.report.validation.overlap == 2
     assert "2 documents that are training documents too" in "\n".join(data.report.lines())
@@ -448,7 +452,7 @@ def test_recipes_that_cannot_be(folder: Path, tree: dict[str, Any], says: str) -
     for key, value in tree.items():
         whole[key] = {**whole[key], **value} if isinstance(value, dict) else value
     with pytest.raises(RecipeError, match=says.replace("{", r"\{")):
-        recipes.validate(whole)
+        validate_recipe(whole)
 
 
 # ---------------------------------------------------------------- cache
@@ -489,8 +493,8 @@ def test_another_template_in_the_same_file(folder: Path, tmp_path: Path) -> None
 def test_show(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = written(tmp_path / "a.jsonl", pairs(4))
     file = tmp_path / "recipe.yaml"
-    file.write_text(recipes.dump(recipe(folder, [source], packing="padded")))
-    assert cli.main(["data", str(file), "--show", "2"]) == 0
+    file.write_text(dump_recipe(recipe(folder, [source], packing="padded")))
+    assert main.main(["data", str(file), "--show", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if "<|im_start|>" in line]
     assert len(shown) == 2
@@ -502,7 +506,7 @@ def test_show(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
-    from finetune.data.show import examples
+    from finetune.data.show_examples import examples
 
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(2))])
     _, _, line = list(examples(data, 1, coloured=True))
@@ -513,9 +517,9 @@ def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
 def test_the_command_line_says_one_paragraph(folder: Path, tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", BROKEN[:1])
     file = tmp_path / "recipe.yaml"
-    file.write_text(recipes.dump(recipe(folder, [source])))
-    code = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+    file.write_text(dump_recipe(recipe(folder, [source])))
+    code = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "data", str(file)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == exits.USER_ERROR
+    assert done.returncode == exit_codes.USER_ERROR
     assert "Traceback" not in done.stderr
     assert "the role is 'narrator'" in done.stderr

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testdata import CONVERSATIONS, REAL
 
-from finetune.data.broken import Tolerance
-from finetune.data.conversations import Conversation, RecordForm
-from finetune.data.sources import open_source
-from finetune.errors import DataError
-from finetune.recipe import Source
+from finetune.config.recipe_schema import Source
+from finetune.data.chat.conversation_formats import Conversation, RecordForm
+from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.sources.corpus import open_source
+from finetune.utils.errors import DataError
 
 OPENED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 

@@ -12,12 +12,12 @@ from testdata import CONVERSATIONS
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.broken import BrokenConversation, Tolerance
-from finetune.data.chat import ChatEncoder
-from finetune.data.conversations import Conversation
-from finetune.data.templates import PLAIN, Template, find_template
-from finetune.errors import DataError
-from finetune.recipe import ChatSection
+from finetune.config.recipe_schema import ChatSection
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_templates import PLAIN, Template, find_template
+from finetune.data.chat.conversation_formats import Conversation
+from finetune.data.chat.invalid_records import BrokenConversation, Tolerance
+from finetune.utils.errors import DataError
 
 EXCHANGES = talk("Hello", "The answer", "what is", "forty two", system="there")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, copy, forge, forge_state, mlp, run_here
 
-from finetune import checkpoint
-from finetune.errors import CheckpointError
+from finetune.checkpoint import load_checkpoint, retention
+from finetune.utils.errors import CheckpointError
 
 # A reader that opens a pipe would wait for ever.
 pytestmark = pytest.mark.timeout(120)
@@ -38,13 +38,13 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """Why a checkpoint is refused."""
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.verified(folder, OneRank())  # type: ignore[arg-type]
+        load_checkpoint.verified(folder, OneRank())  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def found(root: Path, said: list[str] | None = None) -> Path:
     """The checkpoint that a run goes on from; what is said of newer ones goes to `said`."""
-    got = checkpoint.find(root, OneRank(), (said if said is not None else []).append)  # type: ignore[arg-type]
+    got = load_checkpoint.find(root, OneRank(), (said if said is not None else []).append)  # type: ignore[arg-type]
     assert got is not None
     got.held.close()
     return got.folder
@@ -230,10 +230,10 @@ def test_none_is_whole(root: Path) -> None:
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "nowhere", OneRank(), print) is None  # type: ignore[arg-type]
+    assert load_checkpoint.find(tmp_path / "nowhere", OneRank(), print) is None  # type: ignore[arg-type]
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000012.staging").mkdir()
-    assert checkpoint.find(tmp_path, OneRank(), print) is None  # type: ignore[arg-type]
+    assert load_checkpoint.find(tmp_path, OneRank(), print) is None  # type: ignore[arg-type]
 
 
 def test_what_a_file_system_leaves_is_no_damage(root: Path) -> None:
@@ -251,7 +251,7 @@ def test_half_written_and_half_deleted_ones_are_no_checkpoints_and_go(root: Path
     (root / "step-00000026.staging").write_text("a file")
     (root / "notes.txt").write_text("mine")
     assert found(root) == whole
-    checkpoint.clean(root)
+    retention.clean(root)
     left = sorted(path.name for path in root.iterdir())
     assert left == ["notes.txt", "step-00000010", "step-00000015", "step-00000020", "step-00000021.broken"]
 

@@ -10,8 +10,9 @@ from harness import Launcher, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune import cli, comms
-from finetune.errors import RecipeError
+from finetune.cli import main
+from finetune.distributed import measure_bandwidth
+from finetune.utils.errors import RecipeError
 
 # doc/PERFORMANCE.md of nccl-tests: busbw by algbw.
 FACTORS = {
@@ -22,11 +23,13 @@ FACTORS = {
 }
 
 
-def times(link: comms.Line, processes: int, wanted: list[int]) -> list[tuple[comms.Ring, comms.Size]]:
+def times(
+    link: measure_bandwidth.Line, processes: int, wanted: list[int]
+) -> list[tuple[measure_bandwidth.Ring, measure_bandwidth.Size]]:
     """What rings of such links would be measured to take."""
     return [
-        (ring, comms.Size(size, link.seconds(ring, processes, size), 0.0, 0.0))
-        for ring in comms.RINGS.values()
+        (ring, measure_bandwidth.Size(size, link.seconds(ring, processes, size), 0.0, 0.0))
+        for ring in measure_bandwidth.RINGS.values()
         for size in wanted
     ]
 
@@ -34,7 +37,7 @@ def times(link: comms.Line, processes: int, wanted: list[int]) -> list[tuple[com
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("processes", [2, 3, 8, 512])
 def test_bus_bandwidth_is_that_of_nccl_tests(name: str, processes: int) -> None:
-    assert comms.RINGS[name].share(processes) == pytest.approx(FACTORS[name](processes))
+    assert measure_bandwidth.RINGS[name].share(processes) == pytest.approx(FACTORS[name](processes))
 
 
 @given(
@@ -44,25 +47,27 @@ def test_bus_bandwidth_is_that_of_nccl_tests(name: str, processes: int) -> None:
 )
 def test_a_ring_is_found_again(latency: float, bandwidth: float, processes: int) -> None:
     """Whatever the links: the fit predicts what they took."""
-    link = comms.Line(latency, bandwidth)
+    link = measure_bandwidth.Line(latency, bandwidth)
     measured = times(link, processes, [1 << k for k in range(10, 31, 4)])
-    found = comms.fit(measured, processes)
+    found = measure_bandwidth.fit(measured, processes)
     for ring, size in measured:
         assert found.seconds(ring, processes, size.bytes) == pytest.approx(size.seconds, rel=1e-3)
 
 
 def test_a_latency_is_never_below_nought() -> None:
     """Larger sizes that are slower than in proportion would ask for one."""
-    ring = comms.RINGS["all_reduce"]
-    measured = [(ring, comms.Size(size, size**1.3 * 1e-9, 0.0, 0.0)) for size in (1 << 10, 1 << 14, 1 << 18)]
-    found = comms.fit(measured, 2)
+    ring = measure_bandwidth.RINGS["all_reduce"]
+    measured = [
+        (ring, measure_bandwidth.Size(size, size**1.3 * 1e-9, 0.0, 0.0)) for size in (1 << 10, 1 << 14, 1 << 18)
+    ]
+    found = measure_bandwidth.fit(measured, 2)
     assert found.latency_s == 0
     assert found.bandwidth > 0
 
 
 @given(first=st.integers(1, 10**6), more=st.integers(0, 10**9), factor=st.integers(2, 16), processes=st.integers(2, 33))
 def test_sizes_divide_by_ranks(first: int, more: int, factor: int, processes: int) -> None:
-    found = comms.sizes(first, first + more, factor, processes)
+    found = measure_bandwidth.sizes(first, first + more, factor, processes)
     assert found == sorted(set(found))
     assert found
     assert all(size > 0 and size % (4 * processes) == 0 for size in found)
@@ -72,7 +77,7 @@ def test_sizes_divide_by_ranks(first: int, more: int, factor: int, processes: in
 @pytest.mark.parametrize("wanted", [(0, 10, 2), (20, 10, 2), (1, 10, 1)])
 def test_no_sizes_are_refused(wanted: tuple[int, int, int]) -> None:
     with pytest.raises(RecipeError, match="--min-bytes"):
-        comms.sizes(*wanted, 2)
+        measure_bandwidth.sizes(*wanted, 2)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +112,7 @@ def test_what_cannot_be_measured_is_one_paragraph(tmp_path: Path, capsys: pytest
         (["--json", str(tmp_path / "none" / "links.json")], "there is no folder"),
         (["--config_file", str(tmp_path / "none.yaml")], "There is no launch file"),
     ):
-        assert cli.main(["comms", *words]) == 2
+        assert main.main(["comms", *words]) == 2
         said = capsys.readouterr().err
         assert said.count("Error: ") == 1
         assert says in said

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune import recipe as recipes
-from finetune.data import PreparedData, prepare
+from finetune.config.recipe import validate_recipe
 from finetune.data.cache import Cache
-from finetune.errors import DataError
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.utils.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,7 +25,7 @@ def sample(cache: Path, **keys: Any) -> PreparedData:
         "data": {"train": [{"sample": 100}], "sequence_length": 128, "cache_dir": str(cache), **keys},
         "length": {"steps": 1},
     }
-    return prepare(recipes.validate(tree), quiet=True)
+    return prepare_data(validate_recipe(tree), quiet=True)
 
 
 def folders(cache: Path, kind: str) -> list[Path]:
@@ -169,18 +169,19 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 PROGRAM = """
 import json, sys, time
-from finetune import recipe as recipes
-from finetune.data import prepare, tokens
-write = tokens.write
+from finetune.config.recipe import validate_recipe
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenization import token_files
+write = token_files.write
 def slowly(*args, **keys):
     print("BUILD", flush=True)
     time.sleep(1.5)
     return write(*args, **keys)
-tokens.write = slowly
+token_files.write = slowly
 tree = json.loads(sys.argv[1])
 print("READY", flush=True)
 sys.stdin.readline()
-data = prepare(recipes.validate(tree))
+data = prepare_data(validate_recipe(tree))
 print("DONE", data.digest, data.report.reused, flush=True)
 """
 
@@ -226,9 +227,9 @@ def test_cold_processes_build_once(tmp_path: Path) -> None:
 
 def test_a_program_needs_no_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "from finetune.data.encoding import Encoder\n"
-        "from finetune.data.tokenizer import train\n"
-        "encoder = Encoder(train(iter(['one two']), 260), num_workers=2, pool_after_bytes=0)\n"
+        "from finetune.data.tokenization.encoding import Encoder\n"
+        "from finetune.data.tokenization.build_tokenizer import train_tokenizer\n"
+        "encoder = Encoder(train_tokenizer(iter(['one two']), 260), num_workers=2, pool_after_bytes=0)\n"
         "found = encoder.encode_all([[b'one'], [b'two'], [b'six', b'']], bytes)\n"
         "print([lengths.tolist() for _, (lengths, _) in found])\n"
     )

@@ -11,12 +11,12 @@ from chats import tokenizer as chat_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune import recipe as recipes
-from finetune.data import prepare
-from finetune.data.documents import Chosen
-from finetune.data.issues import Issues
-from finetune.data.report import SplitReport
-from finetune.errors import DataError
+from finetune.config.recipe import validate_recipe
+from finetune.data.data_report import SplitReport
+from finetune.data.prepare import prepare_data
+from finetune.data.sources.documents import Chosen
+from finetune.data.text_issues import Issues
+from finetune.utils.errors import DataError
 
 
 def report(
@@ -43,7 +43,7 @@ def report(
         },
         "length": {"steps": 1},
     }
-    prepared = prepare(recipes.validate(tree), quiet=True).report
+    prepared = prepare_data(validate_recipe(tree), quiet=True).report
     assert prepared.train is not None
     said = "\n".join(prepared.lines())
     for finding in prepared.train.findings:

@@ -12,15 +12,17 @@ import pyarrow.parquet
 import pytest
 from harness import python
 
-from finetune.data import packing, sample, streams
-from finetune.data.documents import Rules, choose
-from finetune.data.readers import Fields, read_file
-from finetune.data.sources import open_source
-from finetune.errors import DataError
-from finetune.recipe import Source
+from finetune.config.recipe_schema import Source
+from finetune.data.rows import packing
+from finetune.data.sources import streams
+from finetune.data.sources.corpus import open_source
+from finetune.data.sources.documents import Rules, choose
+from finetune.data.sources.readers import Fields, read_file
+from finetune.data.synthetic import story_generator
+from finetune.utils.errors import DataError
 
 MIB = 1 << 20
-TEXTS = [f"{number} {story.text}" for number, story in enumerate(sample.stories(500))]
+TEXTS = [f"{number} {story.text}" for number, story in enumerate(story_generator.stories(500))]
 
 
 def many(size: int) -> list[str]:
@@ -97,9 +99,9 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
 ) -> None:
     for module in ("streams", "readers", "documents"):
-        monkeypatch.setattr(f"finetune.data.{module}.MAX_DOCUMENT_BYTES", 100)
-    monkeypatch.setattr("finetune.data.streams.MAX_RECORD_BYTES", 200)
-    monkeypatch.setattr("finetune.data.readers.MAX_RECORD_BYTES", 200)
+        monkeypatch.setattr(f"finetune.data.sources.{module}.MAX_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr("finetune.data.sources.streams.MAX_RECORD_BYTES", 200)
+    monkeypatch.setattr("finetune.data.sources.readers.MAX_RECORD_BYTES", 200)
     monkeypatch.setattr(streams, "_CHUNK", 32)
     (tmp_path / name).write_text(content)
     corpus = open_source(Source(path=str(tmp_path / name)), labelled=False)
@@ -134,8 +136,10 @@ def test_packing_takes_some_bytes_a_document(long_documents: packing.LongDocumen
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from finetune import recipe as recipes
-from finetune.data import encoding, prepare, progress
+from finetune.config.recipe import validate_recipe
+from finetune.data import progress_bar
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenization import encoding
 
 encoding.Encoder.__init__.__kwdefaults__["pool_after_bytes"] = 1
 peak, workers_peak, workers = 0, 0, []
@@ -149,7 +153,7 @@ def look():
     peak = max(peak, anonymous(os.getpid()))
     workers_peak = max([workers_peak, *(anonymous(worker._process.pid) for worker in workers)])
 
-start, stop, advance = encoding._Worker.__init__, encoding._Worker.stop, progress.Bar.advance
+start, stop, advance = encoding._Worker.__init__, encoding._Worker.stop, progress_bar.Bar.advance
 
 def started(self, definition):
     start(self, definition)
@@ -163,7 +167,7 @@ def advanced(self, *words):
     look()
     advance(self, *words)
 
-encoding._Worker.__init__, encoding._Worker.stop, progress.Bar.advance = started, stopped, advanced
+encoding._Worker.__init__, encoding._Worker.stop, progress_bar.Bar.advance = started, stopped, advanced
 for name in sys.argv[2:]:
     peak = workers_peak = 0
     tree = {
@@ -172,7 +176,7 @@ for name in sys.argv[2:]:
         "data": {"train": [{"path": name, "weight": 1.5}], "cache_dir": name + ".cache", "num_workers": 2},
         "length": {"steps": 0},
     }
-    data = prepare(recipes.validate(tree), quiet=True)
+    data = prepare_data(validate_recipe(tree), quiet=True)
     print(data.report.train.documents, peak, workers_peak, flush=True)
 """
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import rows_at
+from finetune.data.rows.row_order import rows_at
 
 FROZEN = [3, 0, 4, 1, 2, 6, 7, 5, 8, 9, 6, 2]
 

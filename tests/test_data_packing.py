@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import packing
-from finetune.data.packing import Packed
+from finetune.data.rows import packing
+from finetune.data.rows.packing import Packed
 
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 

@@ -14,10 +14,11 @@ from testdata import BPE, MODEL, REAL
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from finetune import recipe as recipes
-from finetune.data import IGNORED, PreparedData, Rows, prepare
-from finetune.data.encoding import Encoder, batched
-from finetune.errors import DataError
+from finetune.config.recipe import validate_recipe
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.tokenization.encoding import Encoder, batched
+from finetune.utils.errors import DataError
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -56,7 +57,7 @@ def prepared(cache: Path, task: str = "causal_lm", **keys: Any) -> PreparedData:
         "data": {"cache_dir": str(cache), **keys},
         "length": {"steps": 0},
     }
-    return prepare(recipes.validate(tree), quiet=True)
+    return prepare_data(validate_recipe(tree), quiet=True)
 
 
 def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
@@ -564,7 +565,7 @@ def test_what_cannot_be_prepared(tmp_path: Path, word_tokenizer: str, case: str)
 
     keys, expected = REFUSED[case]
     resolved = {key: resolve(value) for key, value in keys.items()}
-    recipe = recipes.validate(
+    recipe = validate_recipe(
         {
             "task": {"name": "package.module:own"},
             "model": {"config": {"model_type": "llama"}},
@@ -574,7 +575,7 @@ def test_what_cannot_be_prepared(tmp_path: Path, word_tokenizer: str, case: str)
         }
     )
     with pytest.raises(DataError) as caught:
-        prepare(recipe, quiet=True)
+        prepare_data(recipe, quiet=True)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -586,7 +587,7 @@ def test_no_tokenizer_named(tmp_path: Path) -> None:
         "length": {"steps": 1},
     }
     with pytest.raises(DataError, match="The recipe names no tokenizer"):
-        prepare(recipes.validate(tree))
+        prepare_data(validate_recipe(tree))
 
 
 def test_rows_too_short_for_special_tokens(tmp_path: Path, word_tokenizer: str) -> None:

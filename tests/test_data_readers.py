@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testdata import MADE, REAL
 
-from finetune.data import streams
-from finetune.data.broken import Tolerance
-from finetune.data.conversations import RecordForm
-from finetune.data.documents import Rules, choose
-from finetune.data.readers import Fields, read_file
-from finetune.data.sources import open_source
-from finetune.errors import DataError
-from finetune.recipe import Source
+from finetune.config.recipe_schema import Source
+from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.sources import streams
+from finetune.data.sources.corpus import open_source
+from finetune.data.sources.documents import Rules, choose
+from finetune.data.sources.readers import Fields, read_file
+from finetune.utils.errors import DataError
 
 TEXT_ONLY = Fields("text", None)
 TEXTS = ["One line.", 'Two\nlines, with "quotes"', "Grüße, 世界 🌍", ""]

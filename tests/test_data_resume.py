@@ -10,25 +10,28 @@ from typing import Any
 import pytest
 from harness import ROOT, python
 
-from finetune import recipe as recipes
-from finetune.data import cache, encoding, prepare, sample, sample_conversations, shards
+from finetune.config.recipe import validate_recipe
+from finetune.data import cache
 from finetune.data.cache import STATE, Interrupted
-from finetune.data.progress import Bar, documents_bar
-from finetune.data.side import Side
-from finetune.errors import DataError
+from finetune.data.prepare import prepare_data
+from finetune.data.progress_bar import Bar, documents_bar
+from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.data.tokenization import encoding, token_shards
+from finetune.data.tokenization.split_writer import Side
+from finetune.utils.errors import DataError
 
 SHARD_BYTES = 6000  # as in killed.py
 NUM_MOMENTS = 7
 
 
 def texts(folder: Path, name: str, first: int, last: int) -> dict[str, Any]:
-    stories = [{"text": story.text, "label": story.label} for story in sample.stories(last)]
+    stories = [{"text": story.text, "label": story.label} for story in story_generator.stories(last)]
     (folder / name).write_text("".join(json.dumps(record) + "\n" for record in stories[first:]))
     return {"path": str(folder / name)}
 
 
 def chats(folder: Path) -> dict[str, Any]:
-    records: list[dict[str, Any]] = [item._asdict() for item in sample_conversations.conversations(120)]
+    records: list[dict[str, Any]] = [item._asdict() for item in conversation_generator.conversations(120)]
     for number in (3, 50, 51, 110):
         records[number] = {"messages": [{"role": "nobody" if number != 50 else "user", "content": "x"}]}
     (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -77,13 +80,13 @@ def test_a_killed_build_goes_on(tmp_path: Path, kind: str, workers: int) -> None
 def tiny(folder: Path, *, quiet: bool = True) -> Any:
     data = {"train": [{"sample": 100}], "cache_dir": str(folder), "num_workers": 1}
     made = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"vocab_size": 300}, "data": data}
-    return prepare(recipes.validate({**made, "length": {"steps": 0}}), quiet=quiet)
+    return prepare_data(validate_recipe({**made, "length": {"steps": 0}}), quiet=quiet)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("memory"), OSError(28, "No space left on device")])
 def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Ctrl-C, a process that died, a full disk."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
 
         def stop(self: Any, form: str) -> None:
@@ -99,7 +102,7 @@ def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
 
     def stop(self: Any, form: str) -> None:
         raise DataError("a bad line")
@@ -112,7 +115,7 @@ def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a build that was killed behind its last document has left."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
         patch.setattr(Side, "repeat", lambda self, form: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -173,7 +176,7 @@ def test_the_bar_counts_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen.clear()
     data = {"train": [{"path": str(path)}], "cache_dir": str(tmp_path / "d"), "num_workers": 2}
     made = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"name": str(tmp_path / "t")}, "data": data}
-    prepare(recipes.validate({**made, "length": {"steps": 0}}), quiet=True)
+    prepare_data(validate_recipe({**made, "length": {"steps": 0}}), quiet=True)
     done = list(itertools.accumulate(documents for documents, _ in seen))
     assert len(done) == 9
     assert [read for _, read in seen] == [ends[number - 1] for number in done]

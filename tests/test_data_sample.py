@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from itertools import islice
 
-from finetune.data.sample import stories
-from finetune.data.sample_plots import PLOTS
+from finetune.data.synthetic.story_generator import stories
+from finetune.data.synthetic.story_plots import PLOTS
 
 
 def test_stories_are_distinct_and_of_a_fair_length() -> None:

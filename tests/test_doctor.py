@@ -21,28 +21,15 @@ from forkserver import ForkServer
 from harness import ROOT
 from ranks import Place, free_port
 
-from finetune import doctor
-from finetune import hub as the_hub
-from finetune import recipe as recipes
-from finetune.backend import Launch, ops_look
-from finetune.backend.devices import Devices
-from finetune.backend.foresee import foresee
-from finetune.cli import main
-from finetune.doctor import (
-    Asked,
-    Finding,
-    collective,
-    devices,
-    disk,
-    hub,
-    limits,
-    native,
-    network,
-    packing,
-    planes,
-    variables,
-    versions,
-)
+from finetune.cli.main import main
+from finetune.config.recipe import load_recipe
+from finetune.diagnostics.doctor import doctor, launch_checks, machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor.finding import Asked, Finding
+from finetune.distributed.device_selection import Devices
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.native_ops import needed_ops
+from finetune.utils import hub_access
 
 Patch = pytest.MonkeyPatch
 # What a case puts in place of this machine's, and what is asked for.
@@ -57,8 +44,8 @@ def place(tmp_path: Path, monkeypatch: Patch, nursery: ForkServer) -> Place:
 
 def asked_of(place: Place, base: str | None = None, env: dict[str, str] | None = None, **changes: Any) -> Asked:
     """A recipe, and a shipped launch file with changes."""
-    foreseen = foresee(str(place.launch_file(base, **changes)), {}, env or {}) if base else None
-    return Asked(recipes.load(place.recipe()), foreseen, env or {})
+    foreseen = read_launch_environment(str(place.launch_file(base, **changes)), {}, env or {}) if base else None
+    return Asked(load_recipe(place.recipe()), foreseen, env or {})
 
 
 def having(path: str, value: Any) -> Callable[[Patch, Place], Asked]:
@@ -92,7 +79,7 @@ def with_recipe(*overrides: str, patches: dict[str, Any] | None = None, **env: s
     def setup(patch: Patch, place: Place) -> Asked:
         for path, value in (patches or {}).items():
             patch.setattr(path, value)
-        return Asked(recipes.load(place.recipe(), overrides), None, env)
+        return Asked(load_recipe(place.recipe(), overrides), None, env)
 
     return setup
 
@@ -112,8 +99,8 @@ def free(gib: float) -> Callable[[Any], Any]:
     return lambda folder: SimpleNamespace(free=int(gib * 2**30))
 
 
-def one_op(**facts: Any) -> Callable[..., list[ops_look.Op]]:
-    found = ops_look.Op("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
+def one_op(**facts: Any) -> Callable[..., list[needed_ops.NeededOp]]:
+    found = needed_ops.NeededOp("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
     return lambda launch: [replace(found, **facts)]
 
 
@@ -132,178 +119,255 @@ def where(path: str, text: str) -> Callable[[Patch, Place], Asked]:
 
 
 def taken(patch: Patch, place: Place, **changes: Any) -> Asked:
-    patch.setattr(network, "is_free", lambda number: False)
+    patch.setattr(network_checks, "is_free", lambda number: False)
     return asked_of(place, "ddp", main_process_port=29511, **changes)
 
 
 def no_folder(patch: Patch, place: Place) -> Asked:
-    patch.setattr(disk, "SHARED", place.folder / "nothing")
+    patch.setattr(machine_checks, "SHARED", place.folder / "nothing")
     return Asked(env={})
 
 
-NO_ADDRESS = {"finetune.doctor.network.addresses": lambda name: []}
+NO_ADDRESS = {"finetune.diagnostics.doctor.network_checks.addresses": lambda name: []}
 LOOPBACK = {
-    "finetune.doctor.network.addresses": lambda name: ["127.0.1.1"],
-    "finetune.doctor.network.of_torch": of_gpus(0),
+    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["127.0.1.1"],
+    "finetune.diagnostics.doctor.network_checks.of_torch": of_gpus(0),
 }
 ELSEWHERE = {
-    "finetune.doctor.network.addresses": lambda name: ["10.0.0.1"],
-    "finetune.doctor.network.own_addresses": lambda: {"10.0.0.2"},
+    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
+    "finetune.diagnostics.doctor.network_checks.own_addresses": lambda: {"10.0.0.2"},
 }
 TWO = {"num_machines": 2, "main_process_ip": "first"}
 BROKEN = ("", "Illegal instruction")
 
 CASES: list[Case] = [
-    (versions.python, "failure", "3.8.1, needed is >=3.11", having("sys.version_info", (3, 8, 1))),
+    (package_checks.python, "failure", "3.8.1, needed is >=3.11", having("sys.version_info", (3, 8, 1))),
     (
-        versions.packages,
+        package_checks.packages,
         "failure",
         "No such file.*constraints",
-        having("finetune.doctor.versions.ROOT", Path("/nowhere")),
+        having("finetune.diagnostics.doctor.package_checks.ROOT", Path("/nowhere")),
     ),
-    (versions.packages, "failure", "peft is not installed", having("importlib.metadata.version", installed(peft=None))),
     (
-        versions.packages,
+        package_checks.packages,
+        "failure",
+        "peft is not installed",
+        having("importlib.metadata.version", installed(peft=None)),
+    ),
+    (
+        package_checks.packages,
         "failure",
         "torch 2.1.0, needed",
         having("importlib.metadata.version", installed(torch="2.1.0")),
     ),
     (
-        versions.packages,
+        package_checks.packages,
         "warning",
         "torch 9.0; the tests",
         having("importlib.metadata.version", installed(torch="9.0")),
     ),
     (
-        devices.gpus,
+        machine_checks.gpus,
         "failure",
         "with 1 GPU",
         launched(
-            "ddp", {"finetune.doctor.devices.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
+            "ddp",
+            {
+                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(1),
+                "torch.cuda.get_device_name": lambda index: "H100",
+            },
         ),
     ),
     (
-        devices.gpus,
+        machine_checks.gpus,
         "warning",
         "sees no GPU",
         launched(
-            "ddp", {"finetune.doctor.devices.of_torch": of_gpus(0), "finetune.doctor.devices.DRIVER": Path(__file__)}
+            "ddp",
+            {
+                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(0),
+                "finetune.diagnostics.doctor.machine_checks.DRIVER": Path(__file__),
+            },
         ),
     ),
     (
-        devices.dtypes,
+        machine_checks.dtypes,
         "failure",
         "bfloat16 fails",
-        having("finetune.doctor.devices.product", lambda dtype, device: 8.0 if dtype == "float32" else float("nan")),
+        having(
+            "finetune.diagnostics.doctor.machine_checks.product",
+            lambda dtype, device: 8.0 if dtype == "float32" else float("nan"),
+        ),
     ),
     (
-        devices.dtypes,
+        machine_checks.dtypes,
         "warning",
         "no instructions for bf16",
         with_recipe("precision=bf16", patches={"torch.ops.mkldnn._is_mkldnn_bf16_supported": lambda: False}),
     ),
-    (planes.agreement, "failure", "not a multiple of", launched("ddp", num_processes=3)),
-    (planes.agreement, "failure", "nonesuch cannot be used", with_recipe("log.trackers=[nonesuch]")),
-    (planes.agreement, "failure", "is no optimiser", with_recipe("optim.name=Adamm")),
+    (launch_checks.agreement, "failure", "not a multiple of", launched("ddp", num_processes=3)),
+    (launch_checks.agreement, "failure", "nonesuch cannot be used", with_recipe("log.trackers=[nonesuch]")),
+    (launch_checks.agreement, "failure", "is no optimiser", with_recipe("optim.name=Adamm")),
     (
-        native.ops,
+        machine_checks.ops,
         "failure",
         "libaio",
         launched(
             "zero3_nvme",
-            {"finetune.backend.ops_look.look": one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))},
+            {
+                "finetune.distributed.native_ops.needed_ops.look": one_op(
+                    lacking=("libaio is not there", "apt-get install libaio-dev")
+                )
+            },
         ),
     ),
     (
-        native.ops,
+        machine_checks.ops,
         "warning",
         "cannot be compiled",
-        having("finetune.backend.ops_look.look", one_op(lacking=("there is no C++ compiler", "apt-get install g++"))),
+        having(
+            "finetune.distributed.native_ops.needed_ops.look",
+            one_op(lacking=("there is no C++ compiler", "apt-get install g++")),
+        ),
     ),
-    (native.ops, "warning", "build lock", having("finetune.backend.ops_look.look", one_op(locked=True))),
-    (native.ops, "warning", "not compiled yet", having("finetune.backend.ops_look.look", one_op(built=False))),
-    (packing.kernels, "warning", "Illegal", having("finetune.doctor.packing.probe", lambda *words: BROKEN)),
     (
-        packing.kernels,
+        machine_checks.ops,
+        "warning",
+        "build lock",
+        having("finetune.distributed.native_ops.needed_ops.look", one_op(locked=True)),
+    ),
+    (
+        machine_checks.ops,
+        "warning",
+        "not compiled yet",
+        having("finetune.distributed.native_ops.needed_ops.look", one_op(built=False)),
+    ),
+    (
+        package_checks.kernels,
+        "warning",
+        "Illegal",
+        having("finetune.diagnostics.doctor.package_checks.probe", lambda *words: BROKEN),
+    ),
+    (
+        package_checks.kernels,
         "failure",
         "the recipe needs it",
         with_recipe(
-            "model.quantization=nf4", "lora={}", patches={"finetune.doctor.packing.probe": lambda *words: BROKEN}
+            "model.quantization=nf4",
+            "lora={}",
+            patches={"finetune.diagnostics.doctor.package_checks.probe": lambda *words: BROKEN},
         ),
     ),
-    (disk.folders, "failure", "0.1 GiB free", having("shutil.disk_usage", free(0.1))),
-    (disk.folders, "warning", "5.0 GiB free", having("shutil.disk_usage", free(5))),
-    (disk.folders, "failure", "may not write", having("os.access", lambda folder, mode: False)),
-    (disk.folders, "failure", r"nvme_path: .*0.1 GiB", launched("zero3_nvme", {"shutil.disk_usage": free(0.1)})),
-    (disk.shared_memory, "warning", "0.06 GiB", having("shutil.disk_usage", free(0.0625))),
+    (machine_checks.folders, "failure", "0.1 GiB free", having("shutil.disk_usage", free(0.1))),
+    (machine_checks.folders, "warning", "5.0 GiB free", having("shutil.disk_usage", free(5))),
+    (machine_checks.folders, "failure", "may not write", having("os.access", lambda folder, mode: False)),
     (
-        disk.shared_memory,
+        machine_checks.folders,
+        "failure",
+        r"nvme_path: .*0.1 GiB",
+        launched("zero3_nvme", {"shutil.disk_usage": free(0.1)}),
+    ),
+    (machine_checks.shared_memory, "warning", "0.06 GiB", having("shutil.disk_usage", free(0.0625))),
+    (
+        machine_checks.shared_memory,
         "failure",
         "this launch maps 0.13 GiB",
         launched("zero2", {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}),
     ),
-    (disk.shared_memory, "failure", "there is no", no_folder),
-    (network.port, "warning", "29511 is taken", taken),
-    (network.port, "failure", "29511 is taken", lambda patch, place: taken(patch, place, **TWO)),
-    (network.port, "failure", "no port", having("finetune.doctor.network.is_free", lambda number: False)),
-    (network.hostname, "warning", "has no address", having("finetune.doctor.network.addresses", lambda name: [])),
-    (network.hostname, "failure", "other machines do not reach", launched("ddp", LOOPBACK, **TWO)),
-    (network.first_machine, "failure", "main_process_ip is first, which has no", launched("ddp", NO_ADDRESS, **TWO)),
-    (network.first_machine, "failure", "each machine itself", launched("ddp", LOOPBACK, **TWO)),
-    (network.first_machine, "failure", "machine 0, .* is no address of", launched("ddp", ELSEWHERE, **TWO)),
+    (machine_checks.shared_memory, "failure", "there is no", no_folder),
+    (network_checks.port, "warning", "29511 is taken", taken),
+    (network_checks.port, "failure", "29511 is taken", lambda patch, place: taken(patch, place, **TWO)),
     (
-        network.first_machine,
+        network_checks.port,
+        "failure",
+        "no port",
+        having("finetune.diagnostics.doctor.network_checks.is_free", lambda number: False),
+    ),
+    (
+        network_checks.hostname,
+        "warning",
+        "has no address",
+        having("finetune.diagnostics.doctor.network_checks.addresses", lambda name: []),
+    ),
+    (network_checks.hostname, "failure", "other machines do not reach", launched("ddp", LOOPBACK, **TWO)),
+    (
+        network_checks.first_machine,
+        "failure",
+        "main_process_ip is first, which has no",
+        launched("ddp", NO_ADDRESS, **TWO),
+    ),
+    (network_checks.first_machine, "failure", "each machine itself", launched("ddp", LOOPBACK, **TWO)),
+    (network_checks.first_machine, "failure", "machine 0, .* is no address of", launched("ddp", ELSEWHERE, **TWO)),
+    (
+        network_checks.first_machine,
         "failure",
         "machine 1, .* is an address of",
         launched(
-            "ddp", {**ELSEWHERE, "finetune.doctor.network.own_addresses": lambda: {"10.0.0.1"}}, **TWO, machine_rank=1
+            "ddp",
+            {**ELSEWHERE, "finetune.diagnostics.doctor.network_checks.own_addresses": lambda: {"10.0.0.1"}},
+            **TWO,
+            machine_rank=1,
         ),
     ),
-    (network.clock, "warning", "before its files were written", having("time.time", lambda: 0.0)),
+    (network_checks.clock, "warning", "before its files were written", having("time.time", lambda: 0.0)),
     (
-        network.clock,
+        network_checks.clock,
         "warning",
         "synchronised",
-        launched("ddp", {"finetune.doctor.network.is_synchronised": lambda: False}, **TWO),
+        launched("ddp", {"finetune.diagnostics.doctor.network_checks.is_synchronised": lambda: False}, **TWO),
     ),
-    (hub.reach, "warning", "the hub is not asked", with_env(HF_HUB_OFFLINE="1")),
+    (network_checks.reach, "warning", "the hub is not asked", with_env(HF_HUB_OFFLINE="1")),
     (
-        hub.reach,
+        network_checks.reach,
         "warning",
         "huggingface.co cannot be reached",
-        having("finetune.hub.connects", lambda address: False),
+        having("finetune.utils.hub_access.connects", lambda address: False),
     ),
     (
-        hub.reach,
+        network_checks.reach,
         "failure",
         "not in the cache: gpt3",
         with_recipe("model={name: gpt3}", HF_HUB_OFFLINE="1", HF_HOME="nowhere"),
     ),
-    (limits.threads, "failure", "OMP_NUM_THREADS is 'many'", with_env(OMP_NUM_THREADS="many")),
-    (limits.threads, "warning", "wait for each other", with_env(OMP_NUM_THREADS="100000")),
+    (machine_checks.threads, "failure", "OMP_NUM_THREADS is 'many'", with_env(OMP_NUM_THREADS="many")),
+    (machine_checks.threads, "warning", "wait for each other", with_env(OMP_NUM_THREADS="100000")),
     (
-        limits.threads,
+        machine_checks.threads,
         "warning",
         "processes wait",
-        launched("ddp", {"os.sched_getaffinity": lambda pid: {0}, "finetune.doctor.limits.of_torch": of_gpus(0)}),
+        launched(
+            "ddp",
+            {
+                "os.sched_getaffinity": lambda pid: {0},
+                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(0),
+            },
+        ),
     ),
-    (limits.threads, "warning", "may use 0.5", where("finetune.doctor.limits.QUOTA", "50000 100000\n")),
-    (limits.files, "failure", "100 open files", having("resource.getrlimit", lambda which: (100, 100))),
-    (limits.files, "warning", "512 open files", having("resource.getrlimit", lambda which: (512, 1 << 20))),
-    (variables.overriding, "warning", "NCCL_P2P_DISABLE=1 acts on every run", with_env(NCCL_P2P_DISABLE="1")),
     (
-        variables.overriding,
+        machine_checks.threads,
+        "warning",
+        "may use 0.5",
+        where("finetune.diagnostics.doctor.machine_checks.QUOTA", "50000 100000\n"),
+    ),
+    (machine_checks.files, "failure", "100 open files", having("resource.getrlimit", lambda which: (100, 100))),
+    (machine_checks.files, "warning", "512 open files", having("resource.getrlimit", lambda which: (512, 1 << 20))),
+    (launch_checks.overriding, "warning", "NCCL_P2P_DISABLE=1 acts on every run", with_env(NCCL_P2P_DISABLE="1")),
+    (
+        launch_checks.overriding,
         "warning",
         "ACCELERATE_DYNAMO_MODE=reduce-overhead acts beside the launch file",
         launched("fsdp", env={"ACCELERATE_DYNAMO_MODE": "reduce-overhead"}),
     ),
-    (variables.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", with_env(NCCL_SOCKET_IFNAME="ib7")),
-    (variables.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", with_env(GLOO_SOCKET_IFNAME="l")),
+    (launch_checks.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", with_env(NCCL_SOCKET_IFNAME="ib7")),
+    (launch_checks.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", with_env(GLOO_SOCKET_IFNAME="l")),
     (
-        collective.all_reduce,
+        network_checks.all_reduce,
         "failure",
         "rank 1 ended with 3: no",
-        having("finetune.doctor.collective.SCRIPT", "import sys\nif sys.argv[2] == '1': sys.exit(print('no') or 3)"),
+        having(
+            "finetune.diagnostics.doctor.network_checks.SCRIPT",
+            "import sys\nif sys.argv[2] == '1': sys.exit(print('no') or 3)",
+        ),
     ),
 ]
 
@@ -326,24 +390,24 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.backend.ops_look.look": one_op(),
-    "finetune.doctor.devices.DRIVER": Path("/nowhere"),
-    "finetune.doctor.packing.probe": lambda *words: ("1.0", ""),
-    "finetune.doctor.network.is_free": lambda number: True,
-    "finetune.doctor.network.addresses": lambda name: ["10.0.0.1"],
-    "finetune.hub.connects": lambda address: True,
-    "finetune.doctor.limits.QUOTA": Path("/nowhere"),
+    "finetune.distributed.native_ops.needed_ops.look": one_op(),
+    "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
+    "finetune.diagnostics.doctor.package_checks.probe": lambda *words: ("1.0", ""),
+    "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
+    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
+    "finetune.utils.hub_access.connects": lambda address: True,
+    "finetune.diagnostics.doctor.machine_checks.QUOTA": Path("/nowhere"),
     "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
     "os.sched_getaffinity": lambda pid: set(range(8)),
-    "finetune.doctor.collective.pair": lambda *words: None,
+    "finetune.diagnostics.doctor.network_checks.pair": lambda *words: None,
 }
 
 
 @pytest.fixture
 def sound(monkeypatch: Patch) -> None:
     """A machine that has everything, whatever this one has."""
-    tested = versions._tested()
-    monkeypatch.setattr(versions, "_installed", lambda name: tested.get(name.lower()))
+    tested = package_checks._tested()
+    monkeypatch.setattr(package_checks, "_installed", lambda name: tested.get(name.lower()))
     for path, value in SOUND.items():
         monkeypatch.setattr(path, value)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "ACCELERATE_", "FSDP_", "HF_", "GLOO_"))]:
@@ -391,7 +455,7 @@ def test_warnings_alone_do_not_fail(sound: None, monkeypatch: Patch, capsys: pyt
 
 def test_without_torch_it_says_so(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(doctor, "CHECKS", [devices.gpus])
+    monkeypatch.setattr(doctor, "CHECKS", [machine_checks.gpus])
     (found,) = doctor.examine(Asked(env={}), lambda what: None)
     assert (found.status, found.advice) == ("failure", "install it: `make setup`")
 
@@ -401,43 +465,43 @@ def test_without_torch_it_says_so(monkeypatch: Patch) -> None:
 
 def test_a_free_port_and_a_taken_one() -> None:
     number = free_port()
-    assert network.is_free(number)
+    assert network_checks.is_free(number)
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", number))
-        assert not network.is_free(number)
+        assert not network_checks.is_free(number)
 
 
 def test_connections() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        assert not the_hub.connects(server.getsockname())
+        assert not hub_access.connects(server.getsockname())
         server.listen()
-        assert the_hub.connects(server.getsockname())
+        assert hub_access.connects(server.getsockname())
 
 
 def test_the_hubs_cache(tmp_path: Path) -> None:
     asked = Asked(env={"HF_HOME": str(tmp_path)})
-    assert not the_hub.is_cached(asked.env, "models", "owner/name")
+    assert not hub_access.is_cached(asked.env, "models", "owner/name")
     (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
-    assert the_hub.is_cached(asked.env, "models", "owner/name")
-    assert not the_hub.is_cached(asked.env, "datasets", "owner/name")
+    assert hub_access.is_cached(asked.env, "models", "owner/name")
+    assert not hub_access.is_cached(asked.env, "datasets", "owner/name")
 
 
 def test_a_dtype_that_torch_cannot_multiply() -> None:
-    assert devices.product("float32", "cpu") == 8.0
-    assert devices.product("bool", "cpu") != 8.0
+    assert machine_checks.product("float32", "cpu") == 8.0
+    assert machine_checks.product("bool", "cpu") != 8.0
 
 
 def test_what_a_probe_complains_of() -> None:
-    assert packing.probe("import sys; print(sys.argv[1])", "cpu", 60) == ("cpu", "")
-    assert packing.probe("raise ValueError('why')", "cpu", 60) == ("", "ValueError: why")
-    assert packing.probe("import os; os.abort()", "cpu", 60) == ("", "it ended with -6")
-    assert packing.probe("input()\nimport signal; signal.pause()", "cpu", 60)[1].startswith("EOFError")
-    assert packing.probe("import signal; signal.pause()", "cpu", 0.5) == ("", "no answer within 0 s")
+    assert package_checks.probe("import sys; print(sys.argv[1])", "cpu", 60) == ("cpu", "")
+    assert package_checks.probe("raise ValueError('why')", "cpu", 60) == ("", "ValueError: why")
+    assert package_checks.probe("import os; os.abort()", "cpu", 60) == ("", "it ended with -6")
+    assert package_checks.probe("input()\nimport signal; signal.pause()", "cpu", 60)[1].startswith("EOFError")
+    assert package_checks.probe("import signal; signal.pause()", "cpu", 0.5) == ("", "no answer within 0 s")
 
 
 def test_two_processes_agree() -> None:
-    assert collective.pair(collective.SCRIPT, "gloo", os.environ, collective.LIMIT_S) is None
+    assert network_checks.pair(network_checks.SCRIPT, "gloo", os.environ, network_checks.LIMIT_S) is None
 
 
 def test_nothing_is_left_of_processes_that_hang(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -456,8 +520,8 @@ signal.pause()
         """Time is up when both are there."""
         return 100.0 if len(list(tmp_path.glob("*.pids"))) == 2 else 0.0
 
-    monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    problem = collective.pair(script, "gloo", os.environ, 50.0)
+    monkeypatch.setattr(network_checks, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    problem = network_checks.pair(script, "gloo", os.environ, 50.0)
     assert problem == "rank 0 and 1 had not ended after 50 s"
     pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
     assert len(pids) == 4
@@ -475,7 +539,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_rank_that_ends_early_ends_the_other() -> None:
     script = "import signal, sys\nif sys.argv[2] == '0': sys.exit('lost')\nsignal.pause()"
-    assert collective.pair(script, "gloo", os.environ, float("inf")) == "rank 0 ended with 1: lost"
+    assert network_checks.pair(script, "gloo", os.environ, float("inf")) == "rank 0 ended with 1: lost"
 
 
 @pytest.mark.parametrize(
@@ -484,28 +548,28 @@ def test_a_rank_that_ends_early_ends_the_other() -> None:
 def test_a_containers_quota(tmp_path: Path, monkeypatch: Patch, text: str, quota: float | None) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text)
-    monkeypatch.setattr(limits, "QUOTA", file)
-    assert limits.quota() == quota
+    monkeypatch.setattr(machine_checks, "QUOTA", file)
+    assert machine_checks.quota() == quota
 
 
 def test_what_a_launch_shares() -> None:
     deep = Launch(kind="zero2", num_processes=4)
-    assert ops_look.shared_bytes(Launch(kind="ddp", num_processes=4), 4) == 0
-    assert ops_look.shared_bytes(deep, 4) == (0 if torch.cuda.is_available() else 4 * 66 * 2**20)
+    assert needed_ops.shared_bytes(Launch(kind="ddp", num_processes=4), 4) == 0
+    assert needed_ops.shared_bytes(deep, 4) == (0 if torch.cuda.is_available() else 4 * 66 * 2**20)
 
 
 def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {op.name: op for op in ops_look.look(None)}
+    found = {op.name: op for op in needed_ops.look(None)}
     assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
     assert not any(op.built or op.locked for op in found.values())
     lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
     assert all(op.lacking == lacking for op in found.values())
     (next(tmp_path.rglob("cpu_adam")) / "lock").touch()
-    assert [op.name for op in ops_look.look(None) if op.locked] == ["cpu_adam"]
-    assert ops_look.look(Launch(kind="fsdp", num_processes=2)) == []
+    assert [op.name for op in needed_ops.look(None) if op.locked] == ["cpu_adam"]
+    assert needed_ops.look(Launch(kind="fsdp", num_processes=2)) == []
 
 
 def test_findings_as_text() -> None:

@@ -17,12 +17,16 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import architectures as script
 
-from finetune import loss, models, rehearsal
-from finetune.backend import prove
-from finetune.dryrun import describe
-from finetune.errors import BackendError, RecipeError
-from finetune.parity.shrink import shrink
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.diagnostics.parity.small_model import shrink
+from finetune.distributed import verify_launch
+from finetune.models import chunked_loss
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.training import preflight
+from finetune.training.dry_run import describe
+from finetune.utils.errors import BackendError, RecipeError
 
 BACKEND: Any = SimpleNamespace(device=torch.device("cpu"), precision="fp32", max=lambda values: values)
 
@@ -31,9 +35,9 @@ def built(model_type: str, packing: str = "documents", sizes: dict[str, Any] | N
     """A network with its first weights, as a run would prepare it, and its recipe."""
     tree = script.recipe_of(model_type, model=model, data={"packing": packing})
     tree["model"]["config"] |= sizes or {}
-    recipe = validate(tree)
-    network = models.build(recipe, models.resolve_config(recipe, vocab_size=script.VOCABULARY), "causal_lm")
-    return models.Caller(network), recipe
+    recipe = validate_recipe(tree)
+    network = build_model(recipe, resolve_model_config(recipe, vocab_size=script.VOCABULARY), "causal_lm")
+    return ForwardWrapper(network), recipe
 
 
 # Windows, experts, latent attention, positions counted from a mask, masks that do not look at positions.
@@ -52,7 +56,7 @@ def test_scores_and_gradients_are_those_of_transformers(model_type: str) -> None
 @pytest.mark.parametrize("model_type", [name for name in PACKED if name not in UNPACKED])
 def test_what_is_right_is_not_refused(model_type: str) -> None:
     model, recipe = built(model_type)
-    assert rehearsal.kernels(BACKEND, model, recipe)["attention"] in ("packed", "sdpa", "eager")
+    assert preflight.kernels(BACKEND, model, recipe)["attention"] in ("packed", "sdpa", "eager")
 
 
 @pytest.mark.parametrize("model_type", ["biogpt", "gpt_oss", "lfm2", "mamba", "reformer"])
@@ -60,15 +64,15 @@ def test_documents_that_would_see_each_other_are_refused(model_type: str) -> Non
     """LFM2's convolutions reach two tokens back: a leak of 2e-4 of the scores."""
     model, recipe = built(model_type)
     with pytest.raises(BackendError, match=rf"see each other in \w+ \({model_type}\).*`padded`.*`wrapped`"):
-        rehearsal.kernels(BACKEND, model, recipe)
+        preflight.kernels(BACKEND, model, recipe)
     model, recipe = built(model_type, packing="wrapped")
-    rehearsal.kernels(BACKEND, model, recipe)
+    preflight.kernels(BACKEND, model, recipe)
 
 
 def test_positions_that_do_not_count_from_nought_are_refused() -> None:
     model, recipe = built("roberta")
     with pytest.raises(BackendError, match=r"not computed as it is alone in RobertaForCausalLM \(roberta\)"):
-        rehearsal.kernels(BACKEND, model, recipe)
+        preflight.kernels(BACKEND, model, recipe)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "xlnet", "xlm"])
@@ -76,26 +80,26 @@ def test_a_network_that_sees_its_targets_is_refused(model_type: str) -> None:
     sizes = {"is_decoder": False} if model_type == "bert" else {}
     model, recipe = built(model_type, packing="wrapped", sizes=sizes)
     with pytest.raises(BackendError, match="tokens see those behind them") as refused:
-        rehearsal.kernels(BACKEND, model, recipe)
+        preflight.kernels(BACKEND, model, recipe)
     assert ("is_decoder: true" in str(refused.value)) == (model_type == "bert")
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm", "llama"])
 def test_logits_that_are_capped_behind_the_head_are_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though first weights give logits that a cap leaves as they are, and no name tells."""
-    monkeypatch.setattr(loss, "_CHANGES", {})
+    monkeypatch.setattr(chunked_loss, "_CHANGES", {})
     model, recipe = built(model_type, packing="wrapped")
-    assert rehearsal.check_loss(BACKEND, model, recipe) == ("chunked" if model_type == "llama" else "plain")
+    assert preflight.check_loss(BACKEND, model, recipe) == ("chunked" if model_type == "llama" else "plain")
     model, recipe = built(model_type, packing="wrapped", loss="chunked")
     if model_type != "llama":
         with pytest.raises(BackendError, match=r"logits behind its head.*`plain`"):
-            rehearsal.check_loss(BACKEND, model, recipe)
+            preflight.check_loss(BACKEND, model, recipe)
 
 
 def test_what_an_architecture_stumbles_over_is_named() -> None:
     model, recipe = built("doge", attention="packed")
     with pytest.raises(BackendError, match=r"DogeForCausalLM \(doge\) with attention `packed`.*Set model.attention to"):
-        rehearsal.kernels(BACKEND, model, recipe)
+        preflight.kernels(BACKEND, model, recipe)
     with pytest.raises(RecipeError, match=r"gpt_oss cannot use.*`eager`"):
         built("gpt_oss", attention="packed")
 
@@ -105,14 +109,14 @@ def test_encoder_decoder_models_are_refused_in_those_words(model_type: str) -> N
     tree = script.recipe_of("llama")
     tree["model"]["config"] = {"model_type": model_type}
     with pytest.raises(RecipeError, match=f"{model_type} is an encoder-decoder model"):
-        describe(validate(tree))
+        describe(validate_recipe(tree))
 
 
 def test_what_is_no_language_model_is_refused() -> None:
     tree = script.recipe_of("llama")
     tree["model"]["config"] = {"model_type": "vit"}
     with pytest.raises(RecipeError, match="no causal_lm network of a vit model"):
-        describe(validate(tree))
+        describe(validate_recipe(tree))
 
 
 def test_keys_that_only_a_network_reads_are_keys() -> None:
@@ -128,10 +132,10 @@ def test_a_shrunk_model_keeps_the_tokenizer_that_a_recipe_trains(tmp_path: Any) 
     model.network.save_pretrained(tmp_path)
     tree = script.recipe_of("llama")
     tree["model"] = {"name": str(tmp_path)}
-    recipe = validate(tree)
-    small = validate(shrink(recipe, recipe.model_dump(mode="json")))
+    recipe = validate_recipe(tree)
+    small = validate_recipe(shrink(recipe, recipe.model_dump(mode="json")))
     assert (small.tokenizer.name, small.tokenizer.vocab_size) == (None, script.VOCABULARY)
-    assert models.resolve_config(small).head_dim == 16
+    assert resolve_model_config(small).head_dim == 16
 
 
 def test_the_page_names_architectures_that_there_are() -> None:
@@ -178,5 +182,5 @@ def test_fsdp_refuses_them_where_it_would_not_leave_them(launcher: Launcher) -> 
 
 def test_unused_parts_are_named_as_a_whole() -> None:
     trained = ["a.b.x", "a.b.y", "a.c.x", "d", "e.x", "e.y"]
-    assert prove.unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
-    assert prove.unused(trained, trained) == []
+    assert verify_launch.unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
+    assert verify_launch.unused(trained, trained) == []

@@ -14,15 +14,18 @@ from harness import ROOT, environment
 from ranks import Place, exported
 from test_identity import keys_of
 
-from finetune import recipe as recipes
-from finetune.backend import devices, meanings
-from finetune.backend.foresee import foresee
-from finetune.cli import main
-from finetune.errors import BackendError, FinetuneError, RecipeError
-from finetune.explain import explain, recipe_plane, select, text
-from finetune.explain.units import UNITS
-from finetune.layers import Value, flat, places
-from finetune.recipe import Recipe
+from finetune.cli.main import main
+from finetune.config import recipe as recipe_module
+from finetune.config.provenance import Value, flat, places
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics import explain, recipe_values
+from finetune.diagnostics.explain import explain_values, select_values
+from finetune.diagnostics.recipe_values import UNITS
+from finetune.distributed import device_selection
+from finetune.distributed.launch import launch_key_docs
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -39,7 +42,7 @@ def explained(
     recipe: Path, *overrides: str, config: str | Path | None = None, options: dict[str, str] | None = None, **env: str
 ) -> dict[str, Value]:
     file = f"accelerate_configs/{config}.yaml" if isinstance(config, str) else config and str(config)
-    found = explain(str(recipe), overrides, file, options or {}, ALONE | env)
+    found = explain_values(str(recipe), overrides, file, options or {}, ALONE | env)
     assert len({value.key for value in found}) == len(found)
     return {value.key: value for value in found}
 
@@ -71,7 +74,7 @@ def said(value: Value) -> list[tuple[str, Any]]:
 def test_no_torch_is_loaded(words: list[str]) -> None:
     script = f"""
 import sys
-from finetune.cli import main
+from finetune.cli.main import main
 try:
     main({words!r})
 finally:
@@ -81,7 +84,7 @@ finally:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
     loaded = ended.stderr.split()
-    assert "finetune.cli" in loaded
+    assert "finetune.cli.main" in loaded
     assert not {"torch", "accelerate", "transformers", "numpy", "deepspeed"} & set(loaded)
 
 
@@ -90,9 +93,10 @@ finally:
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
-    effective, tree = flat(recipes.load(file).model_dump(mode="json")), flat(recipes.read(file))
+    effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(recipe_module.read(file))
     found = {
-        value.key: value for value in recipe_plane.values(recipes.load(file), str(file), (), [recipes.read(file)], {})
+        value.key: value
+        for value in recipe_values.values(load_recipe(file), str(file), (), [recipe_module.read(file)], {})
     }
     sections = {key for key in found if key not in effective}
     assert sections <= {"lora", "chat", "sample"}
@@ -163,7 +167,7 @@ def test_every_number_has_a_unit() -> None:
 def test_every_key_is_known() -> None:
     known = {
         key.replace("data.train.0.", "source.").replace("data.validation.0.", "source.")
-        for key in recipe_plane.all_keys()
+        for key in recipe_values.all_keys()
     }
     assert {key for key in keys_of(Recipe, "") if "." in key} <= known
 
@@ -175,8 +179,8 @@ def test_every_key_is_known() -> None:
 def test_workers_hear_what_is_foreseen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    foreseen = foresee(f"accelerate_configs/{file.name}", {}, ALONE)
-    read = {key.variable for key in meanings.KNOWN.values()} | {
+    foreseen = read_launch_environment(f"accelerate_configs/{file.name}", {}, ALONE)
+    read = {key.variable for key in launch_key_docs.KNOWN.values()} | {
         f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED", "CPU", "PARALLELISM_CONFIG")
     }
     truly = {key: value for key, value in exported(file).items() if key in read}
@@ -207,8 +211,8 @@ def test_workers_hear_what_is_foreseen(file: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_workers_hear_what_is_foreseen_of_other_values(place: Place, base: str, changes: dict[str, Any]) -> None:
     file = place.launch_file(base, **changes)
-    truly, ours = exported(file), foresee(str(file), {}, ALONE).exported
-    for name in {key.variable for key in meanings.KNOWN.values() if key.variable}:
+    truly, ours = exported(file), read_launch_environment(str(file), {}, ALONE).exported
+    for name in {key.variable for key in launch_key_docs.KNOWN.values() if key.variable}:
         assert ours.get(name) == truly.get(name), name
 
 
@@ -216,24 +220,24 @@ def test_the_keys_are_those_of_accelerate() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    assert set(meanings.GENERAL) == set(ClusterConfig.__dataclass_fields__) | {"max_restarts"}
+    assert set(launch_key_docs.GENERAL) == set(ClusterConfig.__dataclass_fields__) | {"max_restarts"}
     defaults = vars(launch_command_parser().parse_args(["script.py"]))
     # It completes its options by the file, but only those that are None by themselves.
     deaf = {name for name in ClusterConfig.__dataclass_fields__ if defaults.get(name) is not None}
-    assert {name for name, key in meanings.GENERAL.items() if meanings.DEAF in key.meaning} == deaf
-    for name, key in {**meanings.FSDP, **meanings.PARALLELISM}.items():
-        if name in meanings.OWN:
+    assert {name for name, key in launch_key_docs.GENERAL.items() if launch_key_docs.DEAF in key.meaning} == deaf
+    for name, key in {**launch_key_docs.FSDP, **launch_key_docs.PARALLELISM}.items():
+        if name in launch_key_docs.OWN:
             continue
         default = defaults[name.rpartition(".")[2]]
         assert str(key.default).lower() == str(default).lower(), name
-    for key in meanings.KNOWN.values():
+    for key in launch_key_docs.KNOWN.values():
         assert key.meaning
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_nvme"])
 def test_every_value_of_a_launch(place: Place, name: str) -> None:
     found = explained(place.recipe(batch={"global_size": 8}), config=name)
-    written = foresee(f"accelerate_configs/{name}.yaml", {}, ALONE).written
+    written = read_launch_environment(f"accelerate_configs/{name}.yaml", {}, ALONE).written
     lines = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text().splitlines()
     for key, value in written.items():
         assert said(found[key])[-1] == ("launch file", value)
@@ -274,7 +278,7 @@ def test_the_environment_and_the_launch_file(place: Place) -> None:
     assert said(found["mixed_precision"]) == [("default", "no"), ("environment", "bf16"), ("default", "no")]
     assert said(found["gpu_ids"]) == [("default", "all"), ("environment", "")]
     assert said(found["NCCL_DEBUG"]) == [("environment", "INFO")]
-    if not devices.of_torch().gpus:
+    if not device_selection.of_torch().gpus:
         assert said(found["num_threads"]) == [("environment", "3")]
 
 
@@ -352,13 +356,13 @@ def test_other_conflicts(place: Place) -> None:
 def test_an_unknown_key_says_the_nearest(place: Place, key: str, near: str) -> None:
     values = list(explained(place.recipe(), config="ddp").values())
     with pytest.raises(RecipeError) as raised:
-        select(values, key)
+        select_values(values, key)
     assert near in str(raised.value)
 
 
 def test_a_key_is_a_page(place: Place) -> None:
     values = list(explained(place.recipe(optim={"lr": 0.5}), "optim.lr=0.25").values())
-    shown = text.page(*select(values, "optim.lr"))
+    shown = explain.page(*select_values(values, "optim.lr"))
     for part in (
         "optim.lr = 0.25",
         "command line: optim.lr=0.25",
@@ -368,9 +372,9 @@ def test_a_key_is_a_page(place: Place) -> None:
         "Peak",
     ):
         assert part in shown
-    assert "lora.rank is not in force" in text.page(*select(values, "lora.rank"))
-    assert {value.key for value in select(values, "derived")} >= {"backend", "accumulation"}
-    assert "optim.clip_norm" in text.table(select(values, "optim"))
+    assert "lora.rank is not in force" in explain.page(*select_values(values, "lora.rank"))
+    assert {value.key for value in select_values(values, "derived")} >= {"backend", "accumulation"}
+    assert "optim.clip_norm" in explain.table(select_values(values, "optim"))
 
 
 def test_the_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,4 +395,4 @@ def test_the_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_driver_sees_what_torch_sees() -> None:
-    assert devices.of_driver() == devices.of_torch()
+    assert device_selection.of_driver() == device_selection.of_torch()

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import export, models
-from finetune.errors import CheckpointError
+from finetune.export import save_model
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.networks import build_meta_model
+from finetune.utils.errors import CheckpointError
 
 
 class OneProcess:
@@ -35,8 +37,8 @@ def tiny() -> torch.nn.Module:
 
 
 def save(network: torch.nn.Module, directory: Path, without: str = "") -> None:
-    skeleton = models.skeleton(network.config, "causal_lm")
-    export.save_model(OneProcess(without), models.Caller(network), skeleton, None, directory)  # type: ignore[arg-type]
+    skeleton = build_meta_model(network.config, "causal_lm")
+    save_model.save_model(OneProcess(without), ForwardWrapper(network), skeleton, None, directory)  # type: ignore[arg-type]
 
 
 def test_what_was_written_opens_with_the_same_scores(tmp_path: Path) -> None:

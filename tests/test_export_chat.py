@@ -14,9 +14,10 @@ from inside import copy, run_here
 from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli, prompts
-from finetune.artefacts import ends, opened, prove, talk
-from finetune.errors import CheckpointError, DataError
+from finetune.cli import main
+from finetune.export import generate_text, load_model, stop_tokens, verify_export
+from finetune.models import prompts
+from finetune.utils.errors import CheckpointError, DataError
 
 pytestmark = [
     pytest.mark.xdist_group("export_chat"),
@@ -86,7 +87,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         run_here(tree | ({"lora": LORA} if name == "lora" else {}))
         made[name] = root / name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prove, "fresh", opened_here)
+            patch.setattr(verify_export, "fresh", opened_here)
             for kind in kinds:
                 made[f"{name}_{kind}"], _ = exported(root / name, kind, root / f"{name}_exports")
     return made
@@ -126,7 +127,7 @@ def test_it_stops_where_answers_end_and_where_the_base_did(places: dict[str, Pat
 def test_generate_answers_and_stops(places: dict[str, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
     place = places["lora"] / "checkpoints" / "step-00000080" if name == "checkpoint" else places[name]
     question, answer = (message["content"] for message in conversations()[1][:2])
-    assert cli.main(["generate", str(place), "--chat", "--prompt", question]) == 0
+    assert main.main(["generate", str(place), "--chat", "--prompt", question]) == 0
     assert capsys.readouterr().out == answer + "\n"
 
 
@@ -135,7 +136,7 @@ def test_eval_reads_conversations(places: dict[str, Path], capsys: pytest.Captur
     run_of = places[name.partition("_")[0]]
     wanted = json.loads((run_of / "run.json").read_text())["results"]
     chat = [] if "_" not in name else ["--chat"]
-    assert cli.main(["eval", str(places[name]), "--data", str(places["talks"]), *chat]) == 0
+    assert main.main(["eval", str(places[name]), "--data", str(places["talks"]), *chat]) == 0
     out = capsys.readouterr().out
     assert f"over {wanted['validation_targets']:,.0f} targets" in out
     assert float(re.findall(r"loss ([\d.]+)", out)[0]) == pytest.approx(wanted["validation_loss"], abs=2e-5)
@@ -148,21 +149,21 @@ def test_eval_reads_conversations(places: dict[str, Path], capsys: pytest.Captur
 def test_an_end_that_is_left_out_is_caught(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(prove, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
     stopping_at = prompts.stopping_at
     monkeypatch.setattr(prompts, "stopping_at", lambda told, stops: stopping_at(told, stops[:1]))
     with pytest.raises(
         CheckpointError, match=r"stops at \d+ \('</s>'\), but texts end at .* \('<\|im_end\|>'\), .*eot"
     ):
         exported(places["lora"], kind, tmp_path)
-    monkeypatch.setattr(ends, "check", lambda *given: None)
+    monkeypatch.setattr(stop_tokens, "check", lambda *given: None)
     exported(places["lora"], kind, tmp_path)
 
 
 def test_answers_without_an_end_are_said(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prove, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
     spoilt = copy(places["lora"], tmp_path / "run")
     facts = json.loads((spoilt / "run.json").read_text())
     for learned, says in (({}, ""), ({"<|im_gone|>": 8}, "answers end in '<|im_gone|>', which the tokenizer")):
@@ -177,7 +178,7 @@ def test_answers_without_an_end_are_said(
 
 
 def test_a_template_that_refuses_is_quoted(places: dict[str, Path]) -> None:
-    place = opened.open_place(str(places["lora_merged"]))
+    place = load_model.open_place(str(places["lora_merged"]))
     place.tokenizer.chat_template = "{{ raise_exception('tell me who you are first') }}"
     with pytest.raises(DataError, match=r"refuses a single turn of a user: tell me who you are first\. Write"):
-        talk.generate(place, "Hello", talk.Manner(3), lambda text: None, chat=True)
+        generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)

@@ -19,15 +19,15 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from finetune import tasks
-from finetune.artefacts import network, prove
-from finetune.errors import CheckpointError, RecipeError
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.export import merge, verify_export
+from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.utils.errors import CheckpointError, RecipeError
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
 
 
 # ---------------------------------------------------------------- what two processes wrote
@@ -76,13 +76,15 @@ def test_adapters_of_two_processes(launcher: Launcher, tmp_path: Path, backend: 
 
 def loss_of(folder: Path, launcher: Launcher) -> float:
     """Over the runs' validation rows."""
-    recipe = validate({**JOBS["full"], "data": {**JOBS["full"]["data"], "cache_dir": str(launcher.shared / "cache")}})
-    rows = tasks.CAUSAL_LM.build_data(recipe, True).validation
+    recipe = validate_recipe(
+        {**JOBS["full"], "data": {**JOBS["full"]["data"], "cache_dir": str(launcher.shared / "cache")}}
+    )
+    rows = CAUSAL_LM.build_data(recipe, True).validation
     assert rows is not None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     every = torch.arange(len(rows)).numpy()
     with torch.no_grad():
-        return float(tasks.CAUSAL_LM.loss_sum(model, rows.batch(every))) / rows.num_targets(every)
+        return float(CAUSAL_LM.loss_sum(model, rows.batch(every))) / rows.num_targets(every)
 
 
 # ---------------------------------------------------------------- other networks
@@ -110,14 +112,14 @@ def test_experts_are_compared_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
     """They are stored under other names than they compute with."""
     run = train(tmp_path, kind_of("mixtral"))
     expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    check = prove.worst_of
+    check = verify_export.worst_of
 
     def spoil(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, float]:
         assert expected.keys() >= load_file(folder / "model.safetensors").keys()
         change(folder, lambda tensors: tensors[expert][0].add_(1e-3 * tensors[expert].abs().max()))
         return check(folder, expected)
 
-    monkeypatch.setattr(prove, "worst_of", spoil)
+    monkeypatch.setattr(verify_export, "worst_of", spoil)
     with pytest.raises(CheckpointError, match=rf"The tensor that differs most is {expert}, by 1.0e-03"):
         exported(run.directory, "merged", tmp_path)
 
@@ -231,8 +233,8 @@ def test_a_base_in_fp16_is_written_in_fp16(halved: Trained, tmp_path: Path) -> N
 
 @pytest.mark.xdist_group("export_packed")
 def test_what_fp16_cannot_hold_is_named(halved: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = network.load_tensors
-    monkeypatch.setattr(network, "load_tensors", lambda file: {k: 1e5 * v for k, v in load(file).items()})
+    load = merge.load_tensors
+    monkeypatch.setattr(merge, "load_tensors", lambda file: {k: 1e5 * v for k, v in load(file).items()})
     with pytest.raises(CheckpointError, match=r"proj.weight holds .* NaN or infinite, as fp16 ends at 65,504"):
         exported(halved.directory, "merged-16bit", tmp_path)
     exported(halved.directory, "merged", tmp_path)

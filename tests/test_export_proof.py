@@ -16,10 +16,10 @@ from recipes_for_tests import MODEL, base
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune import cli
-from finetune.artefacts import card, ends, look, prove, push, source
-from finetune.errors import CheckpointError, FinetuneError, RecipeError
-from finetune.files import digest
+from finetune.cli import main
+from finetune.export import find_weights, model_card, push_to_hub, stop_tokens, validate_files, verify_export
+from finetune.utils.atomic_files import digest
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets this process open what was written, where starting another would take most of a test's time."""
     if request.node.get_closest_marker("timeout") is None:
-        monkeypatch.setattr(prove, "fresh", opened_here)
+        monkeypatch.setattr(verify_export, "fresh", opened_here)
 
 
 # ---------------------------------------------------------------- what comes out
@@ -64,7 +64,7 @@ def test_merged_is_what_was_trained(runs: dict[str, Trained], tmp_path: Path, na
     folder, said = exported(run.directory, kind, tmp_path)
     # On the unquantised base, the adapter is what training made, but not what training ran.
     wanted = logits_of(Path(MODEL), run.directory / "model") if name in PACKED else run.logits
-    limit = prove.TOLERANCE[torch.float32 if kind == "merged" else torch.bfloat16][0]
+    limit = verify_export.TOLERANCE[torch.float32 if kind == "merged" else torch.bfloat16][0]
     away = (logits_of(folder) - wanted).abs().max() / wanted.abs().max()
     assert away <= limit
     away = re.search(r"In training the base was quantised \((\w+)\): with it, logits differ by ([\d.e-]+) of", said)
@@ -139,11 +139,11 @@ def test_the_head_of_the_card_is_one_that_the_hub_takes(
     runs: dict[str, Trained], tmp_path: Path, name: str, said: str
 ) -> None:
     """It refuses a base that is a folder, and wants the licence of the base."""
-    found = source.find(runs["full"].directory)
+    found = find_weights.find(runs["full"].directory)
     model = found.recipe.model.model_copy(update={"name": name})
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
     run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))
-    card.write(tmp_path, run, "merged", ["Proved"], tmp_path)
+    model_card.write(tmp_path, run, "merged", ["Proved"], tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"---\nlibrary_name: transformers\n{said}---\n")
 
@@ -160,13 +160,13 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
     runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[dict[str, Any]] = []
-    fresh = prove.fresh
+    fresh = verify_export.fresh
 
     def spy(*given: Any) -> dict[str, Any]:
         answers.append(fresh(*given))
         return answers[-1]
 
-    monkeypatch.setattr(prove, "fresh", spy)
+    monkeypatch.setattr(verify_export, "fresh", spy)
     exported(runs["lora"].directory, "merged", tmp_path)
     assert answers[0]["ours"] == []
     assert answers[0]["distance"] > 0
@@ -175,10 +175,10 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
 
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
-    probe = prove.Probe({"expected": torch.zeros(1)}, 0, {}, None)
+    probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
     about = {"head": "causal_lm", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
-        prove.fresh(tmp_path, probe, about)
+        verify_export.fresh(tmp_path, probe, about)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -223,7 +223,7 @@ def twice(folder: Path) -> None:
 
 
 def wrong_total(folder: Path) -> None:
-    file = folder / look.INDEX
+    file = folder / validate_files.INDEX
     index = json.loads(file.read_text())
     index["metadata"]["total_size"] += 4
     file.write_text(json.dumps(index))
@@ -239,42 +239,46 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "one tensor a little off": (
         nudge,
         rf"The tensor that differs most is {PROJ}, by 1.0e-03",
-        (prove, "worst_of"),
+        (verify_export, "worst_of"),
     ),
     "one tensor far off": (
         wreck,
         rf"logits that differ by .* The tensor that differs most is {PROJ}",
-        (prove, "judge"),
+        (verify_export, "judge"),
     ),
-    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", (look, "check")),
+    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", (validate_files, "check")),
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
-        (ends, "check"),
+        (stop_tokens, "check"),
     ),
-    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (look, "check")),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check")),
     "missing": (
         lambda f: change(f, lambda t: t.pop(PROJ)),
         rf"1 tensors are missing \({PROJ}\)",
-        (look, "_check_names"),
+        (validate_files, "_check_names"),
     ),
     "unexpected": (
         lambda f: change(f, lambda t: t.update(more=torch.ones(2))),
         r"unexpected \(more\)",
-        (look, "_check_names"),
+        (validate_files, "_check_names"),
     ),
-    "empty": (lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})), rf"{PROJ} is empty", (look, "check")),
+    "empty": (
+        lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})),
+        rf"{PROJ} is empty",
+        (validate_files, "check"),
+    ),
     "of another shape": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
         rf"{PROJ} has shape \[64, 172\], not \[172, 64\]",
-        (look, "_check_names"),
+        (validate_files, "_check_names"),
     ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
         r"the tensors take 1,018,112 bytes",
-        (look, "_check_size"),
+        (validate_files, "_check_size"),
     ),
-    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (look, "_check_size")),
+    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (validate_files, "_check_size")),
 }
 
 
@@ -356,7 +360,7 @@ def test_opening_finds_what_looking_did_not(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     plant(FAULTS[name][0])
-    without(monkeypatch, (look, "check"))
+    without(monkeypatch, (validate_files, "check"))
     with pytest.raises(CheckpointError, match=says):
         exported(runs["lora"].directory, "merged", tmp_path)
 
@@ -382,10 +386,10 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     )
     with pytest.raises(CheckpointError, match="all 35 lora_B matrices are nought, so the adapter changes nothing"):
         exported(run, kind, tmp_path)
-    monkeypatch.setattr(look, "check_adapter", lambda *given: None)
+    monkeypatch.setattr(validate_files, "check_adapter", lambda *given: None)
     with pytest.raises(CheckpointError, match="The adapter does not move a logit of its base"):
         exported(run, kind, tmp_path)
-    monkeypatch.setattr(prove, "judge", lambda *given: None)
+    monkeypatch.setattr(verify_export, "judge", lambda *given: None)
     exported(run, kind, tmp_path)
 
 
@@ -474,15 +478,15 @@ def test_the_command(
 ) -> None:
     run = str(runs["lora"].directory)
     words = ["export", run, "--as", "merged-16bit", "--to", str(tmp_path / "to")]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     assert "Proved in a fresh process" in capsys.readouterr().out
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     assert "is there already. Choose another --to, or remove it." in capsys.readouterr().err
-    assert cli.main(["export", str(tmp_path), "--as", "merged"]) == 2
+    assert main.main(["export", str(tmp_path), "--as", "merged"]) == 2
     assert "is no run (it has no recipe.yaml)" in capsys.readouterr().err
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert cli.main([*words[:-1], str(tmp_path / "pushed"), "--push-to", "me/model"]) == 2
+    assert main.main([*words[:-1], str(tmp_path / "pushed"), "--push-to", "me/model"]) == 2
     assert "nobody is logged in to the hub" in capsys.readouterr().err
     assert not (tmp_path / "pushed").exists()
 
@@ -503,9 +507,9 @@ def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
             asked.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push.push(tmp_path, "model") == "https://hub/me/model"
+    assert push_to_hub.push(tmp_path, "model") == "https://hub/me/model"
     assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
     with pytest.raises(
         CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
     ):
-        push.push(tmp_path, "model")
+        push_to_hub.push(tmp_path, "model")

@@ -12,10 +12,11 @@ from recipes_for_tests import MODEL, base, stories
 from testdata import MADE
 from transformers import AutoTokenizer
 
-from finetune import cli, prompts
-from finetune.artefacts import network, opened, source, talk
-from finetune.errors import CheckpointError, DataError, RecipeError
-from finetune.tasks import TaskData
+from finetune.cli import main
+from finetune.export import find_weights, generate_text, load_model, merge
+from finetune.models import prompts
+from finetune.tasks.task import TaskData
+from finetune.utils.errors import CheckpointError, DataError, RecipeError
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -41,9 +42,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         lora={"rank": 2},
     )
     run_here({**tree, "model": {"name": MODEL}})
-    found = source.find(root / "run")
+    found = find_weights.find(root / "run")
     tokenizer = AutoTokenizer.from_pretrained(found.weights)
-    merged = network.merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
+    merged = merge.merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
     merged.save_pretrained(root / "merged")
     tokenizer.save_pretrained(root / "merged")
     step = root / "run" / "checkpoints" / "step-00000002"
@@ -56,7 +57,7 @@ def test_eval_gives_the_runs_own_figure_everywhere(
     monkeypatch.chdir(tmp_path)
     results = json.loads((places["run"] / "run.json").read_text())["results"]
     for place in places.values():
-        assert cli.main(["eval", str(place), "--data", FILE]) == 0
+        assert main.main(["eval", str(place), "--data", FILE]) == 0
         said = capsys.readouterr().out
         assert f"validation loss {results['validation_loss']:.5f}, perplexity" in said
         assert f"over {results['validation_targets']:,.0f} targets in rows of 512 tokens" in said
@@ -65,42 +66,42 @@ def test_eval_gives_the_runs_own_figure_everywhere(
 def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     words = []
     for place in places.values():
-        assert cli.main(["generate", str(place), "--prompt", "Once upon a time", "--max-new-tokens", "12"]) == 0
+        assert main.main(["generate", str(place), "--prompt", "Once upon a time", "--max-new-tokens", "12"]) == 0
         words.append(capsys.readouterr().out)
     assert words[0].startswith("Once upon a time ")
     assert words == [words[0]] * 4
 
 
 def test_it_streams_and_samples_by_seed(places: dict[str, Path]) -> None:
-    place = opened.open_place(str(places["merged"]))
+    place = load_model.open_place(str(places["merged"]))
     pieces: list[str] = []
-    manner = talk.Manner(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
-    text = talk.generate(place, "Once", manner, pieces.append)
+    manner = generate_text.Manner(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
+    text = generate_text.generate(place, "Once", manner, pieces.append)
     assert len([piece for piece in pieces if piece]) > 5
     assert "".join(pieces) == text
-    assert talk.generate(place, "Once", manner, pieces.append) == text
-    assert talk.generate(place, "Once", talk.Manner(20, 1.0, 50, 0.95, seed=2), pieces.append) != text
+    assert generate_text.generate(place, "Once", manner, pieces.append) == text
+    assert generate_text.generate(place, "Once", generate_text.Manner(20, 1.0, 50, 0.95, seed=2), pieces.append) != text
 
 
 def test_it_stops_at_the_end_of_text(places: dict[str, Path]) -> None:
     """Of the generation config and of the tokenizer, which may be two."""
-    place = opened.open_place(str(places["merged"]))
-    whole = talk.generate(place, "Once", talk.Manner(30), lambda text: None)
+    place = load_model.open_place(str(places["merged"]))
+    whole = generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None)
     ids = place.tokenizer.encode(whole, add_special_tokens=False)
     model: Any = place.network
     model.generation_config.eos_token_id = [2, ids[4]]
-    cut = talk.generate(place, "Once", talk.Manner(30), lambda text: None)
+    cut = generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None)
     assert whole.startswith(cut.rstrip())
     assert len(cut) < len(whole)
     model.generation_config.eos_token_id = 2
     place.tokenizer.eos_token = place.tokenizer.convert_ids_to_tokens(ids[4])
-    assert talk.generate(place, "Once", talk.Manner(30), lambda text: None).strip() in cut
+    assert generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None).strip() in cut
 
 
 def test_chat_needs_a_template(places: dict[str, Path]) -> None:
-    place = opened.open_place(str(places["adapter"]))
+    place = load_model.open_place(str(places["adapter"]))
     with pytest.raises(DataError, match="--chat needs a tokenizer with a chat template, and this one has none"):
-        talk.generate(place, "Hello", talk.Manner(3), lambda text: None, chat=True)
+        generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)
     place.tokenizer.chat_template = (
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
@@ -110,25 +111,25 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
     assert ids[0] == 1
     assert ids.count(1) == 1
     assert place.tokenizer.decode(ids).endswith("A:")
-    assert talk.generate(place, "Hello", talk.Manner(3), lambda text: None, chat=True)
+    assert generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)
 
 
 def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
-    place = opened.open_place(str(places["merged"]))
+    place = load_model.open_place(str(places["merged"]))
     with pytest.raises(DataError, match=r"The prompt has \d+ tokens, and the model knows 512 positions"):
-        talk.generate(place, "word " * 700, talk.Manner(3), lambda text: None)
+        generate_text.generate(place, "word " * 700, generate_text.Manner(3), lambda text: None)
     with pytest.raises(CheckpointError, match=r"holds no network: it has no recipe\.yaml"):
-        opened.open_place(str(tmp_path))
+        load_model.open_place(str(tmp_path))
     with pytest.raises(CheckpointError, match="--step is for run directories"):
-        opened.open_place(str(places["merged"]), step=3)
+        load_model.open_place(str(places["merged"]), step=3)
     with pytest.raises(CheckpointError, match="--base is for adapters"):
-        opened.open_place(str(places["merged"]), base=MODEL)
+        load_model.open_place(str(places["merged"]), base=MODEL)
     config = places["merged"] / "config.json"
     (tmp_path / "config.json").write_text(
         json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForSequenceClassification"]})
     )
     with pytest.raises(RecipeError, match="is no causal language model"):
-        opened.open_place(str(tmp_path))
+        load_model.open_place(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_eval_names_its_own_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     (tmp_path / "other.jsonl").write_text('{"words": "Once upon a time"}\n')
-    assert cli.main(["eval", MODEL, "--data", *(word.format(folder=tmp_path) for word in words)]) == 2
+    assert main.main(["eval", MODEL, "--data", *(word.format(folder=tmp_path) for word in words)]) == 2
     said = capsys.readouterr().err
     assert says in said
     assert not re.search(r"data\.(train|validation)|text_field|`path`|chat\.", said)

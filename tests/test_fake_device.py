@@ -19,8 +19,8 @@ from filelock import FileLock
 from forkserver import ForkServer
 from harness import Launcher, Result, assert_same_path
 
-from finetune import guard
-from finetune.backend import devices
+from finetune.distributed import device_selection
+from finetune.monitoring import out_of_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: tests/test_gpu.py")
 
@@ -179,7 +179,7 @@ def test_a_process_that_sees_one_gpu_of_eight_asks_for_that(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
-    assert devices.room().total == 2**30
+    assert device_selection.room().total == 2**30
     assert asked == [0]
 
 
@@ -189,5 +189,7 @@ def test_a_host_that_runs_out_of_memory_is_not_blamed_on_the_gpu(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     for error in (MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: …")):
-        assert "of the machine's" in str(guard.explain_memory(error))
-    assert "of the device's 2.00 GiB 1.00" in str(guard.explain_memory(torch.OutOfMemoryError("CUDA out of memory.")))
+        assert "of the machine's" in str(out_of_memory.explain_out_of_memory(error))
+    assert "of the device's 2.00 GiB 1.00" in str(
+        out_of_memory.explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    )

@@ -13,15 +13,17 @@ from harness import ROOT
 from inside import OneRank, mlp, run_here
 from torch import nn
 
-from finetune import evaluate, optim, tasks, train
-from finetune.recipe import validate
-from finetune.run import Run
+from finetune.config.recipe import validate_recipe
+from finetune.optim import lr_schedule
+from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
+from finetune.training import evaluation, loop
+from finetune.training.build_run import Run
 
 
 def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of seven tokens, of which one is learned: half-empty targets are no half-idle device."""
     peak = 1e9
-    monkeypatch.setattr(train, "peak_flops", lambda *_: peak)
+    monkeypatch.setattr(loop, "peak_flops", lambda *_: peak)
     monkeypatch.setattr(own_task.Points, "num_computed", lambda self, rows: 7 * len(rows), raising=False)
     found: list[Run] = []
     lines: list[dict[str, Any]] = []
@@ -69,14 +71,14 @@ def test_a_classifier_is_evaluated_by_one_forward_pass_a_batch() -> None:
         def forward(self, function: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
             return function(self.network, batch)
 
-    found = evaluate.evaluate(OneRank(), Model(), tasks.SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
+    found = evaluation.evaluate(OneRank(), Model(), SEQUENCE_CLASSIFICATION, Rows(), 4)  # type: ignore[arg-type]
     assert calls == [4, 4, 2]
     assert found is not None
     assert found["accuracy"] == 0.8
     logits = torch.tensor([2.0, 0.0, 0.0]).log_softmax(0)
     assert found["loss"] == pytest.approx(-(0.8 * logits[0] + 0.2 * logits[1]).item())
-    without = replace(tasks.SEQUENCE_CLASSIFICATION, loss_and_correct=None)
-    bare = evaluate.evaluate(OneRank(), Model(), without, Rows(), 4)  # type: ignore[arg-type]
+    without = replace(SEQUENCE_CLASSIFICATION, loss_and_correct=None)
+    bare = evaluation.evaluate(OneRank(), Model(), without, Rows(), 4)  # type: ignore[arg-type]
     assert bare == {key: value for key, value in found.items() if key != "accuracy"}
 
 
@@ -86,7 +88,7 @@ def test_the_documented_schedule_is_the_one_that_runs(name: str, warmup: int) ->
     text = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     (formula,) = re.findall(r"Then p = (\([sn+w \-\d]+\) / \([sn+w \-\d]+\))", text)
     steps = 10
-    recipe = validate(
+    recipe = validate_recipe(
         {
             "task": {"name": "own_task:mlp"},
             "length": {"steps": steps},
@@ -97,4 +99,4 @@ def test_the_documented_schedule_is_the_one_that_runs(name: str, warmup: int) ->
     for step in range(warmup, steps):
         p = eval(formula, {"s": step, "n": steps, "w": warmup})
         shape = 1 - p if name == "linear" else (1 + torch.tensor(torch.pi * p).cos().item()) / 2
-        assert optim.lr_at(step, steps, recipe) == pytest.approx(shape, abs=1e-6)
+        assert lr_schedule.lr_at(step, steps, recipe) == pytest.approx(shape, abs=1e-6)

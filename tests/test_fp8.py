@@ -3,7 +3,7 @@
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,14 +15,20 @@ from recipes_for_tests import ARCHITECTURES, base, stories
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from finetune import fp8, models, tasks
-from finetune.artefacts import prove
-from finetune.backend.launch import Launch
-from finetune.backend.settle import _check_planes
-from finetune.errors import BackendError, RecipeError
-from finetune.plan import advise, networks
-from finetune.plan.cells import Setting
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import _check_planes
+from finetune.export import verify_export
+from finetune.models import float8
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.planning import model_shapes, recommendations
+from finetune.planning.candidates import Setting
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.utils.errors import BackendError, RecipeError
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 installed = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao, the extra [fp8]")
 
@@ -36,20 +42,20 @@ def recipe_of(how: Any = "emulated", model: dict[str, Any] | None = None, **sect
 
 
 def built(tree: dict[str, Any]) -> Any:
-    recipe = validate(tree)
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    recipe = validate_recipe(tree)
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def learn(network: Any, batch: dict[str, torch.Tensor] = BATCH) -> tuple[float, dict[str, torch.Tensor]]:
     with torch.autocast("cpu", torch.bfloat16):
-        loss = tasks.CAUSAL_LM.loss_sum(network, batch)
+        loss = CAUSAL_LM.loss_sum(network, batch)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in network.named_parameters()}
 
 
 def scores(network: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        return tasks.causal_lm_logits(network, batch)
+        return causal_lm_logits(network, batch)
 
 
 # ---------------------------------------------------------------- what is computed
@@ -117,7 +123,7 @@ def test_all_linear_modules_but_those_at_the_ends() -> None:
     left = {name for name, kind in kinds.items() if kind == "Linear"}
     assert left == {"model.layers.0.self_attn.q_proj", "lm_head"}
     assert set(kinds.values()) == {"Linear", "Float8Linear"}
-    assert fp8.products(network, "emulated") == {"products": "emulated fp8 in 13 of 15 linear modules"}
+    assert float8.products(network, "emulated") == {"products": "emulated fp8 in 13 of 15 linear modules"}
     # The weights are the parameters that they were.
     assert [*network.state_dict()] == [*plain.state_dict()]
     for one, other in zip(network.parameters(), plain.parameters(), strict=True):
@@ -125,7 +131,7 @@ def test_all_linear_modules_but_those_at_the_ends() -> None:
         assert torch.equal(one, other)
     # The head is left out wherever it stands.
     plain.behind = nn.Linear(64, 64)
-    fp8.convert(plain, "emulated")
+    float8.convert(plain, "emulated")
     assert type(plain.lm_head) is nn.Linear
     # Sides of 8 fit no kernel; what is frozen is no product of a trained weight.
     odd = {"config": {**tree["model"]["config"], "num_key_value_heads": 1, "head_dim": 8}}
@@ -142,9 +148,9 @@ def test_a_classifier_keeps_its_head(head: str) -> None:
     config = ARCHITECTURES["bert"]["model"]["config"] if head == "bert" else base()["model"]["config"]
     sections = {key: value for key, value in ARCHITECTURES["bert"].items() if key in ("task", "data")}
     sections["task"] = {"name": "sequence_classification", "num_labels": 16}
-    recipe = validate(base(**sections, precision="bf16", model={"config": config, "fp8": "emulated"}))
-    network = models.build(
-        recipe, models.resolve_config(recipe, vocab_size=512, num_labels=16), "sequence_classification"
+    recipe = validate_recipe(base(**sections, precision="bf16", model={"config": config, "fp8": "emulated"}))
+    network = build_model(
+        recipe, resolve_model_config(recipe, vocab_size=512, num_labels=16), "sequence_classification"
     )
     kinds = {name: type(m).__name__ for name, m in network.named_modules() if isinstance(m, nn.Linear)}
     left = [name for name, kind in kinds.items() if kind == "Linear"]
@@ -236,7 +242,7 @@ def test_a_stopped_run_goes_on_and_its_model_is_a_plain_one(tmp_path: Path, monk
         assert (went_on.losses[:2] == straight.losses[:2]) is (first == "emulated")
         assert went_on.losses[2:] != straight.losses[2:]
         assert went_on.weights.keys() == straight.weights.keys()
-    monkeypatch.setattr(prove, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
     written, _ = exported(done.directory, "merged", tmp_path / "exported")
     opened = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     assert {type(m) for m in opened.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
@@ -248,7 +254,7 @@ def test_a_stopped_run_goes_on_and_its_model_is_a_plain_one(tmp_path: Path, monk
 @pytest.mark.xdist_group("gpu")
 @pytest.mark.parametrize("backend", ["single", "fsdp"])
 def test_a_gpu_computes_what_is_emulated(launcher: Launcher, backend: str) -> None:
-    if torch.cuda.get_device_capability() < fp8._CAPABILITY:
+    if torch.cuda.get_device_capability() < float8._CAPABILITY:
         pytest.skip("this GPU has no fp8")
     jobs = {
         "emulated": JOBS["fp8"],
@@ -266,25 +272,25 @@ def test_a_gpu_computes_what_is_emulated(launcher: Launcher, backend: str) -> No
 
 
 def test_where_there_is_no_gpu_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8.util, "find_spec", lambda name: object())
-    recipe = validate(recipe_of(True))
+    monkeypatch.setattr(float8.util, "find_spec", lambda name: object())
+    recipe = validate_recipe(recipe_of(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=r"needs a GPU of .* 8\.9 or above; this machine has no GPU.*`emulated`"):
-        fp8.check(recipe)
+        float8.check(recipe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(RecipeError, match=r"this GPU's is 8\.6\. Set it to false"):
-        fp8.check(recipe)
-    fp8.check(validate(recipe_of()))
+        float8.check(recipe)
+    float8.check(validate_recipe(recipe_of()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    fp8.check(recipe)
+    float8.check(recipe)
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8.util, "find_spec", lambda name: None)
-    fp8.check(validate(recipe_of(False)))
+    monkeypatch.setattr(float8.util, "find_spec", lambda name: None)
+    float8.check(validate_recipe(recipe_of(False)))
     with pytest.raises(RecipeError, match=r"pip install -e \"\.\[fp8\]\""):
-        fp8.check(validate(recipe_of()))
+        float8.check(validate_recipe(recipe_of()))
 
 
 @installed
@@ -292,16 +298,16 @@ def test_a_network_without_such_modules() -> None:
     """GPT-2's are of a class of its own. A task of one's own may build a network that never heard of fp8."""
     gpt2 = built(recipe_of(model={"config": ARCHITECTURES["gpt2"]["model"]["config"]}))
     for network in (gpt2, nn.Sequential(nn.Linear(16, 16))):
-        assert fp8.products(network, False) == {}
+        assert float8.products(network, False) == {}
         with pytest.raises(RecipeError, match=r"has no linear modules that can compute in fp8.* to false"):
-            fp8.products(network, "emulated")
+            float8.products(network, "emulated")
 
 
 def test_what_does_not_go_together() -> None:
     for sections in ({"lora": {}}, {"lora": {}, "model": {**recipe_of()["model"], "quantization": "nf4"}}):
         with pytest.raises(RecipeError, match=r"model\.fp8: .* Set fp8 to false, or remove `lora`"):
-            validate({**recipe_of(), **sections})
-    recipe: Recipe = validate(recipe_of())
+            validate_recipe({**recipe_of(), **sections})
+    recipe: Recipe = validate_recipe(recipe_of())
     fsdp, zero3 = (Launch(kind=kind, num_processes=2) for kind in ("fsdp", "zero3"))
     _check_planes(recipe, fsdp, "bf16", 1)
     for precision in ("fp32", "fp16"):
@@ -312,12 +318,12 @@ def test_what_does_not_go_together() -> None:
         _check_planes(automatic, fsdp, "fp32", 1)
     with pytest.raises(BackendError, match=r"Set `model\.gradient_checkpointing: true`"):
         _check_planes(recipe, zero3, "bf16", 1)
-    _check_planes(validate(recipe_of(model={"gradient_checkpointing": True})), zero3, "bf16", 1)
+    _check_planes(validate_recipe(recipe_of(model={"gradient_checkpointing": True})), zero3, "bf16", 1)
 
 
 def test_a_plan_for_adapters_leaves_it_out() -> None:
-    recipe: Recipe = validate(recipe_of())
+    recipe: Recipe = validate_recipe(recipe_of())
     for kind in ("LoRA", "QLoRA"):
         cell: Any = SimpleNamespace(kind=kind, setting=Setting(recipe.batch.rows, False))
-        assert "model.fp8=false" in advise.changes(cell, recipe)
-        validate(networks.as_kind(recipe, kind).model_dump(mode="json"))
+        assert "model.fp8=false" in recommendations.changes(cell, recipe)
+        validate_recipe(model_shapes.as_kind(recipe, kind).model_dump(mode="json"))

@@ -14,10 +14,15 @@ from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import dryrun, frozen, models, quantization, tasks
-from finetune.artefacts import prove
-from finetune.errors import RecipeError
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.export import verify_export
+from finetune.models import frozen_weights, networks, quantization
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_base_model, build_model
+from finetune.tasks.causal_lm import causal_lm_logits
+from finetune.training import dry_run
+from finetune.utils.errors import RecipeError
 
 IDS = torch.arange(3, 43).reshape(2, 20)
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,21 +48,21 @@ def store(folder: Path, name: str, dtype: torch.dtype) -> str:
 
 
 def recipe_of(model: dict[str, Any], lora: dict[str, Any] | None = None) -> Recipe:
-    return validate({**base(), "model": model, **({"lora": {"rank": 4, **lora}} if lora is not None else {})})
+    return validate_recipe({**base(), "model": model, **({"lora": {"rank": 4, **lora}} if lora is not None else {})})
 
 
 def built(recipe: Recipe) -> Any:
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same network with its weights in fp32."""
 
     def whole(recipe: Recipe, config: Any, head: Any) -> Any:
-        return models.plain(recipe, config, head, loading=quantization.loading_config(recipe)), torch.float32
+        return build_base_model(recipe, config, head, loading=quantization.loading_config(recipe)), torch.float32
 
     with monkeypatch.context() as patched:
-        patched.setattr(models, "_as_stored", whole)
+        patched.setattr(networks, "_as_stored", whole)
         return built(recipe)
 
 
@@ -76,7 +81,7 @@ def figures(network: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     quantization.compute_in(network, dtype)
     network.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        logits = tasks.causal_lm_logits(network, {"input_ids": IDS})
+        logits = causal_lm_logits(network, {"input_ids": IDS})
     logits.float().square().sum().backward()
     return {"logits": logits.detach(), **{n: p.grad for n, p in network.named_parameters() if p.grad is not None}}
 
@@ -130,7 +135,7 @@ def test_only_what_is_small_is_fp32(tmp_path: Path) -> None:
 
 def test_products_keep_no_copies_of_frozen_weights() -> None:
     """What autograd saves: a copy of each weight until the backward pass would take twice the memory of fp32."""
-    module = frozen.StoredLinear(64, 64)
+    module = frozen_weights.StoredLinear(64, 64)
     module.weight.data = module.weight.data.bfloat16()
     module.requires_grad_(False)
     saved: list[torch.Tensor] = []
@@ -142,7 +147,7 @@ def test_products_keep_no_copies_of_frozen_weights() -> None:
 
 def test_a_bias_beside_a_frozen_weight_is_trained() -> None:
     """As of a head whose weight is a frozen embedding's."""
-    module = frozen.StoredLinear(8, 4)
+    module = frozen_weights.StoredLinear(8, 4)
     module.weight = nn.Parameter(module.weight.data.bfloat16(), requires_grad=False)
     plain = nn.Linear(8, 4)
     plain.load_state_dict({"weight": module.weight.float(), "bias": module.bias})
@@ -198,7 +203,7 @@ def test_parts_are_frozen(freeze: Any, trained: set[str]) -> None:
     names = {n.removeprefix("model.") for n, p in network.named_parameters() if p.requires_grad}
     assert {".".join(n.split(".")[:2]) if n.startswith("layers") else n.split(".")[0] for n in names} == trained
     free, whole = (sum(p.numel() for p in network.parameters() if p.requires_grad or full) for full in (False, True))
-    assert f"{whole:,} parameters, {free:,} trained" in dryrun.describe(recipe)
+    assert f"{whole:,} parameters, {free:,} trained" in dry_run.describe(recipe)
 
 
 GPT2 = {**ARCHITECTURES["gpt2"]["model"]["config"], "vocab_size": 512}
@@ -289,7 +294,7 @@ def test_a_run_with_frozen_parts_goes_on_and_is_exported(tmp_path: Path, monkeyp
     assert done.losses == straight.losses
     torch.testing.assert_close(done.weights, straight.weights, rtol=0, atol=0)
     assert {t.dtype for t in done.weights.values()} == {torch.float32, torch.bfloat16}
-    monkeypatch.setattr(prove, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
     written, _ = exported(done.directory, "merged", tmp_path / "exported")
     opened = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).state_dict()
     for name, tensor in done.weights.items():

@@ -19,11 +19,11 @@ from inside import Done, alone, at_step, mlp, run_here
 from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
-from finetune import cli, ledger, train
-from finetune.checkpoint import folder as folders
-from finetune.errors import CheckpointError
-from finetune.files import Journal, read_lines
-from finetune.run import Run
+from finetune.checkpoint import integrity, row_ledger
+from finetune.training import entry_point, loop
+from finetune.training.build_run import Run
+from finetune.utils.atomic_files import Journal, read_lines
+from finetune.utils.errors import CheckpointError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("full_disk")]
 
@@ -98,20 +98,20 @@ def undisturbed(done: Done, calm: Done) -> None:
     assert done.steps == list(range(1, 21))
     assert done.losses == calm.losses
     torch.testing.assert_close(done.weights, calm.weights, rtol=0, atol=0)
-    found = ledger.audit(done.directory)
+    found = row_ledger.audit(done.directory)
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (1, 20)
-    for folder in folders.listed(done.directory / "checkpoints"):
-        folders.verify(folder)
+    for folder in integrity.list_checkpoints(done.directory / "checkpoints"):
+        integrity.verify(folder)
 
 
 def whole(directory: Path) -> list[int]:
     """The steps of the checkpoints, each verified; there is nothing else beside them."""
-    found = folders.listed(directory / "checkpoints")
+    found = integrity.list_checkpoints(directory / "checkpoints")
     for folder in found:
-        folders.verify(folder)
+        integrity.verify(folder)
     assert len(found) == len(list((directory / "checkpoints").iterdir()))
-    return sorted(folders.step_of(folder) or 0 for folder in found)
+    return sorted(integrity.step_of(folder) or 0 for folder in found)
 
 
 # ---------------------------------------------------------------- full
@@ -157,15 +157,15 @@ def test_it_ends_with_a_code_and_one_paragraph(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    take = train.train
+    take = loop.train
     for section, says in (
         ({"checkpoint": {"every_steps": 5}}, f"The checkpoint of step 20 cannot be written below .*: {FULL}"),
         ({"checkpoint": {"at_end": False}}, f"The trained model cannot be written to .*{FULL}"),
     ):
         recipe.write_text(yaml.safe_dump(mlp(disk.place / "run", task=WIDE, output={"overwrite": True}, **section)))
-        monkeypatch.setattr(train, "train", lambda run: (acts(after_19=disk.fill)(run), take(run))[1])
+        monkeypatch.setattr(loop, "train", lambda run: (acts(after_19=disk.fill)(run), take(run))[1])
         with alone():
-            assert cli.train_main([str(recipe), "--quiet"]) == 2
+            assert entry_point.train_main([str(recipe), "--quiet"]) == 2
         said = capsys.readouterr().err
         assert len(PARAGRAPH.findall(said)) == 1, said
         assert "Traceback" not in said
@@ -304,7 +304,7 @@ def test_two_ranks_agree(disk: Disk, tmp_path: Path) -> None:
     ]
     assert lines[0] == lines[1]
     assert [step for step, _ in lines[0]] == list(range(1, 21))
-    assert ledger.audit(disk.place / "full").holds
+    assert row_ledger.audit(disk.place / "full").holds
     # The third ends on both ranks, which say one paragraph.
     assert whole(disk.place / "last") == [5, 10, 15]
     assert len(PARAGRAPH.findall(output)) == 1, output[-4000:]

@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState, GradientState
 from harness import Launcher
 from test_fake_device import recipe
 
-from finetune import evaluate, train
-from finetune.recipe import validate
-from finetune.run import Run, build
+from finetune.config.recipe import validate_recipe
+from finetune.training import evaluation, loop
+from finetune.training.build_run import Run, build_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     monkeypatch.setattr("sys.argv", ["test"])
     job: dict[str, Any] = {**recipe(precision=request.param), "output": {"dir": str(tmp_path / "run")}}
     job["data"] = {**job["data"], "cache_dir": str(tmp_path / "cache")}
-    yield build(validate(job), quiet=True)
+    yield build_run(validate_recipe(job), quiet=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -70,14 +70,14 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 def test_a_step_makes_the_host_wait_for_nothing(made: Run) -> None:
     """CUDA's own check: it raises at whatever would wait for the device."""
     for step in (0, 1):
-        train.train_step(made, step)
+        loop.train_step(made, step)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        taken = train.train_step(made, 2)
+        taken = loop.train_step(made, 2)
         with pytest.raises(RuntimeError, match="synchronizing"):
             taken.losses.sum().item()
         # Copies from pageable memory wait as well, and are not all seen by that check.
-        sent = evaluate.send(torch.ones(3), made.backend.device)
+        sent = evaluation.send(torch.ones(3), made.backend.device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sent.tolist() == [1, 1, 1]

@@ -14,15 +14,16 @@ from forkserver import ForkServer
 from harness import ROOT
 from recipes_for_tests import base
 
-from finetune import sizing
-from finetune.backend import Launch, flows, launch, launch_of_file
-from finetune.backend.foresee import foresee
-from finetune.backend.launch import of_environment
-from finetune.errors import BackendError
-from finetune.gpus import find
-from finetune.plan import networks
-from finetune.plan.cells import Cell, cell, setting_of, state_bytes_of
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.gpu_specs import find
+from finetune.distributed.launch import launch_config
+from finetune.distributed.launch.launch_config import Launch, of_environment, read_launch
+from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.planning import model_shapes
+from finetune.planning.candidates import Cell, cell, setting_of, state_bytes_of
+from finetune.planning.communication_volume import flows
+from finetune.training import micro_batch_search
+from finetune.utils.errors import BackendError
 
 MICRO_BATCHES, RANKS = 4, 8
 
@@ -105,16 +106,16 @@ def test_a_launch_file_says_it(
     if value is not None:
         tree["fsdp_config"][key] = value
     file.write_text(yaml.safe_dump(tree))
-    assert foresee(str(file), {}, {}).launch.sync_each_batch is means
+    assert read_launch_environment(str(file), {}, {}).launch.sync_each_batch is means
     assert launch_of_file(file, 8).sync_each_batch is means
     from accelerate.commands.launch import launch_command_parser
 
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "scripts/train.py"])
-    monkeypatch.setattr(launch, "_launcher_arguments", lambda: arguments)
+    monkeypatch.setattr(launch_config, "_launcher_arguments", lambda: arguments)
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     for name, said in {**ranks, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, said)
-    assert launch.read().sync_each_batch is means
+    assert read_launch().sync_each_batch is means
 
 
 def test_other_values_are_refused() -> None:
@@ -134,8 +135,8 @@ LLAMA_7B = {
 }
 
 
-def variant_of(micro: int = 1) -> networks.Variant:
-    recipe = validate(
+def variant_of(micro: int = 1) -> model_shapes.Variant:
+    recipe = validate_recipe(
         {
             "model": {"config": LLAMA_7B, "gradient_checkpointing": True},
             "tokenizer": {"vocab_size": 512},
@@ -145,12 +146,12 @@ def variant_of(micro: int = 1) -> networks.Variant:
             "precision": "bf16",
         }
     )
-    variant = networks.variants(recipe, kinds=["full"])["full"]
-    assert isinstance(variant, networks.Variant)
+    variant = model_shapes.variants(recipe, kinds=["full"])["full"]
+    assert isinstance(variant, model_shapes.Variant)
     return variant
 
 
-def planned(variant: networks.Variant, gib: int = 79, name: str = "fsdp", *, each: bool | None = None) -> Cell:
+def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *, each: bool | None = None) -> Cell:
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
     gpu = find(f"h100-80gb,memory={gib}")
@@ -238,10 +239,10 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     line: str | None,
 ) -> None:
-    monkeypatch.setattr(sizing.devices, "capacity", lambda: round(gib * 2**30))
-    recipe = validate(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
+    monkeypatch.setattr(micro_batch_search.devices, "capacity", lambda: round(gib * 2**30))
+    recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast), accumulation)
-    found = sizing.settle_sums(recipe, backend)
+    found = micro_batch_search.resolve_gradient_dtype(recipe, backend)
     assert backend.launch.sync_each_batch is each
     if line is None:
         assert found is None

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from harness import ROOT, python
 
-from finetune import cli, hub, quiet
-from finetune.errors import RecipeError
+from finetune.cli import main
+from finetune.training import entry_point
+from finetune.utils import hub_access, silence_libraries
+from finetune.utils.errors import RecipeError
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     def imported() -> None:
         raise AssertionError("the libraries were imported")
 
-    monkeypatch.setattr(quiet, "silence_libraries", imported)
+    monkeypatch.setattr(silence_libraries, "silence_libraries", imported)
 
 
 @pytest.mark.usefixtures("light")
@@ -34,7 +36,7 @@ def test_a_model_that_cannot_be_had_is_said_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     said = capsys.readouterr().err
     assert "here is no folder 'nope', the hub's cache holds no model of that name, and the hub is not asked" in said
     assert ("--base: there" in said) == ("--base" in words)
@@ -50,7 +52,7 @@ def test_a_recipes_model_that_cannot_be_had(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("data: {train: [{sample: 9}]}\nlength: {steps: 1}\nbatch: {global_size: 1, micro_size: 1}\n")
     for verb in ([], ["--dry-run"]):
-        assert cli.train_main([str(recipe), f"{key}=nope", other, *verb]) == 2
+        assert entry_point.train_main([str(recipe), f"{key}=nope", other, *verb]) == 2
         assert f"{key}: there is no folder 'nope'" in capsys.readouterr().err
 
 
@@ -59,15 +61,15 @@ def test_what_is_here_and_what_the_hub_may_have(tmp_path: Path, monkeypatch: pyt
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    hub.require(None)
-    hub.require(str(tmp_path))
+    hub_access.require(None)
+    hub_access.require(str(tmp_path))
     (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
-    hub.require("owner/name")
+    hub_access.require("owner/name")
     with pytest.raises(RecipeError, match="here is no folder a/b/c, and models on the hub are named OWNER/NAME"):
-        hub.require("a/b/c")
+        hub_access.require("a/b/c")
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(hub, "unreachable", lambda env: None)
-    hub.require("nope")  # the hub will say
+    monkeypatch.setattr(hub_access, "unreachable", lambda env: None)
+    hub_access.require("nope")  # the hub will say
 
 
 @pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:1"])
@@ -78,7 +80,7 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, proxy: str | None) 
     if proxy is not None:
         monkeypatch.setenv("https_proxy", proxy)
         env = {"HF_ENDPOINT": "https://hub.invalid", "https_proxy": proxy}
-    problem = hub.unreachable(env)
+    problem = hub_access.unreachable(env)
     assert problem is not None
     assert ("through the proxy" in problem) == (proxy is not None)
 
@@ -90,7 +92,7 @@ try:
     if sys.argv[0] == "scripts/train.py":
         runpy.run_path("scripts/train.py", run_name="__main__")
     else:
-        from finetune.cli import main
+        from finetune.cli.main import main
         main([sys.argv[0], "--help"])
 except SystemExit:
     pass

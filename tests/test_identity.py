@@ -16,10 +16,13 @@ from inside import run_here
 from ranks import CONFIG, MODEL, Place
 from testdata import BPE
 
-from finetune import files, identity, tasks
-from finetune.errors import FinetuneError, RecipeError
-from finetune.length import measure
-from finetune.recipe import Recipe, section_in, validate
+from finetune.checkpoint import run_fingerprint
+from finetune.config.recipe import section_in, validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.tasks.task_lookup import find_task
+from finetune.tasks.training_length import measure_length
+from finetune.utils import atomic_files
+from finetune.utils.errors import FinetuneError, RecipeError
 
 # Keys that the mathematics depend on: another value, and what the recipe must say for the key to count at all.
 LORA = {"lora": {}}
@@ -215,10 +218,14 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     if source["path"] is not None:
         source["path"] = str(folder / source["path"])
     tree["data"]["train"] = [source]
-    recipe = validate(tree)
-    ready = tasks.find(recipe).build_data(recipe, True)
+    recipe = validate_recipe(tree)
+    ready = find_task(recipe).build_data(recipe, True)
     return json.loads(
-        json.dumps(identity.identify(recipe, ready, measure(recipe, ready.train), identity.base_of(recipe)))
+        json.dumps(
+            run_fingerprint.identify(
+                recipe, ready, measure_length(recipe, ready.train), run_fingerprint.base_of(recipe)
+            )
+        )
     )
 
 
@@ -236,23 +243,23 @@ def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
         raise
     expected = sorted(set().union(*map(reported, mathematical)))
     if not expected:
-        assert identity.compare(saved, now, (), place="runs/run") == []
+        assert run_fingerprint.compare(saved, now, (), place="runs/run") == []
         return
     with pytest.raises(RecipeError) as caught:
-        identity.compare(saved, now, (), place="runs/run")
+        run_fingerprint.compare(saved, now, (), place="runs/run")
     said = str(caught.value)
     assert said.startswith("runs/run holds a run whose mathematics differ from this recipe's: ")
     assert f"resume.allow=[{', '.join(expected)}]" in said
     for key in expected:
         assert f"{key}: " in said
     # What is named may differ, and nothing else.
-    assert identity.compare(saved, now, expected, place="") == expected
+    assert run_fingerprint.compare(saved, now, expected, place="") == expected
     sections = {key.split(".")[0] for key in expected}
-    assert identity.compare(saved, now, sections, place="") == expected
+    assert run_fingerprint.compare(saved, now, sections, place="") == expected
     for key in expected:
         others = [other for other in expected if other != key and not key.startswith(other + ".")]
         with pytest.raises(RecipeError, match=rf"resume\.allow=\[.*{key}\]"):
-            identity.compare(saved, now, others, place="")
+            run_fingerprint.compare(saved, now, others, place="")
 
 
 @pytest.mark.parametrize("key", [*MATHEMATICS, *FREE])
@@ -269,26 +276,26 @@ def test_several_at_once(folder: Path, data: Any) -> None:
 
 def test_adapters_or_none(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"resume\.allow=\[lora\.alpha, lora\.dora, .*lora\.targets\]"):
-        identity.compare(facts(folder, {}), facts(folder, LORA), (), place="")
+        run_fingerprint.compare(facts(folder, {}), facts(folder, LORA), (), place="")
 
 
 def test_a_model_is_what_is_in_it(folder: Path, tmp_path: Path) -> None:
     """Elsewhere it is the same; with one other number it is another."""
     first, second = (shutil.copytree(MODEL, tmp_path / name) for name in ("here", "there"))
     here, there = (facts(folder, {"model.config": None, "model.name": str(path)}) for path in (first, second))
-    assert identity.compare(here, there, (), place="") == []
+    assert run_fingerprint.compare(here, there, (), place="") == []
     config = json.loads((second / "config.json").read_text())
     (second / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
     changed = facts(folder, {"model.config": None, "model.name": str(second)})
     with pytest.raises(RecipeError, match=r"model\.name: other content\. .*resume\.allow=\[model\.name\]"):
-        identity.compare(here, changed, (), place="")
+        run_fingerprint.compare(here, changed, (), place="")
 
 
 @pytest.mark.parametrize(("name", "close"), [("optim.lrr", "optim.lr"), ("data.train", "data"), ("logs", None)])
 def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: str | None) -> None:
     one = facts(folder, {})
     with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
-        identity.compare(one, one, [name], place="")
+        run_fingerprint.compare(one, one, [name], place="")
     assert close is None or f"Did you mean '{close}'?" in str(caught.value)
 
 
@@ -299,8 +306,8 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose content is read for a digest."""
     names: list[str] = []
-    digest = identity.digest
-    monkeypatch.setattr(identity, "digest", lambda file: (names.append(file.name), digest(file))[1])
+    digest = atomic_files.digest
+    monkeypatch.setattr(run_fingerprint, "digest", lambda file: (names.append(file.name), digest(file))[1])
     return names
 
 
@@ -313,13 +320,13 @@ def weights(tmp_path: Path) -> Path:
 
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if files had been left alone for a while."""
-    monkeypatch.setattr(identity, "_SETTLED_NS", -1)
+    monkeypatch.setattr(run_fingerprint, "_SETTLED_NS", -1)
 
 
 def test_a_digest_is_remembered(weights: Path, tmp_path: Path, read: list[str], monkeypatch: Any) -> None:
     later(monkeypatch)
-    found = [identity._digest(weights, tmp_path / "cache") for _ in range(3)]
-    assert found == [files.digest(weights)] * 3
+    found = [run_fingerprint._digest(weights, tmp_path / "cache") for _ in range(3)]
+    assert found == [atomic_files.digest(weights)] * 3
     assert read == ["model.safetensors"]
 
 
@@ -351,11 +358,11 @@ def test_whatever_changes_a_file_changes_its_digest(
     change: Callable[[Path], Any], weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later(monkeypatch)
-    before = identity._digest(weights, tmp_path / "cache")
+    before = run_fingerprint._digest(weights, tmp_path / "cache")
     tick = weights.stat().st_ctime_ns
     until(lambda: clock(tmp_path) > tick, 10, "the file system's clock stands still")
     change(weights)
-    assert identity._digest(weights, tmp_path / "cache") == files.digest(weights) != before
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights) != before
 
 
 def clock(folder: Path) -> int:
@@ -367,7 +374,7 @@ def clock(folder: Path) -> int:
 def test_one_that_was_just_written_is_not_remembered(weights: Path, tmp_path: Path, read: list[str]) -> None:
     """A second change within one tick of the clock would not show."""
     for _ in range(2):
-        identity._digest(weights, tmp_path / "cache")
+        run_fingerprint._digest(weights, tmp_path / "cache")
     assert len(read) == 2
     assert not (tmp_path / "cache").exists()
 
@@ -377,12 +384,12 @@ def test_what_is_damaged_in_the_cache_is_read_again(
     text: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later(monkeypatch)
-    identity._digest(weights, tmp_path / "cache")
+    run_fingerprint._digest(weights, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(text.encode("latin-1"))
-    assert identity._digest(weights, tmp_path / "cache") == files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights)
     (tmp_path / "file").touch()
-    assert identity._digest(weights, tmp_path / "file" / "cache") == files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.digest(weights)
 
 
 def test_one_rank_reads_the_base_once(place: Place, monkeypatch: pytest.MonkeyPatch, read: list[str]) -> None:

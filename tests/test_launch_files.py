@@ -15,13 +15,16 @@ import yaml
 from harness import ROOT, command, environment, run
 from ranks import Here, Place, exported
 
-from finetune import cli, doctor, exits, launcher, parent
-from finetune.backend import keys, launch_file, read_launch
-from finetune.backend.foresee import foresee, of_file
-from finetune.backend.launch import of_environment
-from finetune.errors import BackendError, RecipeError
-from finetune.metrics import Reporter
-from finetune.parity import launches
+from finetune.cli import main
+from finetune.diagnostics.doctor import doctor
+from finetune.diagnostics.parity import launch_runs
+from finetune.distributed.launch import launch_file, launch_keys, launcher
+from finetune.distributed.launch.launch_config import of_environment, read_launch
+from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.monitoring.metrics import Reporter
+from finetune.training import entry_point
+from finetune.utils import exit_codes, orphan_watch
+from finetune.utils.errors import BackendError, RecipeError
 
 ALONE = {"PATH": os.environ["PATH"]}
 
@@ -34,7 +37,7 @@ def test_options_are_those_of_accelerate() -> None:
     words = [word for action in launch_command_parser()._actions for word in action.option_strings]
     # It adds a spelling with hyphens by itself.
     named = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    assert set(keys.accelerate_options()) == named
+    assert set(launch_keys.accelerate_options()) == named
 
 
 def test_keys_of_fsdp_1_are_those_that_accelerate_converts() -> None:
@@ -69,9 +72,9 @@ def fields(model: Any) -> dict[str, Any]:
 def test_sections_are_the_models_of_deepspeed() -> None:
     import importlib
 
-    known = keys.deepspeed()
+    known = launch_keys.deepspeed()
     assert known is not None
-    for section, (file, name) in keys.MODELS.items():
+    for section, (file, name) in launch_keys.MODELS.items():
         module = importlib.import_module("deepspeed." + file.removesuffix(".py").replace("/", "."))
         assert known[section] == fields(getattr(module, name)), section
 
@@ -116,12 +119,12 @@ class _Keys:
 def test_other_keys_are_those_that_deepspeed_reads() -> None:
     from deepspeed.runtime import config
 
-    known = keys.deepspeed()
+    known = launch_keys.deepspeed()
     assert known is not None
     below = {
         name: Reading({})
         for name, section in known.items()
-        if section is not None and name not in keys.MODELS and name != "timers"
+        if section is not None and name not in launch_keys.MODELS and name != "timers"
     }
     below["optimizer"].update(type="Adam", params={})
     below["scheduler"].update(type="WarmupLR", params={})
@@ -188,7 +191,7 @@ def test_all_problems_of_a_launch_file_at_once(place: Place, capsys: pytest.Capt
     file = place.launch_file("fsdp", num_procesess=2, **MISSPELT)
     with pytest.raises(BackendError) as caught:
         launch_file.read(str(file))
-    exits.report(caught.value)
+    exit_codes.report(caught.value)
     head, *problems, advice = capsys.readouterr().err.strip().splitlines()
     assert head == f"Error: The launch file {file} has 2 problems:"
     assert [re.sub(r":\d+:", ":N:", line).split(": ")[:2] for line in problems] == [
@@ -202,18 +205,18 @@ def test_every_command_refuses(place: Place, here: Here, capsys: pytest.CaptureF
     file, recipe = place.launch_file("fsdp", **MISSPELT), str(place.recipe())
 
     def refused(*words: str) -> None:
-        assert cli.main([*words]) == 2
+        assert main.main([*words]) == 2
         said = capsys.readouterr()
         assert re.search(SAYS, said.err), said
 
     here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
-    here.monkeypatch.setattr(launches, "run", lambda *_, **__: pytest.fail("started"))
+    here.monkeypatch.setattr(launch_runs, "run", lambda *_, **__: pytest.fail("started"))
     refused("launch", "--config_file", str(file), recipe)
     refused("explain", recipe, "--config_file", str(file))
     refused("parity", recipe, "--on", f"single,{file}")
     refused("comms", "--config_file", str(file))
     with pytest.raises(BackendError, match=SAYS):
-        of_file(file, 8)  # as `finetune plan` does
+        launch_of_file(file, 8)  # as `finetune plan` does
     _, (finding,) = doctor.ask(None, (), str(file), {}, ALONE)
     assert finding.status == "failure"
     assert re.search(SAYS, finding.found)
@@ -222,7 +225,7 @@ def test_every_command_refuses(place: Place, here: Here, capsys: pytest.CaptureF
 def test_a_worker_of_plain_accelerate_launch_refuses(place: Place, here: Here) -> None:
     file = place.launch_file("fsdp", **MISSPELT)
     line = ["python", "/bin/accelerate", "launch", "--config_file", str(file), "scripts/train.py"]
-    here.monkeypatch.setattr(parent, "_command_line", lambda: line)
+    here.monkeypatch.setattr(orphan_watch, "_command_line", lambda: line)
     for key, value in {**exported(file), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         here.monkeypatch.setenv(key, value)
     with pytest.raises(BackendError, match=SAYS):
@@ -263,13 +266,13 @@ def test_misspelt_keys_of_deepspeed(place: Place, changes: dict[str, Any], says:
     text = json.dumps(json.loads((place.folder / "ds.json").read_text()), indent=2)
     (place.folder / "ds.json").write_text(text)
     with pytest.raises(BackendError, match=rf"ds\.json:\d+: {says}"):
-        foresee(str(file), {}, ALONE)
+        read_launch_environment(str(file), {}, ALONE)
 
 
 def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the launch file, in the folder above it, and only then in the working directory."""
     monkeypatch.chdir(place.folder)
-    shipped = foresee(str(ROOT / "accelerate_configs" / "zero2.yaml"), {}, ALONE).launch
+    shipped = read_launch_environment(str(ROOT / "accelerate_configs" / "zero2.yaml"), {}, ALONE).launch
     assert shipped.kind == "zero2"
     assert Path(shipped.ds_place) == ROOT / "ds_configs" / "zero2.json"
     (place.folder / "a" / "b").mkdir(parents=True)
@@ -277,10 +280,10 @@ def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: py
     for folder, stage in ((".", 1), ("a", 2), ("a/b", 3)):
         assert not Path(folder, "x.json").exists()
         shutil.copy(ROOT / "ds_configs" / f"zero{stage}.json", Path(folder, "x.json"))
-        launch = foresee(file, {}, ALONE).launch
+        launch = read_launch_environment(file, {}, ALONE).launch
         assert (launch.kind, Path(launch.ds_place)) == (f"zero{stage}", Path(folder, "x.json"))
     monkeypatch.chdir("/")
-    assert foresee(str(place.folder / file), {}, ALONE).launch.kind == "zero3"
+    assert read_launch_environment(str(place.folder / file), {}, ALONE).launch.kind == "zero3"
 
 
 def test_what_is_no_key_stops_accelerate_launch_elsewhere(place: Place) -> None:
@@ -316,7 +319,7 @@ ACCELERATE = ["python", "/venv/bin/accelerate", "launch", "scripts/train.py", "r
         ([], False),
         (ACCELERATE, True),
         (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "a.py"], True),
-        (["python", "-m", "finetune.launcher", "a.py"], True),
+        (["python", "-m", "finetune.distributed.launch.launcher", "a.py"], True),
         (["python", "/venv/bin/torchrun", "a.py"], True),
         (["python", "-m", "torch.distributed.run", "a.py"], True),
         (["python", "-u", "-m", "deepspeed.launcher.launch", "a.py"], True),
@@ -325,12 +328,12 @@ ACCELERATE = ["python", "/venv/bin/accelerate", "launch", "scripts/train.py", "r
 def test_only_a_launcher_is_watched(monkeypatch: pytest.MonkeyPatch, line: list[str], launches: bool) -> None:
     """Left by the shell that started it, as by `nohup … &` and a logout, a process goes on."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(parent, "_line", line)
-    monkeypatch.setattr(parent, "_parent", os.getppid() + 1)  # it is gone
-    assert parent.gone() == launches
-    monkeypatch.setattr(parent, "_parent", os.getppid())
-    assert not parent.gone()
-    with parent.needed(1):
+    monkeypatch.setattr(orphan_watch, "_line", line)
+    monkeypatch.setattr(orphan_watch, "_parent", os.getppid() + 1)  # it is gone
+    assert orphan_watch.gone() == launches
+    monkeypatch.setattr(orphan_watch, "_parent", os.getppid())
+    assert not orphan_watch.gone()
+    with orphan_watch.needed(1):
         watches = [thread for thread in threading.enumerate() if thread.name == "parent"]
     assert bool(watches) == launches
     for thread in watches:
@@ -338,10 +341,10 @@ def test_only_a_launcher_is_watched(monkeypatch: pytest.MonkeyPatch, line: list[
 
 
 def test_torchelastic_is_a_launcher_under_whatever_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "_line", SHELL)
-    monkeypatch.setattr(parent, "_parent", os.getppid() + 1)
+    monkeypatch.setattr(orphan_watch, "_line", SHELL)
+    monkeypatch.setattr(orphan_watch, "_parent", os.getppid() + 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert parent.gone()
+    assert orphan_watch.gone()
 
 
 # ---------------------------------------------------------------- what is said
@@ -353,11 +356,11 @@ def test_the_launchers_traceback_ends_in_a_hint(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "0" / "error.json"
     file.parent.mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    monkeypatch.setattr(parent, "_line", ["python", "-m", "finetune.launcher", "a.py"])
-    exits.report(RecipeError("no"))
+    monkeypatch.setattr(orphan_watch, "_line", ["python", "-m", "finetune.distributed.launch.launcher", "a.py"])
+    exit_codes.report(RecipeError("no"))
     assert not file.exists()
-    monkeypatch.setattr(parent, "_line", ACCELERATE)
-    exits.report(RecipeError("no"))
+    monkeypatch.setattr(orphan_watch, "_line", ACCELERATE)
+    exit_codes.report(RecipeError("no"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, last, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
     assert last.endswith("ends with the error and exit code 2 alone.")
@@ -367,9 +370,13 @@ def test_a_single_process_says_what_follows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    for line, hint in ((ACCELERATE, True), (SHELL, False), (["python", "-m", "finetune.launcher", "a.py"], False)):
-        monkeypatch.setattr(parent, "_line", line)
-        exits.report(RecipeError("no"))
+    for line, hint in (
+        (ACCELERATE, True),
+        (SHELL, False),
+        (["python", "-m", "finetune.distributed.launch.launcher", "a.py"], False),
+    ):
+        monkeypatch.setattr(orphan_watch, "_line", line)
+        exit_codes.report(RecipeError("no"))
         said = capsys.readouterr().err
         assert said.startswith("\nError: no\n")
         assert ("`finetune launch` takes the same" in said) == hint
@@ -380,7 +387,7 @@ def test_train_without_arguments_prints_its_usage(
 ) -> None:
     for rank, arguments in (("0", []), ("0", ["--quiet"]), ("1", [])):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert cli.train_main(arguments) == 2
+        assert entry_point.train_main(arguments) == 2
         said = capsys.readouterr().err
         assert said.startswith("usage: scripts/train.py ") == (rank == "0")
         assert ("finetune launch --config_file" in said) == (rank == "0")
@@ -389,11 +396,11 @@ def test_train_without_arguments_prints_its_usage(
 def test_dry_run_of_finetune_launch(place: Place, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
     words = ["launch", "--config_file", "accelerate_configs/zero2.yaml", str(place.recipe()), "--dry-run"]
-    assert cli.main([*words, "--num_processes", "1"]) == 0
+    assert main.main([*words, "--num_processes", "1"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^backend +zero2 on 1 process\(es\), from accelerate_configs/zero2\.yaml$", said, re.MULTILINE)
     assert re.search(r"^batch +4 rows = 1 x 2 x 2$", said, re.MULTILINE)
-    assert cli.main([*words, "batch.global_size=3"]) == 2
+    assert main.main([*words, "batch.global_size=3"]) == 2
     assert "batch.global_size=3 (command line): batch.micro_size: 2 does not divide" in capsys.readouterr().err
     assert not place.files()
 

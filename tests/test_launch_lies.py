@@ -11,11 +11,11 @@ import torch
 from harness import command, environment, run
 from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, free_port
 
-from finetune.backend import Launch, Proof, read_launch
-from finetune.backend.prove import _differences, rows_of
-from finetune.backend.settle import _check_planes
-from finetune.errors import BackendError
-from finetune.recipe import ModelSection, Recipe
+from finetune.config.recipe_schema import ModelSection, Recipe
+from finetune.distributed.launch.launch_config import Launch, read_launch
+from finetune.distributed.resolve_config import _check_planes
+from finetune.distributed.verify_launch import RuntimeReport, _differences, rows_of
+from finetune.utils.errors import BackendError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -159,7 +159,7 @@ def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, w
         [
             "python",
             "-m",
-            "finetune.launcher",
+            "finetune.distributed.launch.launcher",
             "--config_file",
             "accelerate_configs/ddp.yaml",
             "scripts/train.py",
@@ -186,7 +186,7 @@ def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, w
             "--config_file",
             "accelerate_configs/ddp.yaml",
             "a.py",
-            "finetune.launcher",
+            "finetune.distributed.launch.launcher",
         ],
     ],
 )
@@ -252,7 +252,7 @@ FALLBACKS = {
     # It prepares nothing: N trainings that know nothing of each other.
     "ddp": "from accelerate import Accelerator; Accelerator.prepare = lambda self, *parts: parts",
     # It takes no notice of the sharding that is asked for, as it does for CPU processes.
-    "fsdp": "from accelerate import PartialState; start._enter_fsdp_on_gloo = lambda: PartialState(cpu=True)",
+    "fsdp": "from accelerate import PartialState as S\ninit_accelerator._enter_fsdp_on_gloo = lambda: S(cpu=True)",
 }
 
 
@@ -261,8 +261,9 @@ FALLBACKS = {
 def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
     script = place.write(
         "falls_back.py",
-        "from finetune import cli, exits\nfrom finetune.backend import start\n"
-        f"{FALLBACKS[kind]}\nexits.exit_with(cli.train_main())\n",
+        "from finetune.distributed import init_accelerator\nfrom finetune.training.entry_point import train_main\n"
+        "from finetune.utils.exit_codes import exit_with\n"
+        f"{FALLBACKS[kind]}\nexit_with(train_main())\n",
     )
     code, output = run(by_launcher(kind, str(place.recipe()), script=str(script)))
     assert code == 2, output
@@ -277,7 +278,7 @@ def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
 # ---------------------------------------------------------------- every difference counts
 
 
-def proof(kind: str, **fields: Any) -> Proof:
+def proof(kind: str, **fields: Any) -> RuntimeReport:
     """What is read back when all is as it should be, but for some fields."""
     sharded, zero = kind in ("fsdp", "hsdp", "zero3"), kind.startswith("zero")
     good = {
@@ -300,8 +301,8 @@ def proof(kind: str, **fields: Any) -> Proof:
         "num_threads": 1,
         "output_dtypes": {"Linear": "float32", "loss": "float32"},
     }
-    names = {field.name for field in dataclasses.fields(Proof)}
-    return Proof(**{name: value for name, value in {**good, **fields}.items() if name in names})
+    names = {field.name for field in dataclasses.fields(RuntimeReport)}
+    return RuntimeReport(**{name: value for name, value in {**good, **fields}.items() if name in names})
 
 
 def asked(kind: str, **fields: Any) -> Launch:

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import Done, at_step, copy, mlp, run_here, stop_after
 
-from finetune import cli, ledger
-from finetune.data.order import rows_at
-from finetune.errors import CheckpointError
-from finetune.files import read_lines
+from finetune.checkpoint import row_ledger
+from finetune.cli import main
+from finetune.data.rows.row_order import rows_at
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.errors import CheckpointError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ledger")]
 
@@ -45,7 +46,7 @@ def should_read(steps: int, size: int, *, drop: bool, seed: int = 3) -> list[lis
 
 def read(directory: Path) -> list[list[int]]:
     """The rows of each step, as the ledger says."""
-    return [entry.rows.tolist() for entry in ledger.used(directory)]
+    return [entry.rows.tolist() for entry in row_ledger.used(directory)]
 
 
 def rewrite(directory: Path, lines: list[dict[str, Any]]) -> None:
@@ -56,7 +57,7 @@ def rewrite(directory: Path, lines: list[dict[str, Any]]) -> None:
 def holds(directory: Path) -> bool:
     """Whether an audit is content; that it cannot be read counts as a no."""
     try:
-        return ledger.audit(directory).holds
+        return row_ledger.audit(directory).holds
     except CheckpointError:
         return False
 
@@ -87,7 +88,7 @@ def test_each_row_once_however_often_it_stopped(tmp_path_factory: pytest.TempPat
             run_here(tree, (crash_after if crash else stop_after)(step))
         except Crash:
             assert crash
-    found = ledger.audit(directory)
+    found = row_ledger.audit(directory)
     assert found.holds, found.lines()
     assert read(directory) == should_read(last, size, drop=drop)
     # Counted here once more, without the ledger's own bookkeeping.
@@ -114,7 +115,7 @@ def test_two_ranks_and_one_in_turn(nursery: ForkServer, tmp_path: Path) -> None:
         recipe.write_text(yaml.safe_dump(tree))
         with nursery.start("ddp", tmp_path / "ranks", str(recipe)) as ranks:
             assert ranks.wait() == [0, 0], ranks.output()
-    found = ledger.audit(directory)
+    found = row_ledger.audit(directory)
     assert found.holds, found.lines()
     assert read(directory) == should_read(20, 12, drop=False)
     assert [start["processes"] for start in json.loads((directory / "run.json").read_text())["starts"]] == [2, 1, 2, 1]
@@ -122,9 +123,9 @@ def test_two_ranks_and_one_in_turn(nursery: ForkServer, tmp_path: Path) -> None:
 
 def test_rows_that_another_process_read_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is of what was read. A loop that reads other rows than it should is found out."""
-    from finetune import train
+    from finetune.training import loop
 
-    window = train._window
+    window = loop._window
 
     def wrong(run: Any, step: int) -> list[np.ndarray]:
         rows = window(run, step)
@@ -132,8 +133,8 @@ def test_rows_that_another_process_read_are_seen(tmp_path: Path, monkeypatch: py
             rows[-1] = (rows[-1] + 1) % ROWS
         return rows
 
-    monkeypatch.setattr(train, "_window", wrong)
-    found = ledger.audit(run_here(mlp(tmp_path / "run")).directory)
+    monkeypatch.setattr(loop, "_window", wrong)
+    found = row_ledger.audit(run_here(mlp(tmp_path / "run")).directory)
     assert found.unproved == [7]
     assert not found.holds
 
@@ -143,7 +144,7 @@ def test_a_run_that_began_from_anothers_checkpoint(tmp_path: Path) -> None:
     tree = mlp(tmp_path / "two", length={"steps": 30}, resume={"mode": str(tmp_path / "one")})
     run_here(tree, stop_after(17))
     run_here(tree)
-    found = ledger.audit(tmp_path / "two")
+    found = row_ledger.audit(tmp_path / "two")
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (11, 20)
     assert read(tmp_path / "two") == should_read(30, 8, drop=False)[10:]
@@ -161,7 +162,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Done:
         run_here(tree, crash_after(33))
     run_here(tree, stop_after(45))
     done = run_here(tree)
-    assert ledger.audit(done.directory).holds
+    assert row_ledger.audit(done.directory).holds
     assert [line["start"] for line in read_lines(done.directory / "ledger.jsonl") if "start" in line] == [0, 30, 45]
     return done
 
@@ -226,7 +227,7 @@ def test_it_is_seen_by_name(finished: Done, tmp_path: Path, capsys: pytest.Captu
     spoil, says = FAULTS[name]
     directory = copy(finished.directory, tmp_path / "run")
     rewrite(directory, spoil(lines_of(finished)))
-    code = cli.main(["audit", str(directory)])
+    code = main.main(["audit", str(directory)])
     said = capsys.readouterr()
     assert says in said.out + said.err
     # A ledger that tells another story is a 1; one that tells none has to be mended.
@@ -280,9 +281,9 @@ def test_a_torn_line_is_mended_by_the_next_start(finished: Done, tmp_path: Path)
     directory = copy(finished.directory, tmp_path / "run")
     with (directory / "ledger.jsonl").open("ab") as file:
         file.write(b'{"step":62,"ro')
-    assert ledger.audit(directory).holds
+    assert row_ledger.audit(directory).holds
     run_here(mlp(directory, length={"steps": 70}))
-    assert ledger.audit(directory).holds
+    assert row_ledger.audit(directory).holds
     assert read(directory) == should_read(70, 8, drop=False)
 
 
@@ -290,10 +291,10 @@ def test_a_torn_line_is_mended_by_the_next_start(finished: Done, tmp_path: Path)
 def test_a_checkpoint_proves_that_a_ledger_is_cut(tmp_path: Path, kept: int) -> None:
     """Also of a run that has not ended, and so says nothing of how far it came."""
     done = run_here(mlp(tmp_path / "run"), stop_after(10))
-    assert ledger.audit(done.directory).holds
+    assert row_ledger.audit(done.directory).holds
     lines = lines_of(done)
     rewrite(done.directory, lines[: 1 + kept])
-    found = ledger.audit(done.directory)
+    found = row_ledger.audit(done.directory)
     assert found.lost == "NOT to the end: the run has come to step 10"
     assert not found.holds
 
@@ -304,7 +305,7 @@ def test_a_checkpoint_that_was_refused_proves_nothing(tmp_path: Path) -> None:
     run_here(tree, stop_after(15))
     (tmp_path / "run" / "checkpoints" / "step-00000015" / "state.json").write_text("{}")
     run_here(tree, stop_after(12))
-    found = ledger.audit(tmp_path / "run")
+    found = row_ledger.audit(tmp_path / "run")
     assert found.holds, found.lines()
     assert found.num_steps == 12
 
@@ -325,7 +326,7 @@ def listed(text: str) -> dict[int, list[int]]:
 def test_the_list_is_the_order(
     finished: Done, capsys: pytest.CaptureFixture[str], span: str, first: int, last: int
 ) -> None:
-    assert cli.main(["audit", str(finished.directory), "--steps", span]) == 0
+    assert main.main(["audit", str(finished.directory), "--steps", span]) == 0
     said = capsys.readouterr().out
     expected = should_read(62, 8, drop=False)
     assert listed(said) == {step: expected[step - 1] for step in range(first, last + 1)}
@@ -336,7 +337,7 @@ def test_the_list_is_the_order(
 
 
 def test_what_cannot_be_listed(finished: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", str(finished.directory), "--steps", "a:b"]) == 2
+    assert main.main(["audit", str(finished.directory), "--steps", "a:b"]) == 2
     assert "give A:B, such as 100:120, or one step" in capsys.readouterr().err
-    assert cli.main(["audit", str(tmp_path)]) == 2
+    assert main.main(["audit", str(tmp_path)]) == 2
     assert "ledger.jsonl cannot be read: No such file or directory" in capsys.readouterr().err

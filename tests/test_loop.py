@@ -21,23 +21,30 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import models, optim, run, train
-from finetune.backend import process
-from finetune.backend.settle import derive_accumulation
-from finetune.errors import DataError, RecipeError
-from finetune.length import Length
-from finetune.length import measure as length_of
-from finetune.metrics import Stopwatch
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import backend
+from finetune.distributed.resolve_config import derive_accumulation
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.monitoring.timer import PhaseTimer
+from finetune.optim import lr_schedule
+from finetune.optim.optimizers import build_optimizer
+from finetune.optim.param_groups import parameter_groups
+from finetune.tasks.training_length import Length
+from finetune.tasks.training_length import measure_length as length_of
+from finetune.training import loop
+from finetune.training.build_run import build_run
+from finetune.training.seeding import seed_torch
+from finetune.utils.errors import DataError, RecipeError
 
 
 def recipe(**sections) -> Recipe:
-    return validate({"task": {"name": "own_task:mlp"}, "length": {"steps": 10}, "precision": "fp32", **sections})
+    return validate_recipe({"task": {"name": "own_task:mlp"}, "length": {"steps": 10}, "precision": "fp32", **sections})
 
 
 def rates(steps: int = 100, **schedule) -> list[float]:
     r = recipe(schedule=schedule, optim={"lr": 1.0})
-    return [optim.lr_at(step, steps, r) for step in range(steps)]
+    return [lr_schedule.lr_at(step, steps, r) for step in range(steps)]
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
@@ -84,8 +91,8 @@ def test_rates_stay_between_nought_and_the_peak(name: str, steps: int, warmup: i
 def test_scaling_rules() -> None:
     linear = recipe(optim={"lr": 1e-3, "lr_scaling": "linear", "reference_batch": 8}, batch={"global_size": 32})
     root = recipe(optim={"lr": 1e-3, "lr_scaling": "sqrt", "reference_batch": 8}, batch={"global_size": 32})
-    assert optim.peak_lr(linear) == pytest.approx(4e-3)
-    assert optim.peak_lr(root) == pytest.approx(2e-3)
+    assert lr_schedule.peak_lr(linear) == pytest.approx(4e-3)
+    assert lr_schedule.peak_lr(root) == pytest.approx(2e-3)
 
 
 def test_norms_biases_and_embeddings_are_not_decayed() -> None:
@@ -95,7 +102,7 @@ def test_norms_biases_and_embeddings_are_not_decayed() -> None:
         )
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
-        groups = optim.parameter_groups(models.Caller(network), 0.1)
+        groups = parameter_groups(ForwardWrapper(network), 0.1)
         names = {id(p): name for name, p in network.named_parameters()}
         decayed = {names[id(p)] for p in groups[0]["params"]}
         plain = {names[id(p)] for p in groups[1]["params"]}
@@ -106,17 +113,17 @@ def test_norms_biases_and_embeddings_are_not_decayed() -> None:
         assert all("norm" not in n.lower() and "ln_" not in n and not n.endswith("bias") for n in decayed)
         assert all("embed" not in n and "wte" not in n and "wpe" not in n for n in decayed)
         assert any("attn" in n or "attention" in n for n in decayed)
-        (alone,) = optim.parameter_groups(models.Caller(network), 0.0)
+        (alone,) = parameter_groups(ForwardWrapper(network), 0.0)
         assert {id(p) for p in alone["params"]} == set(names)
         assert alone["weight_decay"] == 0.0
 
 
 def test_adamw_runs_fused_and_other_optimisers_take_their_arguments() -> None:
     network = nn.Linear(4, 4)
-    assert optim.build(network, recipe()).defaults["fused"]
-    sgd = optim.build(network, recipe(optim={"name": "SGD", "args": {"momentum": 0.9}}))
+    assert build_optimizer(network, recipe()).defaults["fused"]
+    sgd = build_optimizer(network, recipe(optim={"name": "SGD", "args": {"momentum": 0.9}}))
     assert sgd.defaults["momentum"] == 0.9
-    assert isinstance(optim.build(network, recipe(optim={"name": "torch.optim:Adagrad"})), torch.optim.Adagrad)
+    assert isinstance(build_optimizer(network, recipe(optim={"name": "torch.optim:Adagrad"})), torch.optim.Adagrad)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +137,12 @@ def test_adamw_runs_fused_and_other_optimisers_take_their_arguments() -> None:
 )
 def test_optimisers_that_cannot_be(section: dict, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        optim.build(nn.Linear(2, 2), recipe(optim=section))
+        build_optimizer(nn.Linear(2, 2), recipe(optim=section))
 
 
 def test_a_frozen_model_is_refused() -> None:
     with pytest.raises(RecipeError, match="no trainable parameters"):
-        optim.build(nn.Linear(2, 2).requires_grad_(False), recipe())
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), recipe())
 
 
 def test_length_in_steps_epochs_and_tokens() -> None:
@@ -174,17 +181,17 @@ def test_the_norm_of_large_gradients_is_exact() -> None:
     large = torch.randn(30_000, 300, generator=torch.Generator().manual_seed(0))
     gradients = [large, torch.full((7,), 0.1), torch.tensor(2.0)]
     exact = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
-    assert process._total_norm(gradients, large.device).item() == pytest.approx(exact, rel=1e-7)
-    assert process._total_norm([], large.device).item() == 0.0
+    assert backend._total_norm(gradients, large.device).item() == pytest.approx(exact, rel=1e-7)
+    assert backend._total_norm([], large.device).item() == 0.0
 
 
 def test_seeds_have_no_history() -> None:
-    train.seed_everything(1, 2, 3)
+    seed_torch(1, 2, 3)
     first = torch.rand(3)
     torch.rand(100)
-    train.seed_everything(1, 2, 3)
+    seed_torch(1, 2, 3)
     assert torch.equal(first, torch.rand(3))
-    train.seed_everything(1, 2, 4)
+    seed_torch(1, 2, 4)
     assert not torch.equal(first, torch.rand(3))
     # Pinned, so that a new version of a library cannot change old runs without being seen.
     assert np.random.SeedSequence((1, 2, 3)).generate_state(1, np.uint64)[0] == 12997252459554536576
@@ -193,7 +200,7 @@ def test_seeds_have_no_history() -> None:
 def test_stopwatch_gives_each_part_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 10.0, 20.0, 21.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = Stopwatch(torch.device("cpu"))
+    watch = PhaseTimer(torch.device("cpu"))
     for name in ("data", "compute", "data", "aside", "other"):
         watch.mark(name)
     assert watch.totals() == {"data": 1.0 + 4.0, "compute": 2.0, "aside": 3.0}
@@ -220,12 +227,12 @@ class HostReads(TorchDispatchMode):
 
 def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["test"])
-    made = run.build(
+    made = build_run(
         recipe(batch={"global_size": 8, "micro_size": 2}, output={"dir": str(tmp_path / "run")}), quiet=True
     )
-    train.train_step(made, 0)
+    loop.train_step(made, 0)
     with HostReads() as reads:
-        train.train_step(made, 1)
+        loop.train_step(made, 1)
     assert reads.count == 0
     one = torch.ones(1)
     for reading in (one.item, lambda: bool(one), one.nonzero, lambda: one[one > 0], lambda: one.equal(one)):
@@ -335,7 +342,7 @@ def test_large_tensors_ask_for_huge_pages_unless_told_not_to(told, asked) -> Non
 
 
 def test_trackers_that_are_not_installed_are_refused(tmp_path) -> None:
-    from finetune.backend.settle import check_trackers
+    from finetune.distributed.resolve_config import check_trackers
 
     with pytest.raises(RecipeError, match=r"log.trackers: nonesuch cannot be used; installed here"):
         check_trackers(recipe(log={"trackers": ["nonesuch"]}))

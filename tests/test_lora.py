@@ -14,9 +14,18 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune import adapters, dryrun, models, optim, tasks
-from finetune.errors import RecipeError
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.models import lora_adapters
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_meta_model, build_model
+from finetune.optim.param_groups import parameter_groups
+from finetune.tasks.causal_lm import causal_lm_logits
+from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task_lookup import find_task
+from finetune.training import dry_run
+from finetune.utils.errors import RecipeError
 
 
 def job(model: dict[str, Any], lora: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -173,11 +182,11 @@ def test_adapters_learn(launcher: Launcher) -> None:
 
 
 def built(recipe: Recipe) -> nn.Module:
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def recipe_of(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
-    return validate(job(model or {"name": MODEL}, lora, **sections))
+    return validate_recipe(job(model or {"name": MODEL}, lora, **sections))
 
 
 def trained(network: nn.Module) -> dict[str, nn.Parameter]:
@@ -189,25 +198,25 @@ def test_plain_peft_opens_what_is_written(name: str, tmp_path: Path) -> None:
     """A folder with our configuration and our keys gives the logits that the network itself gives."""
     from peft import PeftModel
 
-    recipe = validate(SOME[name])
+    recipe = validate_recipe(SOME[name])
     network = built(recipe).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trained(network).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    keys = adapters.adapter_keys(network)
+    keys = lora_adapters.adapter_keys(network)
     save_file(
         {keys[n]: p.detach().clone() for n, p in trained(network).items()}, tmp_path / "adapter_model.safetensors"
     )
-    config = adapters.adapter_config(network)
+    config = lora_adapters.adapter_config(network)
     assert config is not None
     config.save_pretrained(tmp_path)
     fresh = built(recipe.model_copy(update={"lora": None})).eval()
     opened = PeftModel.from_pretrained(fresh, tmp_path).eval()
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        ours, theirs = (tasks.causal_lm_logits(n, {"input_ids": ids}) for n in (network, opened))
-        without = tasks.causal_lm_logits(built(recipe.model_copy(update={"lora": None})).eval(), {"input_ids": ids})
+        ours, theirs = (causal_lm_logits(n, {"input_ids": ids}) for n in (network, opened))
+        without = causal_lm_logits(built(recipe.model_copy(update={"lora": None})).eval(), {"input_ids": ids})
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert (ours - without).abs().max() > 1e-2
 
@@ -220,9 +229,9 @@ def test_keys_are_pefts() -> None:
         f"{layer}.lora_magnitude_vector.default.weight": f"{layer}.lora_magnitude_vector",
         "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
     }.items():
-        assert adapters.adapter_key(network, name) == key
-    assert adapters.adapter_keys(network).keys() == trained(network).keys()
-    assert adapters.adapter_config(built(validate(base()))) is None
+        assert lora_adapters.adapter_key(network, name) == key
+    assert lora_adapters.adapter_keys(network).keys() == trained(network).keys()
+    assert lora_adapters.adapter_config(built(validate_recipe(base()))) is None
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "pissa"])
@@ -230,8 +239,11 @@ def test_the_adapted_network_begins_as_the_model(init: str) -> None:
     ids = torch.arange(40)[None]
     with torch.no_grad():
         one, two = (
-            tasks.causal_lm_logits(built(r).eval(), {"input_ids": ids})
-            for r in (recipe_of({"init": init}), validate(job({"name": MODEL}, {})).model_copy(update={"lora": None}))
+            causal_lm_logits(built(r).eval(), {"input_ids": ids})
+            for r in (
+                recipe_of({"init": init}),
+                validate_recipe(job({"name": MODEL}, {})).model_copy(update={"lora": None}),
+            )
         )
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
@@ -251,7 +263,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
             recipe_of({"dropout": 0.3, "dora": True}, {"name": MODEL, "gradient_checkpointing": checkpointed})
         )
         torch.manual_seed(3)
-        tasks.causal_lm_logits(network, {"input_ids": ids}).square().sum().backward()
+        causal_lm_logits(network, {"input_ids": ids}).square().sum().backward()
         found.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() == trained(network).keys()
     for name, gradient in found[0].items():
@@ -261,7 +273,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 def test_lengths_and_embeddings_are_not_decayed() -> None:
     network = built(recipe_of({"dora": True, "save_modules": ["embed_tokens", "lm_head", "norm"]}, UNTIED))
-    decayed, plain = optim.parameter_groups(models.Caller(network), 0.1)
+    decayed, plain = parameter_groups(ForwardWrapper(network), 0.1)
     names = {id(p): name for name, p in trained(network).items()}
     ends = [
         {names[id(p)].split(".")[-4] for p in group["params"] if "modules_to_save" in names[id(p)]}
@@ -285,7 +297,7 @@ def test_dry_run_counts(lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     assert sum(p.numel() for p in trained(network).values()) == expected
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(key, raising=False)
-    text = dryrun.describe(recipe)
+    text = dry_run.describe(recipe)
     assert f"LlamaForCausalLM, {base_parameters + expected:,} parameters, {expected:,} trained" in text
     assert f"{'DoRA' if lora.get('dora') else 'LoRA'} of rank {lora['rank']} on 14 modules" in text
     assert ("trained whole: lm_head" in text) == ("save_modules" in lora)
@@ -299,15 +311,15 @@ def test_parameters_of_llama_2(width: int, inner: int, layers: int, expected: in
     shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 32_000}
     config = {"model_type": "llama", **shape, "num_attention_heads": width // 128}
     recipe = recipe_of({"rank": 8, "targets": ["q_proj", "v_proj"]}, {"config": config})
-    network = models.skeleton(models.resolve_config(recipe), "causal_lm", recipe)
+    network = build_meta_model(resolve_model_config(recipe), "causal_lm", recipe)
     assert sum(p.numel() for p in trained(network).values()) == expected
     assert all(p.is_meta for p in network.parameters())
 
 
 def test_a_classifiers_head_is_trained_whole() -> None:
-    recipe = validate(SOME["bert"])
-    config = models.resolve_config(recipe, vocab_size=512, num_labels=7)
-    names = trained(models.build(recipe, config, "sequence_classification"))
+    recipe = validate_recipe(SOME["bert"])
+    config = resolve_model_config(recipe, vocab_size=512, num_labels=7)
+    names = trained(build_model(recipe, config, "sequence_classification"))
     assert "base_model.model.classifier.modules_to_save.default.weight" in names
     assert all("lora_" in name or ".classifier." in name for name in names)
     assert any(".pooler.dense.lora_A" in name for name in names)
@@ -316,20 +328,20 @@ def test_a_classifiers_head_is_trained_whole() -> None:
 # ---------------------------------------------------------------- tasks of one's own
 
 
-def own() -> tasks.Task:
+def own() -> Task:
     """A task of one's own around a network of transformers, for recipes that name it as `test_lora:own`."""
-    return tasks.Task(
-        build_data=lambda recipe, quiet: tasks.TaskData(train=None),
+    return Task(
+        build_data=lambda recipe, quiet: TaskData(train=None),
         build_model=lambda recipe, data: AutoModelForCausalLM.from_pretrained(MODEL),
         loss_sum=lambda network, batch: torch.zeros(()),
-        build_skeleton=lambda recipe, data: models.skeleton(AutoConfig.from_pretrained(MODEL), "causal_lm"),
+        build_skeleton=lambda recipe, data: build_meta_model(AutoConfig.from_pretrained(MODEL), "causal_lm"),
     )
 
 
 def test_a_task_of_ones_own_gets_adapters_too() -> None:
-    recipe = validate({"task": {"name": "test_lora:own"}, "lora": {"rank": 2}, "length": {"steps": 1}})
-    task = tasks.find(recipe)
-    names = trained(task.build_model(recipe, tasks.TaskData(train=None)))
+    recipe = validate_recipe({"task": {"name": "test_lora:own"}, "lora": {"rank": 2}, "length": {"steps": 1}})
+    task = find_task(recipe)
+    names = trained(task.build_model(recipe, TaskData(train=None)))
     assert names
     assert all("lora_" in name for name in names)
     assert task.build_skeleton is not None
@@ -339,11 +351,11 @@ def test_a_task_of_ones_own_gets_adapters_too() -> None:
 @pytest.mark.parametrize("meta", [True, False])
 def test_adapters_need_a_transformers_network(meta: bool) -> None:
     task = {"name": "own_task:mlp", "args": {"meta": meta}}
-    recipe = validate({"task": task, "lora": {}, "length": {"steps": 1}})
+    recipe = validate_recipe({"task": task, "lora": {}, "length": {"steps": 1}})
     with pytest.raises(RecipeError, match=r"task 'own_task:mlp' builds a Sequential\. Remove the section"):
-        tasks.find(recipe).build_model(recipe, tasks.TaskData(train=None))
+        find_task(recipe).build_model(recipe, TaskData(train=None))
     with pytest.raises(RecipeError, match=r"builds a Sequential"):
-        dryrun.describe(recipe)
+        dry_run.describe(recipe)
 
 
 # ---------------------------------------------------------------- what is refused, and how
@@ -417,7 +429,7 @@ def test_refused_by_the_network(lora: dict[str, Any], says: str) -> None:
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match=re.escape(str(caught.value))):
-        dryrun.describe(recipe)
+        dry_run.describe(recipe)
 
 
 class Lookup(PreTrainedModel):
@@ -435,7 +447,7 @@ class Lookup(PreTrainedModel):
 
 def test_a_network_without_linear_modules_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"lora: Lookup has no linear modules.*Remove the section"):
-        adapters.attach(Lookup(AutoConfig.for_model("llama")), recipe_of({}))
+        lora_adapters.attach(Lookup(AutoConfig.for_model("llama")), recipe_of({}))
 
 
 @pytest.mark.xdist_group("lora_ranks")

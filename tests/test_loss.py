@@ -10,8 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import frozen, loss, models, tasks
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.models import chunked_loss, frozen_weights
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 
 N, H, V = 150, 24, 300
 
@@ -40,10 +43,10 @@ def case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 def test_gradients_are_those_of_fp64(
     rows: int, dtype: torch.dtype, tolerance: float, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "rows_of_chunk", lambda tokens, vocabulary: rows)
+    monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: rows)
     hidden, weight, bias, targets = case()
     given = [hidden, weight, bias] if biased else [hidden, weight]
-    value = loss.loss_of(hidden, weight, bias if biased else None, targets, dtype)
+    value = chunked_loss.loss_of(hidden, weight, bias if biased else None, targets, dtype)
     assert value.dtype == torch.float32
     (value * 0.5).backward()
     wanted = exact(hidden, weight, bias if biased else None, targets)
@@ -58,7 +61,7 @@ def test_gradients_are_those_of_fp64(
 def test_only_what_is_trained_gets_a_gradient(trained: int) -> None:
     given = list(case())
     given[1 - trained] = given[1 - trained].detach()
-    value = loss.loss_of(given[0], given[1], None, given[3], torch.float32)
+    value = chunked_loss.loss_of(given[0], given[1], None, given[3], torch.float32)
     value.backward()
     assert given[trained].grad is not None
     assert given[1 - trained].grad is None
@@ -68,14 +71,14 @@ def test_gradients_are_handed_on_and_not_copied(monkeypatch: pytest.MonkeyPatch)
     """Of a head: as much memory as its weight. The loss is still there, as it is in the loop."""
     made: list[int] = []
 
-    def one_pass(*given: Any, real: Any = loss._one_pass) -> Any:
+    def one_pass(*given: Any, real: Any = chunked_loss._one_pass) -> Any:
         value, gradients = real(*given)
         made.extend(gradient.data_ptr() for gradient in gradients)
         return value, gradients
 
-    monkeypatch.setattr(loss, "_one_pass", one_pass)
+    monkeypatch.setattr(chunked_loss, "_one_pass", one_pass)
     hidden, weight, bias, targets = case()
-    value = loss.loss_of(hidden, weight, bias, targets, torch.float32)
+    value = chunked_loss.loss_of(hidden, weight, bias, targets, torch.float32)
     (value * 0.5).backward(retain_graph=True)
     assert [t.grad.data_ptr() for t in (hidden, weight, bias) if t.grad is not None] == made
     with pytest.raises(RuntimeError, match="before"):
@@ -84,7 +87,7 @@ def test_gradients_are_handed_on_and_not_copied(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_to_learn_is_nought() -> None:
     hidden, weight, _, targets = case()
-    value = loss.loss_of(hidden, weight, None, torch.full_like(targets, -100), torch.float32)
+    value = chunked_loss.loss_of(hidden, weight, None, torch.full_like(targets, -100), torch.float32)
     value.backward()
     assert value.item() == 0
     assert hidden.grad is not None
@@ -94,7 +97,7 @@ def test_nothing_to_learn_is_nought() -> None:
 def test_scores_far_apart_stay_finite() -> None:
     """A target whose probability is beyond fp32's smallest number."""
     hidden, weight, _, targets = case()
-    value = loss.loss_of(hidden * 1000, weight, None, targets, torch.float32)
+    value = chunked_loss.loss_of(hidden * 1000, weight, None, targets, torch.float32)
     assert value.isfinite()
     assert value.item() == pytest.approx(exact(hidden * 1000, weight, None, targets)[0].item(), rel=1e-5)
 
@@ -120,7 +123,7 @@ BATCH = 3  # whose tokens are not as many as the vocabulary has pieces
 def learn(network: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
     ids = torch.randint(0, 512, (BATCH, 128), generator=torch.Generator().manual_seed(0))
     with Logits() as logits:
-        value = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
+        value = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
         value.backward()
     return value.item(), {n: p.grad for n, p in network.named_parameters() if p.grad is not None}, logits.rows
 
@@ -129,26 +132,26 @@ def built(kind: str, way: str) -> nn.Module:
     """A network whose head is of some kind, the same weights each time."""
     config = {**base()["model"]["config"], "tie_word_embeddings": kind == "tied"}
     lora = {"lora": {"rank": 4, "save_modules": ["lm_head"]}} if kind == "saved whole" else {}
-    recipe = validate(base(model={"config": config, "loss": way}, **lora))
-    network: Any = models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    recipe = validate_recipe(base(model={"config": config, "loss": way}, **lora))
+    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
     if kind == "adapted":
         if way == "chunked":
-            loss.part(network)
+            chunked_loss.unfuse(network)
         torch.manual_seed(0)
         network = get_peft_model(
             network, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         )
         if way == "chunked":
-            loss.fuse(network.get_base_model())
+            chunked_loss.fuse(network.get_base_model())
     if kind == "stored":
         network.lm_head.requires_grad_(False)
-        frozen.hold(network, torch.bfloat16)
+        frozen_weights.cast_frozen(network, torch.bfloat16)
     return network.train()
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "saved whole", "adapted", "stored"])
 def test_every_head_learns_what_logits_teach(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "rows_of_chunk", lambda tokens, vocabulary: 100)
+    monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda tokens, vocabulary: 100)
     value, gradients, rows = learn(built(kind, "chunked"))
     wanted, expected, all_rows = learn(built(kind, "plain"))
     assert (rows, all_rows) == (100, BATCH * 128), "logits of one chunk at a time"
@@ -162,21 +165,21 @@ def test_evaluation_and_samples_pass_through_the_same_head() -> None:
     network = built("plain", "chunked").eval()
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        value = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
-        logits = tasks.causal_lm_logits(network, {"input_ids": ids})
+        value = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})
+        logits = causal_lm_logits(network, {"input_ids": ids})
     assert logits.shape == (1, 20, 512)
-    assert value.item() == pytest.approx(loss.plain(logits, ids.roll(-1, 1)).item(), rel=1e-6)
+    assert value.item() == pytest.approx(chunked_loss.plain_loss(logits, ids.roll(-1, 1)).item(), rel=1e-6)
 
 
 def test_no_view_leaves_a_module() -> None:
     """Of which FSDP2 warns, on every rank, since its hooks do not survive what is done to one in place."""
     network: Any = built("plain", "chunked")
-    head, ids = loss.of_network(network), torch.arange(20)[None]
+    head, ids = chunked_loss.of_network(network), torch.arange(20)[None]
     assert head is not None
     head.targets = ids.roll(-1, 1).flatten()
     assert not head(torch.rand(1, 20, network.config.hidden_size))._is_view()
     head.targets = None
-    assert not tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})._is_view()
+    assert not CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids.roll(-1, 1)})._is_view()
 
 
 @pytest.mark.parametrize(
@@ -191,8 +194,8 @@ def test_changed_logits_are_left_alone(model_type: str, sizes: dict[str, Any]) -
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 8, "pad_token_id": 0}
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small, **sizes))
-    loss.fuse(network)
-    assert loss.of_network(network) is None
+    chunked_loss.fuse(network)
+    assert chunked_loss.of_network(network) is None
 
 
 def test_fp16_keeps_the_order_that_loss_scaling_needs() -> None:
@@ -200,7 +203,7 @@ def test_fp16_keeps_the_order_that_loss_scaling_needs() -> None:
     hidden, weight, _, targets = case()
     head = nn.Linear(H, V, bias=False, dtype=torch.float16)
     head.weight.data.copy_(weight)
-    fused = loss.LossHead(head)
+    fused = chunked_loss.LossHead(head)
     fused.targets = targets[1:2]
     small = hidden[None, 1:2].half().detach().requires_grad_()
     scale = 1e-6

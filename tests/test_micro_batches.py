@@ -9,10 +9,11 @@ from inside import mlp, run_here, stop_after
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import adapters, sizing
-from finetune.errors import RecipeError
-from finetune.identity import depends_on_micro_size
-from finetune.recipe import validate
+from finetune.checkpoint.run_fingerprint import depends_on_micro_size
+from finetune.config.recipe import validate_recipe
+from finetune.models import lora_adapters
+from finetune.training import micro_batch_search
+from finetune.utils.errors import RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]
 
@@ -46,7 +47,7 @@ def test_a_resume_with_another_size_is_refused_where_it_matters(
     with pytest.raises(RecipeError, match=says):
         run_here(tree(tmp_path / "run", 0.5, **other))
     # What `auto` would come to on this machine does not matter any more.
-    monkeypatch.setattr(sizing, "next_size", lambda *_: pytest.fail("nothing is to be tried"))
+    monkeypatch.setattr(micro_batch_search, "next_size", lambda *_: pytest.fail("nothing is to be tried"))
     done = run_here(tree(tmp_path / "run", 0.5, batch={"micro_size": "auto"}))
     assert "batch.micro_size: auto is 2, as this run began" in done.said
     assert done.losses == straight.losses
@@ -82,5 +83,7 @@ def test_what_depends_on_it_is_seen() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_dropout_of_adapters_is_seen(dropout: float) -> None:
     data = {"train": [{"sample": 3}]}
-    recipe = validate({"model": {"name": "x"}, "data": data, "lora": {"dropout": dropout}, "length": {"steps": 1}})
-    assert depends_on_micro_size(adapters.attach(llama(), recipe)) == bool(dropout)
+    recipe = validate_recipe(
+        {"model": {"name": "x"}, "data": data, "lora": {"dropout": dropout}, "length": {"steps": 1}}
+    )
+    assert depends_on_micro_size(lora_adapters.attach(llama(), recipe)) == bool(dropout)

@@ -3,10 +3,9 @@
 import json
 import re
 import resource
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,18 @@ from inside import alone
 from recipes_for_tests import base
 from torch import nn
 
-from finetune import cli, sizing, trial
-from finetune.backend import Launch, read_launch
-from finetune.errors import RecipeError
-from finetune.recipe import Recipe, divisors, validate
-from finetune.run import Run, build
-from finetune.sizing import FULL, next_size
-from finetune.tasks import Batch
+from finetune.cli import main
+from finetune.config.recipe import divisors, validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import Launch, read_launch
+from finetune.tasks.task import Batch
+from finetune.training import entry_point, micro_batch_search, micro_batch_trial
+from finetune.training.build_run import Run, build_run
+from finetune.training.micro_batch_search import FULL, next_size
+from finetune.utils.errors import RecipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Logits of 16,000 words: 31 MiB a row of 512 tokens, and several times that with the loss.
 WIDE = {
@@ -184,7 +188,7 @@ def test_a_trial_reads_the_longest_rows(tmp_path: Path, monkeypatch: pytest.Monk
     seen, rows = [], []
 
     def spied(recipe: Recipe, *, quiet: bool) -> Run:
-        run = build(recipe, quiet=quiet)
+        run = build_run(recipe, quiet=quiet)
         loss_sum = run.task.loss_sum
 
         def noted(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -195,9 +199,9 @@ def test_a_trial_reads_the_longest_rows(tmp_path: Path, monkeypatch: pytest.Monk
         rows.append(run.data.train)
         return run
 
-    monkeypatch.setattr(trial, "build", spied)
+    monkeypatch.setattr(micro_batch_trial, "build_run", spied)
     with alone():
-        assert trial.main(str(file), str(tmp_path / "report.json")) == 0
+        assert micro_batch_trial.main(str(file), str(tmp_path / "report.json")) == 0
     (read,) = rows
     longest = read.batch(read.longest()[:2])
     # Two steps of two micro-batches.
@@ -214,7 +218,7 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         monkeypatch.setenv(name, value)
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(heavy(folder, **args)))
-    assert cli.train_main([str(file), "--quiet"]) == 2
+    assert entry_point.train_main([str(file), "--quiet"]) == 2
     return capsys.readouterr().err
 
 
@@ -237,7 +241,7 @@ def test_a_trial_that_fails_otherwise_says_why(
 
 
 def of(**sections: Any) -> Recipe:
-    return validate(base(**sections))
+    return validate_recipe(base(**sections))
 
 
 def test_what_was_found_is_kept_for_its_kind_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +250,7 @@ def test_what_was_found_is_kept_for_its_kind_only(tmp_path: Path, monkeypatch: p
     one: Launch = read_launch()
 
     def kept(recipe: Any, asked: Launch = one, digest: str = "a") -> Path:
-        return sizing._kept(recipe, asked, digest)
+        return micro_batch_search._kept(recipe, asked, digest)
 
     first = kept(of(batch=auto))
     assert first == kept(of(batch=auto, seed=7, length={"steps": 9}), digest="b")
@@ -266,16 +270,16 @@ def test_what_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"rows": 4}', '{"rows": 4, "room": 1, "tried": {"8": 0.5}}'):
         file = tmp_path / "kept.json"
         file.write_text(text)
-        assert sizing._read(file, 1 << 40) is None
+        assert micro_batch_search._read(file, 1 << 40) is None
 
 
 def test_what_was_found_must_fit_the_memory_of_today(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
     found = {"rows": 4, "room": 1000, "tried": {"4": 0.46, "8": None}}
     file.write_text(json.dumps(found))
-    assert sizing._read(file, 1000) == found
-    assert sizing._read(file, 500) == found
-    assert sizing._read(file, 499) is None
+    assert micro_batch_search._read(file, 1000) == found
+    assert micro_batch_search._read(file, 500) == found
+    assert micro_batch_search._read(file, 499) is None
 
 
 def test_an_evaluation_has_nothing_to_try() -> None:
@@ -286,13 +290,13 @@ def test_an_evaluation_has_nothing_to_try() -> None:
 def test_the_other_verbs_take_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**wide(tmp_path, "auto"), "output": {"dir": str(tmp_path / "run")}}))
-    assert cli.main(["explain", str(file), "batch.micro_size", "accumulation", "--json"]) == 0
+    assert main.main(["explain", str(file), "batch.micro_size", "accumulation", "--json"]) == 0
     assert {value["value"] for value in json.loads(capsys.readouterr().out)} == {"auto"}
-    assert cli.main(["plan", str(file), "--json"]) == 0
+    assert main.main(["plan", str(file), "--json"]) == 0
     # Of 64 rows on 8 ranks all 8 fit a large GPU.
     assert json.loads(capsys.readouterr().out)["first_size"] == 8
-    assert cli.main(["plan", str(file), "--gpu", "memory=1.7,bf16=70"]) == 0
+    assert main.main(["plan", str(file), "--gpu", "memory=1.7,bf16=70"]) == 0
     first = int(re.findall(r"trials begin with (\d+)", capsys.readouterr().out)[0])
     assert 1 <= first < 8
-    assert cli.train_main([str(file), "--dry-run"]) == 0
+    assert entry_point.train_main([str(file), "--dry-run"]) == 0
     assert "64 rows = 1 x auto" in capsys.readouterr().out

@@ -19,14 +19,15 @@ from inside import OneRank, mlp, run_here, stop_after
 from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
-from finetune import cli
-from finetune.artefacts import card
-from finetune.artefacts.source import Source
-from finetune.data.order import rows_at
-from finetune.errors import DivergedError
-from finetune.files import read_lines
-from finetune.guard import Later, Taken, Watch
-from finetune.recipe import validate
+from finetune.cli import main
+from finetune.config.recipe import validate_recipe
+from finetune.data.rows.row_order import rows_at
+from finetune.export import model_card
+from finetune.export.find_weights import Source
+from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.step_sync import AsyncScalar, StepOutput
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.errors import DivergedError
 
 pytestmark = pytest.mark.xdist_group("nonfinite")
 
@@ -207,13 +208,15 @@ class Scaled(OneRank):
     scales_loss = True
 
 
-def taken(step: int, *, loss: float, norm: float) -> Taken:
-    return Taken(step, Later(torch.zeros(6)), Later(torch.tensor([norm])), torch.tensor([loss]), [np.array([step])])
+def taken(step: int, *, loss: float, norm: float) -> StepOutput:
+    return StepOutput(
+        step, AsyncScalar(torch.zeros(6)), AsyncScalar(torch.tensor([norm])), torch.tensor([loss]), [np.array([step])]
+    )
 
 
 def test_overflows_under_loss_scaling_are_counted_apart() -> None:
     """They are the scale's search for its size, and end a run only when no size can help."""
-    watch = Watch(Scaled(), 2)  # type: ignore[arg-type]
+    watch = NonFiniteGuard(Scaled(), 2)  # type: ignore[arg-type]
     kinds = []
     for step, (loss, norm) in enumerate([(1, math.inf), (1, math.nan), (1, math.inf), (math.nan, math.nan), (1, 1)]):
         watch.look(taken(step, loss=loss, norm=norm))
@@ -231,7 +234,7 @@ def test_overflows_under_loss_scaling_are_counted_apart() -> None:
 
 
 def test_a_good_step_between_begins_the_count_anew() -> None:
-    watch = Watch(OneRankUnscaled(), 2)  # type: ignore[arg-type]
+    watch = NonFiniteGuard(OneRankUnscaled(), 2)  # type: ignore[arg-type]
     for step, norm in enumerate([math.nan, 1.0, math.inf, 1.0, -math.inf]):
         watch.look(taken(step, loss=1, norm=norm))
         incident = watch.look(None)
@@ -286,14 +289,14 @@ def test_skipped_steps_are_named_with_their_rows(
     done = run_here(tree)
     expected = [{"step": step, "kind": "nonfinite", "rows": rows_of(step)} for step in (4, 5)]
     assert done.results["skipped"] == done.facts["results"]["skipped"] == expected
-    assert cli.main(["audit", str(done.directory)]) == 0
+    assert main.main(["audit", str(done.directory)]) == 0
     said = capsys.readouterr().out
     lines = [f"step {step} (nonfinite): rows {', '.join(map(str, rows_of(step)))}" for step in (4, 5)]
     assert "2 of these steps skipped, so their rows changed no weight:\n  " + "\n  ".join(lines) in said
-    recipe = validate(tree)
+    recipe = validate_recipe(tree)
     for step, named in ((4, lines[:1]), (20, lines)):
         source = Source(done.directory, done.directory / "model", step, recipe, done.facts)
-        card.write(tmp_path, source, "merged", [], None)
+        model_card.write(tmp_path, source, "merged", [], None)
         written = (tmp_path / "README.md").read_text()
         assert "## Skipped steps" in written
         assert [line[2:] for line in written.splitlines() if line.startswith("- step")] == named
@@ -302,5 +305,5 @@ def test_skipped_steps_are_named_with_their_rows(
 def test_a_run_that_skipped_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_here(mlp(tmp_path / "run", length={"steps": 3}))
     assert done.facts["results"]["skipped"] == []
-    assert cli.main(["audit", str(done.directory)]) == 0
+    assert main.main(["audit", str(done.directory)]) == 0
     assert "skipped" not in capsys.readouterr().out

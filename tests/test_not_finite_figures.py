@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from finetune import models, rehearsal
-from finetune.artefacts import prove
-from finetune.errors import BackendError
-from finetune.parity import compare, table
-from finetune.parity.finished import Finished
+from finetune.diagnostics.parity import compare, parity_report
+from finetune.diagnostics.parity.finished_run import Finished
+from finetune.export import verify_export
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.training import preflight
+from finetune.utils.errors import BackendError
 
 NAN, INF = float("nan"), float("inf")
 NAMES = ["a", "b", "c"]
@@ -47,9 +48,9 @@ def test_parity_sees_a_weight_that_is_not_finite_wherever_it_stands(tmp_path: Pa
     assert not found.holds
     assert found.tensor == (name, INF)
     assert f"tensor {name} is inf apart" in found.reasons[0]
-    said = json.loads(json.dumps(table.to_json([found]), allow_nan=False))
+    said = json.loads(json.dumps(parity_report.to_json([found]), allow_nan=False))
     assert said["comparisons"]["other"]["tensor"] == {"name": name, "difference": None}
-    assert any(line.startswith("DRIFT") for line in table.lines([found]))
+    assert any(line.startswith("DRIFT") for line in parity_report.lines([found]))
 
 
 def test_two_runs_with_the_same_nan_took_no_path(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_two_runs_with_the_same_nan_took_no_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proof_of_an_export_names_the_tensor(tmp_path: Path, name: str) -> None:
     spoilt = run(tmp_path / "one", name)
-    assert prove.worst_of(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (name, INF)
+    assert verify_export.worst_of(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (name, INF)
 
 
 def test_scores_that_are_not_finite_prove_nothing() -> None:
@@ -70,4 +71,4 @@ def test_scores_that_are_not_finite_prove_nothing() -> None:
     backend = SimpleNamespace(device=torch.device("cpu"), max=lambda value: value, precision="fp32")
     recipe = SimpleNamespace(data=SimpleNamespace(sequence_length=16))
     with pytest.raises(BackendError, match="scores are not finite before the first step"):
-        rehearsal.check_isolation(backend, models.Caller(Broken()), recipe)
+        preflight.check_isolation(backend, ForwardWrapper(Broken()), recipe)

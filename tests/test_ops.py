@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.backend import ops, toolchain
-from finetune.errors import BackendError
+from finetune.distributed.native_ops import native_ops, toolchain
+from finetune.utils.errors import BackendError
 
-OPS_FILE = Path(ops.__file__)
+OPS_FILE = Path(native_ops.__file__)
 LIMIT_S = 120
 
 SOURCE = """
@@ -44,8 +44,8 @@ exec c++ "$@"
 # What a training process does.
 RUN = """
 import os, sys
-from finetune.backend import ops, toolchain
-ops._OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
+from finetune.distributed.native_ops import native_ops as ops, toolchain
+ops.OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
 ops._command = lambda op: [sys.executable, os.environ["TINY"] + "/build.py"]
 ops.ensure(["tiny"], quiet=False)
 assert ops.is_built("tiny")
@@ -56,7 +56,7 @@ BUILD = """
 import os
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
-import ops_compile
+import compile_op
 
 class TinyBuilder(OpBuilder):
     def __init__(self):
@@ -67,7 +67,7 @@ class TinyBuilder(OpBuilder):
         return [os.environ["TINY"] + "/tiny.cpp"]
 
 get_accelerator().create_op_builder = lambda name: TinyBuilder()
-ops_compile.compile_op("TinyBuilder")
+compile_op.compile_op("TinyBuilder")
 """
 
 
@@ -103,7 +103,7 @@ class Tiny:
             [sys.executable, "-c", RUN],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[2])]),
+                "PYTHONPATH": os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[3])]),
             },
             stderr=subprocess.PIPE,
             text=True,
@@ -157,7 +157,7 @@ def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> I
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
-    monkeypatch.setitem(ops._OPS, "tiny", ops._Spec("tiny_op", "TinyBuilder", "a test", 1))
+    monkeypatch.setitem(native_ops.OPS, "tiny", native_ops._Spec("tiny_op", "TinyBuilder", "a test", 1))
     yield tiny
     os.close(tiny.started)
     tiny.note_jobs()
@@ -179,18 +179,18 @@ def old_lock(folder: Path) -> Path:
 
 def test_stale_lock_is_removed_and_named(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = old_lock(extensions / "async_io")
-    assert ops.clear_stale_lock("async_io")
+    assert native_ops.clear_stale_lock("async_io")
     assert not lock.exists()
     printed = capsys.readouterr().err
     assert "async_io" in printed
     assert str(lock) in printed
-    assert not ops.clear_stale_lock("async_io")
+    assert not native_ops.clear_stale_lock("async_io")
 
 
 def test_young_lock_is_left_alone(extensions: Path) -> None:
     lock = old_lock(extensions / "async_io")
     lock.touch()
-    assert not ops.clear_stale_lock("async_io")
+    assert not native_ops.clear_stale_lock("async_io")
     assert lock.exists()
 
 
@@ -200,16 +200,16 @@ def test_lock_of_a_living_builder_is_left_alone(extensions: Path) -> None:
     with subprocess.Popen(waits, cwd=lock.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
         assert builder.stdout is not None
         builder.stdout.readline()
-        assert not ops.clear_stale_lock("async_io")
+        assert not native_ops.clear_stale_lock("async_io")
         assert lock.exists()
         builder.communicate(b"\n")
-    assert ops.clear_stale_lock("async_io")
+    assert native_ops.clear_stale_lock("async_io")
 
 
 def test_lock_is_left_alone_while_another_process_of_ours_builds(extensions: Path) -> None:
     lock = old_lock(extensions / "async_io")
-    with ops._lock("async_io"):
-        assert not ops.clear_stale_lock("async_io")
+    with native_ops._lock("async_io"):
+        assert not native_ops.clear_stale_lock("async_io")
     assert lock.exists()
 
 
@@ -227,7 +227,7 @@ def test_what_is_missing_is_named(
         script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(BackendError) as caught:
-        ops.ensure(["async_io"], quiet=True)
+        native_ops.ensure(["async_io"], quiet=True)
     message = str(caught.value)
     assert command in message
     assert "\n" not in message
@@ -236,7 +236,7 @@ def test_what_is_missing_is_named(
 
 def test_the_compiling_process_loads_nothing_of_ours() -> None:
     """It starts fast, and builds also where the package itself cannot be imported."""
-    code = "import sys, ops_compile; sys.exit(any(n in sys.modules for n in ('torch', 'deepspeed', 'finetune')))"
+    code = "import sys, compile_op; sys.exit(any(n in sys.modules for n in ('torch', 'deepspeed', 'finetune')))"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(OPS_FILE.parent)}, check=True)
 
 
@@ -251,10 +251,10 @@ def test_two_processes_build_once(tiny: Tiny) -> None:
     assert tiny.compiles == 1
     assert not tiny.lock.exists()
 
-    assert ops.is_built("tiny")
+    assert native_ops.is_built("tiny")
     with (tiny.root / "tiny.cpp").open("a") as source:
         source.write("// changed\n")
-    assert not ops.is_built("tiny")
+    assert not native_ops.is_built("tiny")
 
 
 def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
@@ -266,7 +266,7 @@ def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
     psutil.wait_procs(tree, LIMIT_S)
     assert tiny.lock.exists(), "the trap: torch's lock outlives the build"
     old_lock(tiny.folder)
-    assert not ops.is_built("tiny")
+    assert not native_ops.is_built("tiny")
 
     again = tiny.start()
     printed = read_until(again, "Building")

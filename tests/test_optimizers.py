@@ -14,10 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune import dryrun, optim
-from finetune.backend import Backend, Launch
-from finetune.errors import RecipeError
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import Launch
+from finetune.optim import lr_schedule, optimizers
+from finetune.optim.optimizers import build_optimizer
+from finetune.training import dry_run
+from finetune.utils.errors import RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]
 
@@ -35,7 +39,7 @@ OWN_RATES = {"name": "own_optimizers:TwoRates", "lr": 1e-2, "args": {"eps": 1e-6
 
 def recipe_of(name: str, **args: Any) -> Recipe:
     config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 16, "num_attention_heads": 2}
-    return validate(
+    return validate_recipe(
         {
             "model": {"config": {**config, "intermediate_size": 32, "num_hidden_layers": 1}},
             "tokenizer": {"vocab_size": 512},
@@ -72,7 +76,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_state_is_measured(name: str, args: dict[str, Any], bytes_an_element: float) -> None:
-    assert optim.state_bytes(recipe_of(name, **args)) == bytes_an_element
+    assert optimizers.state_bytes(recipe_of(name, **args)) == bytes_an_element
 
 
 @pytest.mark.parametrize(
@@ -119,15 +123,15 @@ def test_refused(name: str, launch: str | None, says: str, monkeypatch: pytest.M
         for key, value in exported(launch).items():
             monkeypatch.setenv(key, value)
     with pytest.raises(RecipeError, match=re.escape(says)) as caught:
-        dryrun.describe(recipe_of(name))
+        dry_run.describe(recipe_of(name))
     assert "\n" not in str(caught.value)
 
 
 def test_fused_kernels_without_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("SGD", fused=True)
-    optim.check(recipe, cut=True, flat=True)
+    optimizers.check_optimizer(recipe, cut=True, flat=True)
     with pytest.raises(RecipeError, match=r"optim.args.fused: the fused kernel of SGD .* or leave args.fused out"):
-        optim.check(recipe, cut=True, flat=False)
+        optimizers.check_optimizer(recipe, cut=True, flat=False)
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay"])
@@ -136,15 +140,17 @@ def test_what_has_a_key_of_its_own_is_no_argument(name: str) -> None:
         recipe_of("AdamW", **{name: 0.1})
 
 
-@pytest.mark.parametrize("name", sorted(optim._classes(torch.optim)))
+@pytest.mark.parametrize("name", sorted(optimizers._classes(torch.optim)))
 def test_who_treats_each_element_alone_is_known(name: str) -> None:
     """The names that are believed, against three steps on parts of matrices."""
     if name in ("LBFGS", "SparseAdam"):
         with pytest.raises(RecipeError, match="cannot take a step"):
-            optim.state_bytes(recipe_of(name))
+            optimizers.state_bytes(recipe_of(name))
         return
     cls = getattr(torch.optim, name)
-    assert optim._acts_on_elements(cls, recipe_of(name).optim.model_dump_json()) == (name in optim.ELEMENTWISE)
+    assert optimizers._acts_on_elements(cls, recipe_of(name).optim.model_dump_json()) == (
+        name in optimizers.ELEMENTWISE
+    )
 
 
 def weights_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -158,7 +164,7 @@ def weights_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Par
 def test_layerwise_steps_are_those_of_the_papers(name: str, decay: float) -> None:
     shapes: list[tuple[int, ...]] = [(4, 6), (6,), (2, 3, 4)]
     ours, theirs = weights_of(shapes, torch.float32), weights_of(shapes, torch.float64)
-    optimizer = optim._OWN[name](ours, lr=0.5, weight_decay=decay)
+    optimizer = optimizers._OWN[name](ours, lr=0.5, weight_decay=decay)
     state: dict[Any, Any] = {"lr": 0.5, "decay": decay}
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
@@ -175,7 +181,7 @@ def test_layerwise_steps_are_those_of_the_papers(name: str, decay: float) -> Non
 def test_a_layerwise_step_that_is_skipped_leaves_everything(name: str) -> None:
     def trained(*finite: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         weights = weights_of([(4, 6), (6,)], torch.float32)
-        optimizer = optim._OWN[name](weights, lr=0.5, weight_decay=0.1)
+        optimizer = optimizers._OWN[name](weights, lr=0.5, weight_decay=0.1)
         generator = torch.Generator().manual_seed(1)
         for good in finite:
             for weight in weights:
@@ -242,7 +248,7 @@ def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
     tree = layerwise(tmp_path, OWN_RATES)
     run_here(tree, lambda run: (note(run), stop_after(12)(run)))
     run_here(tree, note)
-    lrs = [optim.lr_at(step, 20, validate(tree)) for step in range(20)]
+    lrs = [lr_schedule.lr_at(step, 20, validate_recipe(tree)) for step in range(20)]
     assert lrs[0] != lrs[12] != lrs[19]
     assert rates == [[pytest.approx(lr), pytest.approx(lr / 10)] * (len(rates[0]) // 2) for lr in lrs]
     # What the recipe says is set as it stands, to the bit.
@@ -279,7 +285,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> N
     def trained(*finite: bool) -> tuple[list[torch.Tensor], list[int]]:
         torch.manual_seed(0)
         network, reads = nn.Linear(3, 2), []
-        optimizer = optim.build(network, recipe_of(name, **SKIPS[name]), whole=True)
+        optimizer = build_optimizer(network, recipe_of(name, **SKIPS[name]), whole=True)
         generator = torch.Generator().manual_seed(1)
         for good in finite:
             for p in network.parameters():

@@ -9,7 +9,7 @@ import yaml
 from harness import ROOT, Launcher, assert_same_path, assert_same_path_in_bf16
 from recipes_for_tests import PARITY, SPLITS, WIDE
 
-from finetune.backend.toolchain import has_libaio
+from finetune.distributed.native_ops.toolchain import has_libaio
 
 BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 needs_libaio = pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
@@ -61,9 +61,9 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
     runs = run.facts["runs"]
     wrapper, kind, shards = {
         "ddp": ("DistributedDataParallel", "ddp", (1.0, 1.0)),
-        "fsdp": ("FSDPCaller", "fsdp", (0.5, 0.5)),
-        "fsdp_grad_op": ("FSDPCaller", "fsdp", (0.5, 0.5)),
-        "hsdp": ("FSDPCaller", "hsdp", (0.5, 0.5)),
+        "fsdp": ("FSDPForwardWrapper", "fsdp", (0.5, 0.5)),
+        "fsdp_grad_op": ("FSDPForwardWrapper", "fsdp", (0.5, 0.5)),
+        "hsdp": ("FSDPForwardWrapper", "hsdp", (0.5, 0.5)),
         "zero1": ("DeepSpeedEngine", "zero1", (1.0, 0.5)),
         "zero2": ("DeepSpeedEngine", "zero2", (1.0, 0.5)),
         "zero3": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.parity import compare
-from finetune.parity.finished import Finished
+from finetune.diagnostics.parity import compare
+from finetune.diagnostics.parity.finished_run import Finished
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from testdata import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli
-from finetune.errors import RecipeError
-from finetune.parity import compare, finished, launches, shrink
-from finetune.recipe import dump, load, validate
+from finetune.cli import main
+from finetune.config.recipe import dump_recipe, load_recipe, validate_recipe
+from finetune.diagnostics.parity import compare, finished_run, launch_runs, small_model
+from finetune.utils.errors import RecipeError
 
 pytestmark = [
     pytest.mark.xdist_group("parity"),
@@ -84,19 +84,19 @@ def test_one_table_of_all_backends_and_a_broken_one_is_caught(launched: Any) -> 
 
 
 def test_only_rank_0_reports(launched: Any) -> None:
-    assert launched[2].count("fsdp x2, FSDPCaller") == 1
+    assert launched[2].count("fsdp x2, FSDPForwardWrapper") == 1
 
 
 def test_finished_runs_are_compared_alike(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = launched[3]
-    assert cli.main(["parity", str(folder / "single"), str(folder / "ddp")]) == 0
+    assert main.main(["parity", str(folder / "single"), str(folder / "ddp")]) == 0
     said = capsys.readouterr().out
     assert "ddp: the path of single" in said
-    assert cli.main(["parity", str(folder / "single"), str(folder / "fsdp")]) == 1
+    assert main.main(["parity", str(folder / "single"), str(folder / "fsdp")]) == 1
     said = capsys.readouterr().out
     assert re.search("DRIFT: fsdp: step 1: (loss|grad_norm) is ", said)
     # A run is on its own path, whatever it is.
-    assert cli.main(["parity", str(folder / "fsdp"), str(folder / "fsdp")]) == 0
+    assert main.main(["parity", str(folder / "fsdp"), str(folder / "fsdp")]) == 0
 
 
 CAUGHT = {
@@ -121,19 +121,19 @@ def faulty(launcher: Launcher) -> dict[str, Result]:
 
 @pytest.mark.parametrize(("fault", "precision"), CAUGHT)
 def test_every_fault_is_caught(faulty: dict[str, Result], fault: str, precision: str) -> None:
-    good = finished.read(faulty[f"none+{precision}"].check().directory)
-    bad = compare.compare(good, finished.read(faulty[f"{fault}+{precision}"].check().directory))
+    good = finished_run.read(faulty[f"none+{precision}"].check().directory)
+    bad = compare.compare(good, finished_run.read(faulty[f"{fault}+{precision}"].check().directory))
     assert not bad.holds
     assert any(CAUGHT[fault, precision] in reason for reason in bad.reasons), bad.reasons
 
 
 def test_all_faults_are_tested() -> None:
-    assert {fault for fault, _ in CAUGHT} == set(launches.FAULTS)
+    assert {fault for fault, _ in CAUGHT} == set(launch_runs.FAULTS)
 
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:
     single = launcher.many("single", {"none+bf16": FAULTY["none+bf16"]})["none+bf16"].check()
-    found = compare.compare(finished.read(single.directory), finished.read(faulty["none+bf16"].directory))
+    found = compare.compare(finished_run.read(single.directory), finished_run.read(faulty["none+bf16"].directory))
     assert found.holds, found.reasons
     assert found.allowed.kind == "16 bit"
 
@@ -149,10 +149,10 @@ CHANGES = {
 
 
 @pytest.fixture
-def pair(launched: Any, tmp_path: Path) -> tuple[finished.Finished, Path]:
+def pair(launched: Any, tmp_path: Path) -> tuple[finished_run.Finished, Path]:
     """A run, and a copy of it to spoil."""
     source = launched[3] / "single"
-    return finished.read(source), Path(shutil.copytree(source, tmp_path / "copy"))
+    return finished_run.read(source), Path(shutil.copytree(source, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -164,7 +164,7 @@ def test_a_changed_figure_is_named(pair: Any, what: str) -> None:
     else:
         lines[2][what] = lines[2][what] + 1 if what == "tokens" else lines[2][what] * 1.001
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = compare.compare(one, finished.read(copy))
+    found = compare.compare(one, finished_run.read(copy))
     assert found.first is not None
     assert found.first.startswith(CHANGES[what])
     assert not found.holds
@@ -177,13 +177,13 @@ def test_a_changed_weight_is_named(pair: Any) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][0] *= 1.01
     save_file(weights, file, metadata={"format": "pt"})
-    found = compare.compare(one, finished.read(copy))
+    found = compare.compare(one, finished_run.read(copy))
     assert found.tensor is not None
     assert found.tensor[0] == name
     assert found.reasons == [f"tensor {name} is {found.tensor[1]:.1e} apart at the end (1e-04 allowed)"]
     del weights[name]
     save_file(weights, file, metadata={"format": "pt"})
-    assert f"other tensors, or of other shapes: {name}" in compare.compare(one, finished.read(copy)).reasons[0]
+    assert f"other tensors, or of other shapes: {name}" in compare.compare(one, finished_run.read(copy)).reasons[0]
 
 
 def test_other_rows_and_other_lengths_are_named(pair: Any) -> None:
@@ -245,8 +245,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
     large = AutoConfig.for_model(kind, **MODELS[kind])
     given = {"model_type": kind, "vocab_size": 512, **MODELS[kind]}
-    recipe = validate(small(model={"config": given}))
-    tree = shrink.shrink(recipe, recipe.model_dump(mode="json"))
+    recipe = validate_recipe(small(model={"config": given}))
+    tree = small_model.shrink(recipe, recipe.model_dump(mode="json"))
     config = AutoConfig.for_model(**tree["model"]["config"])
     network = AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
@@ -260,26 +260,28 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
 
 
 def test_what_cannot_be_shrunk_is_said() -> None:
-    recipe = validate(small(model={"config": {"model_type": "falcon"}}))
+    recipe = validate_recipe(small(model={"config": {"model_type": "falcon"}}))
     with pytest.raises(RecipeError, match="a small falcon cannot be derived"):
-        shrink.shrink(recipe, recipe.model_dump(mode="json"))
-    recipe = validate(small(task={"name": "own_task:mlp"}))
+        small_model.shrink(recipe, recipe.model_dump(mode="json"))
+    recipe = validate_recipe(small(task={"name": "own_task:mlp"}))
     with pytest.raises(RecipeError, match="the task's own"):
-        shrink.shrink(recipe, recipe.model_dump(mode="json"))
+        small_model.shrink(recipe, recipe.model_dump(mode="json"))
 
 
 def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
     source = {**small(), "model": {"name": MODEL}, "tokenizer": {}, "lora": {"rank": 4}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(source))
-    configs = launches.find("single,ddp")
-    written = launches.prepare(load(tmp_path / "recipe.yaml"), configs, tmp_path / "runs", steps=2, shrink=True)
-    one, other = load(written["single"]), load(written["ddp"])
+    configs = launch_runs.find("single,ddp")
+    written = launch_runs.prepare(
+        load_recipe(tmp_path / "recipe.yaml"), configs, tmp_path / "runs", steps=2, shrink=True
+    )
+    one, other = load_recipe(written["single"]), load_recipe(written["ddp"])
     assert one.model.name is None
     assert one.model.config is not None
     assert one.model.config["vocab_size"] == 512
     assert one.tokenizer.name == MODEL
     # The same recipe, but for where it goes.
-    assert dump(one).replace("runs/single", "runs/ddp") == dump(other)
+    assert dump_recipe(one).replace("runs/single", "runs/ddp") == dump_recipe(other)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +294,9 @@ def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
     ],
 )
 def test_adam_does_not_divide_rounding_by_rounding(optim: dict[str, Any], eps: float | None, tmp_path: Path) -> None:
-    recipe = validate(small(optim=optim))
-    written = launches.prepare(recipe, launches.find("single,ddp"), tmp_path, steps=2, shrink=False)
-    assert load(written["ddp"]).optim.args.get("eps") == eps
+    recipe = validate_recipe(small(optim=optim))
+    written = launch_runs.prepare(recipe, launch_runs.find("single,ddp"), tmp_path, steps=2, shrink=False)
+    assert load_recipe(written["ddp"]).optim.args.get("eps") == eps
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_what_cannot_be_asked_is_one_paragraph(
 ) -> None:
     monkeypatch.chdir(ROOT)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small()))
-    assert cli.main(["parity", str(tmp_path / "recipe.yaml"), "--to", str(tmp_path / "runs"), *words]) == 2
+    assert main.main(["parity", str(tmp_path / "recipe.yaml"), "--to", str(tmp_path / "runs"), *words]) == 2
     said = capsys.readouterr().err
     assert said.count("Error: ") == 1
     assert says in said
@@ -325,16 +327,16 @@ def test_what_is_no_finished_run_is_refused(pair: Any, tmp_path: Path, capsys: p
     one, copy = pair
     facts = {key: value for key, value in one.facts.items() if key != "finished"}
     (copy / "run.json").write_text(json.dumps(facts))
-    assert cli.main(["parity", str(one.directory), str(copy)]) == 2
+    assert main.main(["parity", str(one.directory), str(copy)]) == 2
     assert "has not come to its end" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert cli.main(["parity", str(tmp_path / "empty"), str(copy)]) == 2
+    assert main.main(["parity", str(tmp_path / "empty"), str(copy)]) == 2
     assert "holds no run" in capsys.readouterr().err
-    assert cli.main(["parity", str(copy)]) == 2
+    assert main.main(["parity", str(copy)]) == 2
     assert "RUN_A RUN_B" in capsys.readouterr().err
 
 
 def test_a_run_that_is_there_is_not_replaced(launched: Any, tmp_path: Path) -> None:
-    recipe = validate(small())
+    recipe = validate_recipe(small())
     with pytest.raises(RecipeError, match="is there already"):
-        launches.prepare(recipe, launches.find("single,ddp"), launched[3], steps=2, shrink=False)
+        launch_runs.prepare(recipe, launch_runs.find("single,ddp"), launched[3], steps=2, shrink=False)

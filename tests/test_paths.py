@@ -14,11 +14,11 @@ import pytest
 import yaml
 from harness import ROOT
 
-from finetune import paths
-from finetune import recipe as recipes
-from finetune.data.sources import open_source
-from finetune.errors import DataError, FinetuneError, RecipeError
-from finetune.recipe import Source
+from finetune.config import recipe_paths
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Source
+from finetune.data.sources.corpus import open_source
+from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
 TREE: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},
@@ -29,11 +29,12 @@ TREE: dict[str, Any] = {
 # Each command in turn, and whether anything heavy was imported for it.
 COMMANDS = """
 import sys
-from finetune import cli
+from finetune.cli.main import main
+from finetune.training.entry_point import train_main
 file = sys.argv[1]
 launch = ["launch", "--config_file", sys.argv[2], file]
-for run, words in ((cli.main, ["data", file]), (cli.main, launch), (cli.train_main, [file]),
-                   (cli.train_main, [file, "--dry-run"])):
+for run, words in ((main, ["data", file]), (main, launch), (train_main, [file]),
+                   (train_main, [file, "--dry-run"])):
     print(run(words), sorted({"torch", "transformers", "datasets", "accelerate"} & set(sys.modules)))
 """
 
@@ -75,7 +76,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Fi
     monkeypatch.chdir(tmp_path)
     tree = {**TREE, "data": {"train": [{"sample": 10}]}, **keys}
     try:
-        paths.check(recipes.validate(tree))
+        recipe_paths.check(validate_recipe(tree))
     except FinetuneError as error:
         return error
     return None

@@ -4,19 +4,24 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from harness import ROOT
 from testdata import MODEL
 
-from finetune import cli, gpus
-from finetune.backend import choice, launch_of_file
-from finetune.errors import RecipeError
-from finetune.plan import made
-from finetune.plan.compute import Machines
-from finetune.recipe import Recipe, validate
+from finetune.cli import main
+from finetune.config.recipe import validate_recipe
+from finetune.distributed import gpu_specs
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.planning import planner, recommendations
+from finetune.planning.step_time import Machines
+from finetune.training import entry_point
+from finetune.utils.errors import RecipeError
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -44,14 +49,14 @@ def sections(**changed: Any) -> dict[str, Any]:
     return recipe
 
 
-def planned(recipe: dict[str, Any], gpu: str = "h100-80gb", number: int = 8, nodes: int = 1) -> made.Plan:
+def planned(recipe: dict[str, Any], gpu: str = "h100-80gb", number: int = 8, nodes: int = 1) -> planner.Plan:
     return _planned(json.dumps(recipe, sort_keys=True), gpu, number, nodes)
 
 
 @functools.cache
-def _planned(recipe: str, gpu: str, number: int, nodes: int) -> made.Plan:
-    machines = Machines(gpus.find(gpu), number, nodes, 50.0, 0.4)
-    return made.make(validate(json.loads(recipe)), machines, stored="bf16")
+def _planned(recipe: str, gpu: str, number: int, nodes: int) -> planner.Plan:
+    machines = Machines(gpu_specs.find(gpu), number, nodes, 50.0, 0.4)
+    return planner.make(validate_recipe(json.loads(recipe)), machines, stored="bf16")
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
-    code = cli.main(["plan", *map(str, words)])
+    code = main.main(["plan", *map(str, words)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -100,11 +105,11 @@ def test_json_says_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["time"]["step_s"] >= found["time"]["compute_s"] > 0
 
 
-def facts(plan: made.Plan, part: str) -> dict[Any, int]:
+def facts(plan: planner.Plan, part: str) -> dict[Any, int]:
     return {key: cell.peak if part == "peak" else getattr(cell.memory, part) for key, cell in plan.cells.items()}
 
 
-def whole(plan: made.Plan) -> dict[Any, bool]:
+def whole(plan: planner.Plan) -> dict[Any, bool]:
     return {key: cell.launch.holds_whole_gradients(cell.accumulation) for key, cell in plan.cells.items()}
 
 
@@ -196,7 +201,7 @@ def test_written_launch_files_ask_for_what_was_planned(number: int, nodes: int, 
     folder = tmp_path / "elsewhere" / "accelerate_configs"
     folder.mkdir(parents=True)
     for name, launch in plan.launches.items():
-        (written := folder / f"{name}.yaml").write_text(choice.written(launch, nodes))
+        (written := folder / f"{name}.yaml").write_text(recommendations.written(launch, nodes))
         config = yaml.safe_load(written.read_text())
         assert (config["num_processes"], config["num_machines"]) == (number * nodes, nodes)
         assert ("machine_rank" in config) == (nodes > 1)
@@ -331,10 +336,10 @@ def test_broken_launch_files_are_one_paragraph(
 
 
 def test_known_gpus_can_be_changed() -> None:
-    known, changed = gpus.find("a100-80gb"), gpus.find("a100-80gb,memory=60")
+    known, changed = gpu_specs.find("a100-80gb"), gpu_specs.find("a100-80gb,memory=60")
     assert (changed.memory_gib, changed.bf16_tflops) == (60.0, known.bf16_tflops)
     with pytest.raises(RecipeError, match="--gpu"):
-        gpus.find("a100-80gb,bf16=fast")
+        gpu_specs.find("a100-80gb,bf16=fast")
 
 
 def test_recipes_that_ship_can_be_planned() -> None:
@@ -342,8 +347,8 @@ def test_recipes_that_ship_can_be_planned() -> None:
         text = yaml.safe_load(place.read_text())
         if "config" not in text.get("model", {}) or "name" in text.get("tokenizer", {}):
             continue
-        recipe: Recipe = validate(text)
-        plan = made.make(recipe, Machines(gpus.find("a100-80gb"), 8, 1, 50.0, 0.4))
+        recipe: Recipe = validate_recipe(text)
+        plan = planner.make(recipe, Machines(gpu_specs.find("a100-80gb"), 8, 1, 50.0, 0.4))
         assert plan.advice.cell is not None, place.name
 
 
@@ -358,7 +363,7 @@ def test_a_named_tokenizer_decides_the_vocabulary(tmp_path: Path, capsys: pytest
     code, out, _ = said(capsys, place, "--json")
     assert code == 0
     parameters = json.loads(out)["variants"]["full"]["parameters"]
-    assert cli.train_main([str(place), "--dry-run"]) == 0
+    assert entry_point.train_main([str(place), "--dry-run"]) == 0
     assert f"{parameters:,} parameters" in capsys.readouterr().out
     vocabulary = json.loads((Path(MODEL) / "tokenizer.json").read_text())["model"]["vocab"]
     assert (
@@ -407,5 +412,5 @@ def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.Cap
     ],
 )
 def test_a_device_is_known_by_its_own_name_only(device: str, name: str | None) -> None:
-    found = gpus.of_device(device)
+    found = gpu_specs.of_device(device)
     assert (found.name if found is not None else None) == name

@@ -12,12 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from finetune import metrics, models, quantization, tasks
-from finetune.backend import Launch, Outline, choice, flows, launch_of_file, places, state_of
-from finetune.backend.forecast import Weight
-from finetune.plan import networks
-from finetune.plan.activations import activations, shape_of
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.models import quantization
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.monitoring import flops
+from finetune.planning import model_shapes, recommendations
+from finetune.planning.activation_memory import activations, shape_of
+from finetune.planning.communication_volume import flows
+from finetune.planning.rank_memory import Outline, Weight, places, state
+from finetune.tasks.causal_lm import CAUSAL_LM
 
 BILLION = 10**9
 
@@ -34,7 +41,7 @@ def ds(kind: str) -> dict[str, Any]:
 
 
 def held(launch: Launch, outline: Outline, *, state_bytes: float = 8, gradient_bytes: int = 4) -> int:
-    memory = state_of(launch, outline, accumulation=1, state_bytes=state_bytes, gradient_bytes=gradient_bytes)
+    memory = state(launch, outline, accumulation=1, state_bytes=state_bytes, gradient_bytes=gradient_bytes)
     return memory.frozen + memory.trained + memory.gradients + memory.optimizer
 
 
@@ -68,7 +75,7 @@ def test_shards_add_up(kind: str) -> None:
     outline, elements = Outline(weights, 0, 64), 21 + 5 + 4096 + 9
     for ranks in (1, 2, 3, 8, 64):
         launch = Launch(kind=kind, num_processes=ranks, ds_config=ds(kind))
-        memory = state_of(launch, outline, accumulation=1, state_bytes=8)
+        memory = state(launch, outline, accumulation=1, state_bytes=8)
         assert elements * 8 <= memory.optimizer * ranks <= (elements + ranks * sum(w.elements for w in weights)) * 8
         # A row, or an element, is not cut.
         least = sum(math.prod(w.shape[1:]) if kind == "fsdp" else 1 for w in weights)
@@ -78,8 +85,8 @@ def test_shards_add_up(kind: str) -> None:
 def test_whole_gradients_while_micro_batches_add_up() -> None:
     for kind, whole in (("fsdp", True), ("zero2", False), ("zero3", False)):
         launch, outline = one(kind, 8, 1_000_000)
-        one_by_one = state_of(launch, outline, accumulation=1, state_bytes=8).gradients
-        added = state_of(launch, outline, accumulation=4, state_bytes=8).gradients
+        one_by_one = state(launch, outline, accumulation=1, state_bytes=8).gradients
+        added = state(launch, outline, accumulation=4, state_bytes=8).gradients
         assert added == (4_000_000 if whole else one_by_one)
 
 
@@ -152,7 +159,7 @@ ROWS, TOKENS = 2, 64
 
 
 def recipe(layers: int, half: bool, lora: bool, model: dict[str, Any] | None = None, **config: Any) -> Recipe:
-    return validate(
+    return validate_recipe(
         {
             "model": {"config": {**LLAMA, "num_hidden_layers": layers, **config}, **(model or {})},
             **({"lora": {"rank": 4}} if lora else {}),
@@ -168,7 +175,7 @@ def recipe(layers: int, half: bool, lora: bool, model: dict[str, Any] | None = N
 def saved(wanted: Recipe) -> tuple[int, int]:
     """Bytes that autograd keeps of a forward pass: of activations, and of copies of weights."""
     half = wanted.precision == "bf16"
-    network = models.build(wanted, models.resolve_config(wanted, vocab_size=512), "causal_lm")
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
     quantization.compute_in(network, torch.bfloat16 if half else torch.float32)
     own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
     shapes = {tuple(sorted(p.shape)) for p in network.parameters() if p.ndim == 2}
@@ -185,7 +192,7 @@ def saved(wanted: Recipe) -> tuple[int, int]:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
         torch.autocast("cpu", torch.bfloat16, enabled=half),
     ):
-        loss = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
+        loss = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
     assert loss.requires_grad
     sizes = {tuple(sorted(t.shape)): 0 for t in kept.values()}
     for tensor in kept.values():
@@ -212,7 +219,7 @@ def test_layers_keep_what_the_formula_says(half: bool, lora: bool, model: dict, 
     """Within a few percent a layer: left out are products of rank 4, and a number a token."""
     few, many = recipe(1, half, lora, model, **config), recipe(3, half, lora, model, **config)
     measured = (saved(many)[0] - saved(few)[0]) / 2
-    variant = networks.variants(many)[networks.kind_of(many)]
+    variant = model_shapes.variants(many)[model_shapes.kind_of(many)]
     shape = shape_of(variant)
     checkpointed = many.model.gradient_checkpointing
     found = activations(variant, shape, half=half, checkpointed=checkpointed, micro=ROWS)
@@ -226,7 +233,7 @@ def test_autocast_copies_what_is_counted(lora: bool) -> None:
     counted, measured = [], []
     for layers in (1, 3):
         wanted = recipe(layers, True, lora)
-        weights = networks.variants(wanted)[networks.kind_of(wanted)].outline.weights
+        weights = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)].outline.weights
         counted.append(sum(2 * w.elements for w in weights if w.multiplied and w.itemsize == 4))
         measured.append(saved(wanted)[1])
     assert counted[1] - counted[0] == measured[1] - measured[0]
@@ -266,21 +273,21 @@ def test_arithmetic_is_that_of_a_counted_step(lora: bool, config: dict[str, Any]
     since a head in chunks computes its gradients in the forward pass. The first layer's inputs need no gradient.
     """
     wanted = recipe(4, False, lora, {"attention": "eager", "loss": "plain"}, **config)
-    network = models.build(wanted, models.resolve_config(wanted, vocab_size=512), "causal_lm")
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
     ids = torch.randint(3, 500, (ROWS, TOKENS))
     # Torch does not count the products of stacked experts either.
     network.set_experts_implementation("eager")
-    kind = networks.kind_of(wanted)
-    variant = networks.variants(wanted, kinds=(kind,))[kind]
+    kind = model_shapes.kind_of(wanted)
+    variant = model_shapes.variants(wanted, kinds=(kind,))[kind]
     with FlopCounterMode(display=False) as forward:
-        loss = tasks.CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
+        loss = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     tokens = ROWS * TOKENS
     assert variant.forward_flops == pytest.approx(forward.get_total_flops() / tokens, rel=0.02)
     total = forward.get_total_flops() + backward.get_total_flops()
     assert variant.flops_per_token == pytest.approx(total / tokens, rel=0.05)
-    assert variant.flops_per_token == metrics.flops_per_target(network, TOKENS)
+    assert variant.flops_per_token == flops.flops_per_target(network, TOKENS)
 
 
 # The first has no defaults, the others several texts' configurations.
@@ -295,13 +302,13 @@ def test_every_configuration_has_sizes(model_type: str) -> None:
     shape = shape_of(variant)
     if shape is not None:
         assert min(shape.h, shape.f, shape.a, shape.k, shape.d, shape.layers) > 0
-    assert metrics.attention_width(config.get_text_config()) >= 0
+    assert flops.attention_width(config.get_text_config()) >= 0
 
 
 def test_offload_leaves_the_device() -> None:
     for name, place in (("zero3_offload", "host"), ("zero3_nvme", "disk"), ("fsdp_offload", "host"), ("ddp", "device")):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
-        memory = state_of(launch, one("ddp", 8, 8_000_000)[1], accumulation=1, state_bytes=8)
+        memory = state(launch, one("ddp", 8, 8_000_000)[1], accumulation=1, state_bytes=8)
         found = places(launch, memory, 1)
         assert (
             found[place] == sum(found.values()) == memory.frozen + memory.trained + memory.gradients + memory.optimizer
@@ -312,6 +319,6 @@ def test_every_shipped_launch_file_has_its_place_and_reason() -> None:
     found = {}
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         launch = launch_of_file(file, 1 if file.stem == "single" else 16)
-        found[file.stem] = (choice.plain_name(launch), choice.reason(launch))
+        found[file.stem] = (recommendations.plain_name(launch), recommendations.reason(launch))
     assert all(name.removesuffix("_2nodes") == plain for name, (plain, _) in found.items())
     assert "a launch file of your own" not in {reason for _, reason in found.values()}

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import said
 
-from finetune.backend import devices
-from finetune.plan import record
-from finetune.plan.record import Error, Peak
+from finetune.distributed import device_selection
+from finetune.planning import measured_peaks
+from finetune.planning.measured_peaks import Error, Peak
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def peak(ratio: float, predicted: int = GIB, **changes: Any) -> Peak:
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1))
 def test_an_error_is_that_of_all_runs(ratios: list[float]) -> None:
-    found = record.error([peak(ratio) for ratio in ratios], "cpu, x")
+    found = measured_peaks.error([peak(ratio) for ratio in ratios], "cpu, x")
     assert found is not None
     assert found.runs == len(ratios)
     assert found.least == pytest.approx(min(ratios))
@@ -34,20 +34,20 @@ def test_an_error_is_that_of_all_runs(ratios: list[float]) -> None:
 
 
 def test_other_devices_and_what_libraries_hide_do_not_count() -> None:
-    assert record.error([peak(1.0, device="another"), peak(9.0, predicted=100 * 2**20)], "cpu, x") is None
+    assert measured_peaks.error([peak(1.0, device="another"), peak(9.0, predicted=100 * 2**20)], "cpu, x") is None
     small = peak(1.5, predicted=100 * 2**20, of="allocated")
-    assert record.error([small], "cpu, x") == Error(1, 1.5, 1.5, 1.5)
+    assert measured_peaks.error([small], "cpu, x") == Error(1, 1.5, 1.5, 1.5)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    assert record.read(folder) == []
+    assert measured_peaks.read(folder) == []
     kept = [peak(0.5), peak(1.25)]
     for one in kept:
-        record.add(folder, one)
+        measured_peaks.add(folder, one)
     with (folder / "peaks.jsonl").open("a") as file:
         file.write('{"device": "of an older release"}\n{"torn')
-    assert record.read(folder) == kept
+    assert measured_peaks.read(folder) == kept
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -88,7 +88,7 @@ def test_a_run_says_what_it_took_and_plans_say_how_far_they_were_off(
     code, out, _ = said(capsys, file)
     assert code == 0
     ratio = found["measured"] / found["predicted"]
-    device = devices.identity()["device"]
+    device = device_selection.identity()["device"]
     assert f"On this machine ({device}) 1 run(s) took {ratio:.2f} to {ratio:.2f} of the peak" in out
     code, out, _ = said(capsys, file, "--json")
     assert json.loads(out)["own_error"]["median"] == pytest.approx(ratio)

@@ -10,10 +10,12 @@ from harness import ROOT, Launcher
 from recipes_for_tests import ARCHITECTURES, UNEVEN, base
 from test_frozen import store
 
-from finetune import optim
-from finetune.backend import derive_accumulation, launch_of_file, state_of
-from finetune.plan import networks
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.resolve_config import derive_accumulation
+from finetune.optim import optimizers
+from finetune.planning import model_shapes
+from finetune.planning.rank_memory import state
 
 LAUNCHES = {
     "single": 1,
@@ -61,13 +63,13 @@ def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
     launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", processes)
     wrong = {}
     for job, run in launcher.many(name, recipes, processes=processes).items():
-        recipe = validate(recipes[job])
-        variant = networks.variants(recipe)[networks.kind_of(recipe)]
-        predicted = state_of(
+        recipe = validate_recipe(recipes[job])
+        variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
+        predicted = state(
             launch,
             variant.outline,
             accumulation=derive_accumulation(recipe, processes),
-            state_bytes=optim.state_bytes(recipe),
+            state_bytes=optimizers.state_bytes(recipe),
         )
         if asdict(predicted) != (read := run.check().facts["memory"]):
             wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}

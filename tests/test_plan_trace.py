@@ -15,11 +15,18 @@ from harness import ROOT
 from peak_worker import peak_of
 from recipes_for_tests import UNEVEN
 
-from finetune import cli, gpus, models, optim, tasks
-from finetune.plan import made, traced
-from finetune.plan.compute import Machines
-from finetune.plan.traced import Traced
-from finetune.recipe import validate
+from finetune.cli import main
+from finetune.config.recipe import validate_recipe
+from finetune.distributed import gpu_specs
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.optim.optimizers import build_optimizer
+from finetune.planning import planner
+from finetune.planning.step_time import Machines
+from finetune.planning.trace import trace_launches
+from finetune.planning.trace.trace_launches import Traced
+from finetune.tasks.task_lookup import find_task
 
 SMALL = {
     "model_type": "llama",
@@ -56,7 +63,7 @@ def forks(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, request: pytest.
         return subprocess.CompletedProcess(words, code, "", output)
 
     if "capsys" not in request.fixturenames:
-        monkeypatch.setattr(traced, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+        monkeypatch.setattr(trace_launches, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Traced:
@@ -65,9 +72,9 @@ def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Trace
 
 @functools.cache
 def _trace(recipe: str, name: str, ranks: int) -> Traced:
-    machines = Machines(gpus.find("h100-80gb"), ranks, 1, 50.0, 0.4)
-    plan = made.make(validate(json.loads(recipe)), machines)
-    (found,) = traced.trace(plan, traced.wanted(plan, name), None, lambda _: None)
+    machines = Machines(gpu_specs.find("h100-80gb"), ranks, 1, 50.0, 0.4)
+    plan = planner.make(validate_recipe(json.loads(recipe)), machines)
+    (found,) = trace_launches.trace(plan, trace_launches.wanted(plan, name), None, lambda _: None)
     return found
 
 
@@ -163,11 +170,11 @@ def test_formulas_agree_on_other_networks(config: dict[str, Any], more: dict[str
 def test_a_real_step_allocates_as_much(more: dict[str, Any], again: bool) -> None:
     """The optimiser has its state, as in all steps but the first."""
     asked = sections(SMALL, micro=4, rows=4, model={"gradient_checkpointing": again}, **more)
-    recipe = validate(asked)
-    config = models.resolve_config(recipe, vocab_size=VOCABULARY)
-    caller = models.Caller(models.build(recipe, config, "causal_lm"))
+    recipe = validate_recipe(asked)
+    config = resolve_model_config(recipe, vocab_size=VOCABULARY)
+    caller = ForwardWrapper(build_model(recipe, config, "causal_lm"))
     caller.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    optimizer = optim.build(caller, recipe)
+    optimizer = build_optimizer(caller, recipe)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -177,7 +184,7 @@ def test_a_real_step_allocates_as_much(more: dict[str, Any], again: bool) -> Non
     held += [value for state in optimizer.state.values() for value in state.values()]
 
     def step() -> None:
-        caller(tasks.find(recipe).loss_sum, {"input_ids": ids, "targets": ids}).backward()
+        caller(find_task(recipe).loss_sum, {"input_ids": ids, "targets": ids}).backward()
         torch.nn.utils.clip_grad_norm_(caller.parameters(), 1.0)
         optimizer.step()
 
@@ -245,7 +252,7 @@ def test_what_cannot_be_traced_is_one_paragraph(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(own(f"untraceable_task:{task}")))
-    assert cli.main(["plan", str(file), "--gpus", "1", "--trace", "single"]) == 0
+    assert main.main(["plan", str(file), "--gpus", "1", "--trace", "single"]) == 0
     out, err = capsys.readouterr()
     (line,) = [line for line in out.splitlines() if "cannot be traced" in line]
     assert words in line
@@ -257,15 +264,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(sections({**SMALL, "num_hidden_layers": 1}, rows=8)))
     words = ["plan", str(file), "--gpus", "4"]
-    assert cli.main([*words, "--trace"]) == 0
+    assert main.main([*words, "--trace"]) == 0
     out, err = capsys.readouterr()
     recommended = out.split("Recommended: accelerate_configs/")[1].split(".yaml")[0]
     assert f"\n{recommended} (full) " in out.split("Traced: ")[1]
     assert "tracing" not in err  # which is no terminal here
-    assert cli.main([*words, "--trace", "fsdp,zero2", "--json"]) == 0
+    assert main.main([*words, "--trace", "fsdp,zero2", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["traced"]
     assert (first["launch"], second["launch"]) == ("fsdp", "zero2")
     assert first["peak"] == sum(first["parts"].values())
     assert first["difference"] == pytest.approx(first["predicted"] / first["peak"] - 1)
-    assert cli.main([*words, "--trace", "zero9"]) == 2
+    assert main.main([*words, "--trace", "zero9"]) == 2
     assert "the plan has no launch file 'zero9', but ddp, " in capsys.readouterr().err

@@ -15,10 +15,15 @@ from safetensors.torch import load_file, save_file
 from testdata import MODEL, stories
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from finetune import adapters, cli, models, pretrained, tasks
-from finetune.artefacts.opened import open_place
-from finetune.errors import CheckpointError, RecipeError
-from finetune.recipe import Recipe, validate
+from finetune.cli import main
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.export.load_model import open_place
+from finetune.models import lora_adapters, pretrained_files
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model, check_pretrained
+from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.utils.errors import CheckpointError, RecipeError
 
 Tensors = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -50,11 +55,11 @@ def recipe_of(folder: Path | str, **sections: Any) -> Recipe:
         "precision": "fp32",
     }
     model = {"name": str(folder), **sections.pop("model", {})}
-    return validate({**tree, **sections, "model": model})
+    return validate_recipe({**tree, **sections, "model": model})
 
 
-def checked(recipe: Recipe, head: Any = "causal_lm", **options: Any) -> pretrained.Weights:
-    found = models.check_weights(recipe, models.resolve_config(recipe, **options), head)
+def checked(recipe: Recipe, head: Any = "causal_lm", **options: Any) -> pretrained_files.Weights:
+    found = check_pretrained(recipe, resolve_model_config(recipe, **options), head)
     assert found is not None
     return found
 
@@ -71,7 +76,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 
 
 def built(recipe: Recipe) -> torch.nn.Module:
-    return models.build(recipe, models.resolve_config(recipe), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe), "causal_lm")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -125,7 +130,7 @@ def test_tensors_that_are_left_out_are_reported(tmp_path: Path, capsys: pytest.C
     said = f"the network does not use 1 tensors of {folder}: vision.weight"
     tree = recipe_of(folder, output={"dir": str(tmp_path / "run")}, data={**recipe_of(folder).model_dump()["data"]})
     assert said in run_here({**tree.model_dump(mode="json"), "data": small(tmp_path)}).said
-    assert cli.main(["generate", str(folder), "--prompt", "Once", "--max-new-tokens", "2"]) == 0
+    assert main.main(["generate", str(folder), "--prompt", "Once", "--max-new-tokens", "2"]) == 0
     captured = capsys.readouterr()
     assert said in captured.err
     assert said not in captured.out
@@ -158,7 +163,7 @@ def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
     assert "has no head for this task" in new
     # A head that is there is read, and refused if it is not whole or has other classes.
     recipe = recipe_of(folder)
-    network = models.build(recipe, models.resolve_config(recipe, num_labels=2), "sequence_classification")
+    network = build_model(recipe, resolve_model_config(recipe, num_labels=2), "sequence_classification")
     network.save_pretrained(tmp_path / "head")
     recipe = recipe_of(tmp_path / "head")
     assert checked(recipe, "sequence_classification", num_labels=2).lines == ()
@@ -190,10 +195,10 @@ def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
     del tensors[gone]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"lacks 1 of the adapter's tensors, such as {gone}"):
-        adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.put_on(base, tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
-        adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.put_on(base, tmp_path / "adapter")
 
 
 # ---------------------------------------------------------------- damaged files
@@ -237,7 +242,7 @@ def test_damaged_files_are_named(
         said = str(caught.value)
     else:
         words = ["--prompt", "x"] if verb == "generate" else ["--data", str(place.folder / "train.jsonl")]
-        assert cli.main([verb, str(folder), *words]) == 2
+        assert main.main([verb, str(folder), *words]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 2
     assert str(folder) in said
@@ -268,13 +273,13 @@ def test_numbers_that_are_not_finite_are_found(tmp_path: Path, value: float, dty
         tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     folder = spoil(MODEL, tmp_path / "spoiled", change)
-    weights = pretrained.Weights(folder, (), frozenset())
+    weights = pretrained_files.Weights(folder, (), frozenset())
     found = [weights.first_not_finite(rank, 3) for rank in range(3)]
     (position,) = [number for number in found if number is not None]
     assert position == sorted(load_file(folder / "model.safetensors")).index(UP)
     with pytest.raises(RecipeError, match=f"model.safetensors: {UP} holds 1 numbers that are NaN or infinite"):
         weights.check_values()
-    pretrained.Weights(Path(MODEL), (), frozenset()).check_values()
+    pretrained_files.Weights(Path(MODEL), (), frozenset()).check_values()
 
 
 def test_every_rank_refuses_weights_that_are_not_finite(place: Place) -> None:
@@ -305,7 +310,7 @@ def test_a_broken_configuration_is_not_the_tokenizers_fault(tmp_path: Path) -> N
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama",')
     recipe = recipe_of(tmp_path / "model", data=small(tmp_path))
     with pytest.raises(ValueError, match=rf"{tmp_path}/model/config\.json is no valid JSON: .*model's configuration"):
-        tasks.CAUSAL_LM.build_data(recipe, True)
+        CAUSAL_LM.build_data(recipe, True)
 
 
 # ---------------------------------------------------------------- code that ships with a model
@@ -346,10 +351,10 @@ def test_nobody_is_asked_whether_code_may_run(
     else:
         words = ["--prompt", "Once", "--max-new-tokens", "2"]
         words = words if verb == "generate" else ["--data", str(place.folder / "train.jsonl")]
-        assert cli.main([verb, str(with_code), *words]) == 2
+        assert main.main([verb, str(with_code), *words]) == 2
         assert "custom code" in capsys.readouterr().err
         assert not ran.exists()
-        assert cli.main([verb, str(with_code), *words, "--trust-remote-code"]) == 0
+        assert main.main([verb, str(with_code), *words, "--trust-remote-code"]) == 0
         assert ran.exists()
         return
     assert not ran.exists()

@@ -7,8 +7,8 @@ import pytest
 from harness import Launcher, assert_same_path
 from recipes_for_tests import base
 
-from finetune import profiling
-from finetune.errors import RecipeError
+from finetune.training import profiler
+from finetune.utils.errors import RecipeError
 
 _SHORT = {"length": {"steps": 8}, "eval": {"at_end": False}}
 JOBS = {"plain": base(**_SHORT), "profiled": base(**_SHORT, log={"every_steps": 1, "profile": 2})}
@@ -22,7 +22,7 @@ def test_every_rank_writes_a_trace_and_a_table(launcher: Launcher) -> None:
     for rank in (0, 1):
         found = json.loads((folder / f"rank-{rank}.table.json").read_text())
         assert found["steps"] == 2
-        assert list(found["phases_ms"]) == list(profiling.PHASES)
+        assert list(found["phases_ms"]) == list(profiler.PHASES)
         assert all(value > 0 for value in found["phases_ms"].values())
         assert found["communication_ms"] > 0
         assert "aten::mm" in found["operations_ms"]
@@ -45,8 +45,8 @@ def test_a_run_that_is_too_short_is_refused_before_it_writes(launcher: Launcher)
 
 def test_a_run_that_is_too_short_is_told(tmp_path) -> None:
     with pytest.raises(RecipeError, match="are more than the 4 that are left"):
-        profiling.Profiler(tmp_path, 0, first=6, steps=2, last=10)
-    profiling.Profiler(tmp_path, 0, first=5, steps=2, last=10)
+        profiler.Profiler(tmp_path, 0, first=6, steps=2, last=10)
+    profiler.Profiler(tmp_path, 0, first=5, steps=2, last=10)
 
 
 def test_table_is_for_people() -> None:
@@ -56,7 +56,7 @@ def test_table_is_for_people() -> None:
         "communication_ms": 25.0,
         "operations_ms": {"aten::mm": 80.0},
     }
-    text = profiling.table(found)
+    text = profiler.table(found)
     assert "60.0%" in text
     assert "25.0%" in text
     assert "aten::mm" in text

@@ -6,10 +6,14 @@ import torch
 from recipes_for_tests import MODEL, base
 from torch import nn
 
-from finetune import adapters, models, quantization, tasks
-from finetune.errors import RecipeError
-from finetune.metrics import flops_per_target
-from finetune.recipe import Recipe, validate
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.models import lora_adapters, quantization
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.monitoring.flops import flops_per_target
+from finetune.tasks.causal_lm import causal_lm_logits
+from finetune.utils.errors import RecipeError
 
 IDS = torch.arange(3, 3 + 2 * 20).reshape(2, 20)
 SHAPE = {**base()["model"]["config"], "vocab_size": 512}
@@ -19,11 +23,11 @@ EVEN = {**SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_key_value_he
 
 def recipe_of(kind: str | None = "nf4", *, double: bool = True, model: dict | None = None, **lora: object) -> Recipe:
     section = {**(model or {"name": MODEL}), "quantization": kind, "double_quantization": double}
-    return validate({**base(lora={"rank": 4, **lora}), "model": section})
+    return validate_recipe({**base(lora={"rank": 4, **lora}), "model": section})
 
 
 def built(recipe: Recipe) -> nn.Module:
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def packed(network: nn.Module) -> dict[str, bnb.nn.Linear4bit]:
@@ -65,8 +69,8 @@ def test_loading_packs_what_packing_in_place_does(kind: str) -> None:
     read = packed(built(recipe_of(kind)))
     whole = built(recipe_of(None).model_copy(update={"lora": None}))
     recipe = recipe_of(kind)
-    quantization.quantise(whole, recipe)  # type: ignore[arg-type]
-    ours = packed(adapters.attach(whole, recipe, "causal_lm"))
+    quantization.quantize(whole, recipe)  # type: ignore[arg-type]
+    ours = packed(lora_adapters.attach(whole, recipe, "causal_lm"))
     assert read.keys() == ours.keys() != set()
     for name, module in read.items():
         assert torch.equal(module.weight.view(torch.uint8), ours[name].weight.view(torch.uint8))
@@ -81,24 +85,24 @@ def test_at_the_beginning_the_adapter_changes_nothing() -> None:
     network = built(recipe_of()).eval()
     whole = built(recipe_of(None)).eval()
     with torch.no_grad():
-        ours = tasks.causal_lm_logits(network, {"input_ids": IDS})
+        ours = causal_lm_logits(network, {"input_ids": IDS})
         with network.disable_adapter():  # type: ignore[operator]
-            assert torch.equal(ours, tasks.causal_lm_logits(network, {"input_ids": IDS}))
+            assert torch.equal(ours, causal_lm_logits(network, {"input_ids": IDS}))
         # And it is the quantised model that is run, which is near the other one.
-        away = (ours - tasks.causal_lm_logits(whole, {"input_ids": IDS})).abs().max()
+        away = (ours - causal_lm_logits(whole, {"input_ids": IDS})).abs().max()
     assert 1e-3 < away < 10
 
 
 def gradients(network: nn.Module) -> dict[str, torch.Tensor | None]:
     network.train().zero_grad()
-    tasks.causal_lm_logits(network, {"input_ids": IDS}).square().sum().backward()
+    causal_lm_logits(network, {"input_ids": IDS}).square().sum().backward()
     return {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
 
 
 def after_a_look(network: nn.Module) -> dict[str, torch.Tensor | None]:
     with torch.no_grad():
         network.eval()
-        tasks.causal_lm_logits(network, {"input_ids": IDS})
+        causal_lm_logits(network, {"input_ids": IDS})
     return gradients(network)
 
 
@@ -130,7 +134,7 @@ def test_products_come_out_as_autocast_has_them() -> None:
     for module in packed(network).values():
         module.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        tasks.causal_lm_logits(network, {"input_ids": IDS})
+        causal_lm_logits(network, {"input_ids": IDS})
     assert seen == {torch.bfloat16}
 
 
@@ -149,6 +153,6 @@ def test_flops_count_weights_not_bytes() -> None:
 def test_refused(changes: dict, says: str) -> None:
     tree = {**base(lora={"rank": 4}), "model": {"name": MODEL, "quantization": "nf4"}}
     with pytest.raises(RecipeError) as caught:
-        validate({**tree, **changes})
+        validate_recipe({**tree, **changes})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -19,11 +19,11 @@ from inside import run_here
 from pydantic import ValidationError
 from testdata import MODEL
 
-from finetune import recipe as recipes
-from finetune.backend import deepspeed_config
-from finetune.errors import RecipeError
-from finetune.recipe import Recipe, divisors, dump, json_schema, load, validate
-from finetune.sections import Section
+from finetune.config import recipe
+from finetune.config.recipe import divisors, dump_recipe, json_schema, load_recipe, validate_recipe
+from finetune.config.recipe_schema import Recipe, Section
+from finetune.distributed import deepspeed_config
+from finetune.utils.errors import RecipeError
 
 WHOLE: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},
@@ -41,15 +41,15 @@ def written(folder: Path, text: str | dict[str, Any]) -> Path:
 
 def refusal(tree: dict[str, Any]) -> str:
     with pytest.raises(RecipeError) as caught:
-        validate({**WHOLE, **tree})
+        validate_recipe({**WHOLE, **tree})
     return str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "checks"])
 def test_null_leaves_a_section_out(tmp_path: Path, key: str) -> None:
     file = written(tmp_path, {**WHOLE, "model": {"name": "some/model"}, "tokenizer": {"vocab_size": 300}})
-    assert getattr(load(file, [f"{key}=null"]), key) == getattr(Recipe(), key)
-    assert load(file, ["tokenizer=null", "tokenizer.name=words"]).tokenizer.name == "words"
+    assert getattr(load_recipe(file, [f"{key}=null"]), key) == getattr(Recipe(), key)
+    assert load_recipe(file, ["tokenizer=null", "tokenizer.name=words"]).tokenizer.name == "words"
 
 
 def test_null_for_the_tokenizer_of_a_new_model_is_said() -> None:
@@ -66,10 +66,10 @@ def test_rows_have_two_tokens_at_least() -> None:
 
 def test_layers_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     file = written(tmp_path, {**WHOLE, "optim": {"lr": 2e-3}})
-    assert load(file).optim.lr == 2e-3
-    assert load(file).optim.weight_decay == Recipe().optim.weight_decay
-    assert load(file, ["optim.lr=1e-4"]).optim.lr == 1e-4
-    assert load(file, ["optim.lr=1e-4", "optim.lr=1e-5"]).optim.lr == 1e-5
+    assert load_recipe(file).optim.lr == 2e-3
+    assert load_recipe(file).optim.weight_decay == Recipe().optim.weight_decay
+    assert load_recipe(file, ["optim.lr=1e-4"]).optim.lr == 1e-4
+    assert load_recipe(file, ["optim.lr=1e-4", "optim.lr=1e-5"]).optim.lr == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_layers_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_override(tmp_path: Path, override: str, key: str, value: Any) -> None:
-    found: Any = load(written(tmp_path, WHOLE), [override])
+    found: Any = load_recipe(written(tmp_path, WHOLE), [override])
     for part in key.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     assert found == value
@@ -113,14 +113,14 @@ def test_override(tmp_path: Path, override: str, key: str, value: Any) -> None:
 )
 def test_override_that_cannot_be(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(says)):
-        load(written(tmp_path, {**WHOLE, "seed": 1}), [override])
+        load_recipe(written(tmp_path, {**WHOLE, "seed": 1}), [override])
 
 
 def test_override_changes_one_place_of_a_repeated_part(tmp_path: Path) -> None:
     text = yaml.safe_dump({**WHOLE, "data": None}).replace(
         "data: null", "data:\n  train: &same [{sample: 10}]\n  validation: *same"
     )
-    recipe = load(written(tmp_path, text), ["data.train.0.limit=5"])
+    recipe = load_recipe(written(tmp_path, text), ["data.train.0.limit=5"])
     assert recipe.data.train[0].limit == 5
     assert recipe.data.validation[0].limit is None
 
@@ -222,7 +222,7 @@ MERGED_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i
 )
 def test_file_that_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(says)) as caught:
-        load(written(tmp_path, text))
+        load_recipe(written(tmp_path, text))
     assert "\n" not in str(caught.value)
     assert "<unicode string>" not in str(caught.value)
 
@@ -232,7 +232,7 @@ def test_problems_name_their_places(tmp_path: Path) -> None:
     file = written(tmp_path, yaml.safe_dump({**WHOLE, "data": None}) + "optim:\n  lrr: 1\n  clip_norm: x\n")
     above = len(file.read_text().splitlines()) - 3
     with pytest.raises(RecipeError) as caught:
-        load(file, ["seed=1", "optim.lr=fast", "shedule.name=linear"])
+        load_recipe(file, ["seed=1", "optim.lr=fast", "shedule.name=linear"])
     head, *problems = caught.value.lines
     assert head == f"{file} has 5 problems:"
     assert str(caught.value).splitlines() == [head, *problems]
@@ -253,26 +253,26 @@ def test_a_conflict_is_blamed_on_what_brought_it(tmp_path: Path) -> None:
         (["batch.micro_size=5", "seed=1"], "batch.micro_size=5 (command line)"),
     ):
         with pytest.raises(RecipeError) as caught:
-            load(file, overrides)
+            load_recipe(file, overrides)
         assert str(caught.value).startswith(f"{place}: batch.micro_size: ")
     file.write_text(file.read_text().replace("micro_size: 8", "micro_size: 5"))
     with pytest.raises(RecipeError) as caught:
-        load(file, ["seed=1"])
+        load_recipe(file, ["seed=1"])
     assert str(caught.value).startswith(f"{file}:{line}: batch.micro_size: 5 does not divide")
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nope\.yaml: No such file or directory\. Name a YAML file"):
-        load(tmp_path / "nope.yaml")
+        load_recipe(tmp_path / "nope.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"seed: \xff")
     with pytest.raises(RecipeError, match="not UTF-8"):
-        load(tmp_path / "latin.yaml")
+        load_recipe(tmp_path / "latin.yaml")
     with pytest.raises(RecipeError, match="Is a directory"):
-        load(tmp_path)
+        load_recipe(tmp_path)
 
 
 def test_frozen() -> None:
-    recipe = validate(WHOLE)
+    recipe = validate_recipe(WHOLE)
     with pytest.raises(ValidationError):
         recipe.seed = 3
     with pytest.raises(ValidationError):
@@ -283,7 +283,7 @@ def test_frozen() -> None:
 
 def test_yaml_means_what_people_write(tmp_path: Path) -> None:
     file = written(tmp_path, yaml.safe_dump(WHOLE) + "optim: {lr: 1e-4, weight_decay: .5, clip_norm: 1.}\n")
-    assert load(file).optim.model_dump(include={"lr", "weight_decay", "clip_norm"}) == {
+    assert load_recipe(file).optim.model_dump(include={"lr", "weight_decay", "clip_norm"}) == {
         "lr": 1e-4,
         "weight_decay": 0.5,
         "clip_norm": 1.0,
@@ -346,7 +346,7 @@ def test_dump_and_load_round_trip(
     trackers: list[str],
     seed: int,
 ) -> None:
-    recipe = validate(
+    recipe = validate_recipe(
         {
             **WHOLE,
             "optim": {"args": args, "lr": lr, "clip_norm": clip},
@@ -356,8 +356,8 @@ def test_dump_and_load_round_trip(
         }
     )
     file = tmp_path_factory.getbasetemp() / "dumped.yaml"
-    file.write_text(dump(recipe), encoding="utf-8")
-    assert load(file) == recipe
+    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(file) == recipe
 
 
 def test_docs_say_of_every_key_what_its_docstring_says() -> None:
@@ -392,7 +392,7 @@ def test_schema_says_what_every_key_means() -> None:
             assert text.rstrip().endswith((".", "step.")), f"{name}.{key}: {text!r}"
 
 
-CODE = "import sys; from finetune.cli import main; raise SystemExit(main(sys.argv[1:]))"
+CODE = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
 CLI = [sys.executable, "-c", CODE]
 
 
@@ -405,7 +405,7 @@ def test_schema_command_prints_the_schema() -> None:
 def test_show_prints_a_recipe_that_reads_back(tmp_path: Path) -> None:
     code, output = run([*CLI, "show", "recipes/sample.yaml", "optim.lr=1e-5"])
     assert code == 0
-    assert load(written(tmp_path, output)) == load(ROOT / "recipes" / "sample.yaml", ["optim.lr=1e-5"])
+    assert load_recipe(written(tmp_path, output)) == load_recipe(ROOT / "recipes" / "sample.yaml", ["optim.lr=1e-5"])
 
 
 # ---------------------------------------------------------------- nothing dead, nothing heavy
@@ -413,7 +413,7 @@ def test_show_prints_a_recipe_that_reads_back(tmp_path: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "accelerate", "datasets", "numpy")
-    code = f"import sys, finetune.recipe, finetune.cli; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, finetune.config.recipe, finetune.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
@@ -456,7 +456,7 @@ def test_recipe_opens_with_its_command(file: Path) -> None:
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_recipe_dry_run(nursery: ForkServer, file: Path, tmp_path: Path) -> None:
-    recipe = load(file)
+    recipe = load_recipe(file)
     more = [f"output.dir={tmp_path / 'run'}"]
     if recipe.model.name is not None:
         # What another run has made, or lies on the hub.
@@ -475,7 +475,7 @@ def test_recipe_of_a_hub_model_trains_a_local_directory(name: str, tmp_path: Pat
     given = [word.replace("DIRECTORY", MODEL) for word in shlex.split(line)]
     few = ["data.train.0.sample=60", "data.sequence_length=512", "length.epochs=null", "length.steps=1", "sample=null"]
     few += ["batch.global_size=2", "batch.micro_size=1", f"data.cache_dir={tmp_path / 'cache'}"]
-    recipe = load(file, [*given, *few, f"output.dir={tmp_path / 'run'}"])
+    recipe = load_recipe(file, [*given, *few, f"output.dir={tmp_path / 'run'}"])
     run_here(recipe.model_dump(mode="json"))
     facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert facts["results"]["train_loss"] > 0
@@ -502,7 +502,7 @@ def test_launch_file_loads(file: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("file", DS_CONFIGS, ids=lambda file: file.stem)
 def test_ds_config_completes(file: Path, precision: str) -> None:
-    recipe = validate({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
+    recipe = validate_recipe({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
     config = deepspeed_config.complete(
         json.loads(file.read_text()),
         recipe=recipe,
@@ -522,4 +522,4 @@ def test_ds_config_completes(file: Path, precision: str) -> None:
 
 
 def test_the_module_says_what_it_offers() -> None:
-    assert all(hasattr(recipes, name) for name in recipes.__all__)
+    assert all(hasattr(recipe, name) for name in recipe.__all__)

@@ -9,8 +9,12 @@ from recipes_for_tests import base
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from finetune import models, recompute, tasks
-from finetune.recipe import validate
+from finetune.config.recipe import validate_recipe
+from finetune.models import activation_checkpointing
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.tasks.causal_lm import CAUSAL_LM
 
 IDS = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "targets": IDS.roll(-1, 1), "position_ids": torch.arange(48).repeat(2, 1)}
@@ -18,12 +22,12 @@ BATCH["cu_seqlens"] = torch.tensor([0, 48, 96], dtype=torch.int32)
 
 
 def network_of(**model: Any) -> Any:
-    recipe = validate(base(model={**base()["model"], **model}))
-    return models.build(recipe, models.resolve_config(recipe, vocab_size=512), "causal_lm")
+    recipe = validate_recipe(base(model={**base()["model"], **model}))
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
 
 
 def learn(network: Any) -> dict[str, torch.Tensor]:
-    tasks.CAUSAL_LM.loss_sum(network, BATCH).backward()
+    CAUSAL_LM.loss_sum(network, BATCH).backward()
     return {name: p.grad for name, p in network.named_parameters()}
 
 
@@ -35,7 +39,7 @@ class Products(TorchDispatchMode):
         self.dear = self.cheap = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0] in recompute._DEAR:
+        if func.name().partition(".")[0] in activation_checkpointing._DEAR:
             self.dear += 1
         else:
             self.cheap += 1
@@ -66,7 +70,7 @@ def test_selective_keeps_less() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = tasks.CAUSAL_LM.loss_sum(network, BATCH)
+            loss = CAUSAL_LM.loss_sum(network, BATCH)
         kept[how] = sum(seen.values())
         loss.backward()
     assert kept[True] < kept[False]
@@ -74,7 +78,7 @@ def test_selective_keeps_less() -> None:
 
 def test_offloaded_activations_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the context that a GPU gets, without its pinned memory."""
-    assert isinstance(recompute.offloaded(torch.device("cpu")), nullcontext)
+    assert isinstance(activation_checkpointing.offload_activations(torch.device("cpu")), nullcontext)
     plain = learn(network_of())
     moved: list[int] = []
     save = torch.autograd.graph.save_on_cpu
@@ -84,9 +88,9 @@ def test_offloaded_activations_come_back(monkeypatch: pytest.MonkeyPatch) -> Non
         return save(pin_memory=False)
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
-    caller = models.Caller(network_of())
-    caller.keeping = lambda: recompute.offloaded(torch.device("cuda"))
-    caller(tasks.CAUSAL_LM.loss_sum, BATCH).backward()
+    caller = ForwardWrapper(network_of())
+    caller.keeping = lambda: activation_checkpointing.offload_activations(torch.device("cuda"))
+    caller(CAUSAL_LM.loss_sum, BATCH).backward()
     assert moved == [True]
     for name, parameter in caller.network.named_parameters():
         assert parameter.grad is not None
@@ -101,8 +105,8 @@ def test_every_layer_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         return forward
 
     monkeypatch.setattr(torch, "compile", stand_in)
-    monkeypatch.setattr("finetune.attention.keep_eager", lambda: None)
+    monkeypatch.setattr("finetune.models.attention.keep_eager", lambda: None)
     network = network_of()
-    assert recompute.compile_layers(network, {"LlamaDecoderLayer"}) == 2
+    assert activation_checkpointing.compile_layers(network, {"LlamaDecoderLayer"}) == 2
     assert compiled == list(network.model.layers)
     assert isinstance(network, AutoModelForCausalLM._model_mapping[type(network.config)])

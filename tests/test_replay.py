@@ -10,11 +10,12 @@ from harness import Launcher, Result
 from inside import alone, copy, mlp, run_here
 from recipes_for_tests import GPT2, base
 
-from finetune import cli, replay
-from finetune.data.order import rows_at
-from finetune.errors import CheckpointError, RecipeError
-from finetune.files import digest
-from finetune.replay import Replayed
+from finetune.cli import main
+from finetune.data.rows.row_order import rows_at
+from finetune.diagnostics import replay
+from finetune.diagnostics.replay import Replayed
+from finetune.utils.atomic_files import digest
+from finetune.utils.errors import CheckpointError, RecipeError
 
 JOB = base(
     model={"config": GPT2},
@@ -86,7 +87,7 @@ def test_a_step_is_taken_again_to_the_bit(run: Path, step: int) -> None:
 
 def test_the_command_says_all_and_ends_in_0(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with alone():
-        assert cli.main(["replay", str(run), "--step", "17"]) == 0
+        assert main.main(["replay", str(run), "--step", "17"]) == 0
     said = capsys.readouterr().out
     assert "this is the step that the run took" in said
     assert said.count("\n  row ") == 8
@@ -126,7 +127,7 @@ def test_another_step_is_told_from_this_one(
     spoiled = copy(run, tmp_path / "run")
     meddle(spoiled / file, number, **values)
     with alone():
-        assert cli.main(["replay", str(spoiled), "--step", "17"]) == 1
+        assert main.main(["replay", str(spoiled), "--step", "17"]) == 1
     assert f"DRIFT: {says}" in capsys.readouterr().out
 
 
@@ -177,7 +178,7 @@ def test_a_step_that_was_not_taken_is_refused(run: Path, step: int, says: str) -
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert main.main(["replay", str(tmp_path), "--step", "1"]) == 2
     assert "holds no run" in capsys.readouterr().err
 
 

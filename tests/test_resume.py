@@ -15,10 +15,10 @@ import yaml
 from harness import ROOT, environment
 from inside import Done, at_step, copy, forge, forge_state, mlp, run_here, stop_after
 
-from finetune import rundir
-from finetune.errors import CheckpointError, RecipeError
-from finetune.files import read_lines
-from finetune.run import Run
+from finetune.checkpoint import run_directory
+from finetune.training.build_run import Run
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]
 
@@ -281,9 +281,9 @@ def test_the_best_stays_over_stops(tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from finetune.recipe import load
-from finetune.rundir import RunDirectory
-directory = RunDirectory.check(load(sys.argv[1]))
+from finetune.checkpoint.run_directory import RunDirectory
+from finetune.config.recipe import load_recipe
+directory = RunDirectory.check(load_recipe(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -295,7 +295,7 @@ def test_a_second_start_is_refused(stopped: Path, tmp_path: Path, monkeypatch: p
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(mlp(directory)))
     before = content(directory)
-    monkeypatch.setattr(rundir, "_LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_directory, "_LOCK_PATIENCE_S", 0.1)
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(recipe)], cwd=ROOT, env=environment(), **pipes) as other:
         try:
@@ -314,15 +314,15 @@ def test_who_waited_sees_what_was_done_meanwhile(
     tmp_path: Path, straight: Done, stopped: Path, monkeypatch: pytest.MonkeyPatch, done_meanwhile: bool
 ) -> None:
     """The folder was empty when this start looked first; the other run has gone far before it let the folder go."""
-    directory, hold = tmp_path / "run", rundir._hold
+    directory, hold = tmp_path / "run", run_directory._hold
 
     def late(path: Path) -> Any:
         lock = hold(path)
         shutil.copytree(straight.directory if done_meanwhile else stopped, directory, dirs_exist_ok=True)
-        monkeypatch.setattr(rundir, "_hold", hold)
+        monkeypatch.setattr(run_directory, "_hold", hold)
         return lock
 
-    monkeypatch.setattr(rundir, "_hold", late)
+    monkeypatch.setattr(run_directory, "_hold", late)
     done = run_here(mlp(directory))
     assert ("Nothing is left to do" if done_meanwhile else "resumed at step 12") in done.said
     same_end(done, straight)

@@ -16,29 +16,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, mlp, run_here, stop_after
 
-from finetune import checkpoint
-from finetune.checkpoint import folder as folders
-from finetune.errors import CheckpointError
+from finetune.checkpoint import integrity, load_checkpoint, retention
+from finetune.utils.errors import CheckpointError
 
 
 def make(root: Path, step: int, loss: float | None = None) -> Path:
     """A small whole checkpoint."""
-    target = root / folders.name_of(step)
-    staging = root / (target.name + folders.STAGING)
+    target = root / integrity.name_of(step)
+    staging = root / (target.name + integrity.STAGING)
     staging.mkdir(parents=True)
-    state = {key: kind() for key, kind in folders._STATE_KEYS.items()} | {
+    state = {key: kind() for key, kind in integrity._STATE_KEYS.items()} | {
         "step": step,
         "tensors": {},
         "validation_loss": loss,
     }
     (staging / "state.json").write_text(json.dumps(state))
-    files = folders.describe_file(staging, staging / "state.json")
-    folders.seal(staging, target, files, {"step": step, "validation_loss": loss})
+    files = integrity.describe_file(staging, staging / "state.json")
+    integrity.seal(staging, target, files, {"step": step, "validation_loss": loss})
     return target
 
 
 def left(root: Path) -> list[int]:
-    return [folders.step_of(path) or 0 for path in folders.listed(root)]
+    return [integrity.step_of(path) or 0 for path in integrity.list_checkpoints(root)]
 
 
 @settings(max_examples=60)
@@ -53,7 +52,7 @@ def test_the_newest_and_the_best_stay(
     root = tmp_path_factory.mktemp("rotation")
     for number, loss in enumerate(losses, start=1):
         make(root, number, loss)
-    folders.prune(root, keep=keep, keep_best=keep_best)
+    retention.prune(root, keep=keep, keep_best=keep_best)
     numbers = range(1, len(losses) + 1)
     staying = set(numbers[-keep:])
     scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
@@ -70,17 +69,17 @@ def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
         make(tmp_path, step, 5.0 - step)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     os.truncate(tmp_path / "step-00000003" / "state.json", 5)
-    folders.prune(tmp_path, keep=1, keep_best=True)
+    retention.prune(tmp_path, keep=1, keep_best=True)
     assert left(tmp_path) == [4, 3, 2]
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+    assert load_checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
 
 
 def test_one_that_was_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step, 5.0 - step)
-    folders.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
+    retention.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
     assert left(tmp_path) == [3, 2]
-    assert checkpoint.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
+    assert load_checkpoint.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
 
 
 @pytest.mark.parametrize("every", [7, 6])
@@ -107,8 +106,8 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path, every: int) ->
 READER = """
 import sys
 from pathlib import Path
-from finetune.checkpoint import folder
-with folder.reading(Path(sys.argv[1])):
+from finetune.checkpoint import integrity
+with integrity.reading(Path(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.read()
 """
@@ -123,23 +122,23 @@ def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) as reader:
         try:
             assert reader.stdout.readline() == "reading\n"
-            folders.prune(tmp_path, keep=1, keep_best=False)
+            retention.prune(tmp_path, keep=1, keep_best=False)
             assert left(tmp_path) == [3, 1]
             reader.communicate(timeout=LIMIT_S)
         finally:
             reader.kill()
-    folders.prune(tmp_path, keep=1, keep_best=False)
+    retention.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [3]
 
 
 def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> None:
     for step in (1, 2):
         make(tmp_path, step)
-    got = checkpoint.verified(tmp_path / "step-00000001", OneRank())  # type: ignore[arg-type]
-    folders.prune(tmp_path, keep=1, keep_best=False)
+    got = load_checkpoint.verified(tmp_path / "step-00000001", OneRank())  # type: ignore[arg-type]
+    retention.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2, 1]
     got.held.close()
-    folders.prune(tmp_path, keep=1, keep_best=False)
+    retention.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2]
 
 
@@ -150,8 +149,8 @@ def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content.replace(b"0", b"1"))
     with pytest.raises(CheckpointError, match=r"state.json was changed"):
-        checkpoint.verified(file.parent, OneRank())  # type: ignore[arg-type]
-    folders.prune(tmp_path, keep=1, keep_best=False)
+        load_checkpoint.verified(file.parent, OneRank())  # type: ignore[arg-type]
+    retention.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2]
 
 
@@ -163,13 +162,13 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytes
 
     def late(handle: Any, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        folders.prune(tmp_path, keep=1, keep_best=False)
+        retention.prune(tmp_path, keep=1, keep_best=False)
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
     with (
         pytest.raises(CheckpointError, match="step-00000001 was deleted meanwhile"),
-        folders.reading(tmp_path / "step-00000001"),
+        integrity.reading(tmp_path / "step-00000001"),
     ):
         pass
 

@@ -17,14 +17,15 @@ import torch
 import yaml
 from inside import Done, alone, at_step, copy, forge, forge_state, mlp, run_here, stop_after
 
-from finetune import rundir
-from finetune.artefacts import write
-from finetune.backend import ops
+from finetune.checkpoint import run_directory
 from finetune.data.cache import Cache
-from finetune.errors import BackendError, CheckpointError, DataError, RecipeError
-from finetune.files import digest
-from finetune.replay import replay
-from finetune.run import Run
+from finetune.diagnostics.replay import replay
+from finetune.distributed.native_ops import native_ops
+from finetune.export import write
+from finetune.training.build_run import Run
+from finetune.utils import atomic_files
+from finetune.utils.atomic_files import digest
+from finetune.utils.errors import BackendError, CheckpointError, DataError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("run_directory")]
 
@@ -217,7 +218,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
     stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = copy(stopped, tmp_path / "run")
-    remove = rundir.remove
+    remove = atomic_files.remove
 
     def cut(path: Path) -> None:
         remove(path)
@@ -226,7 +227,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
 
     tree = mlp(directory, output={"overwrite": True}, length={"steps": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "remove", cut)
+        patch.setattr(run_directory, "remove", cut)
         with pytest.raises(Crash):
             run_here(tree)
     assert run_here(tree).steps == [1, 2, 3]
@@ -276,7 +277,7 @@ def link_in_place(path: Path, target: Path) -> None:
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize(
     "name",
-    [*rundir._LEFT, *rundir._MORE, "model.staging", "metrics.jsonl.staging", "run.json.staging"],
+    [*run_directory._LEFT, *run_directory._MORE, "model.staging", "metrics.jsonl.staging", "run.json.staging"],
 )
 def test_a_run_directory_with_links_is_not_gone_on_with(
     name: str, overwrite: bool, stopped: Path, tmp_path: Path, victim: Path
@@ -514,8 +515,8 @@ def test_a_run_where_there_are_no_locks(
     assert done.said.count("has no locks") == 1
     assert done.checkpoints == ["step-00000012"]
     assert not (tmp_path / "run" / ".lock").exists()
-    held = rundir._hold(tmp_path / "run")
-    monkeypatch.setattr(rundir, "_LOCK_PATIENCE_S", 0.1)
+    held = run_directory._hold(tmp_path / "run")
+    monkeypatch.setattr(run_directory, "_LOCK_PATIENCE_S", 0.1)
     with pytest.raises(RecipeError, match=r"run is in use by process"):
         run_here(tree)
     held.release()
@@ -531,7 +532,7 @@ def test_a_cache_where_there_are_no_locks(no_locks: str, tmp_path: Path) -> None
 def test_ops_where_there_are_no_locks(no_locks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(BackendError, match=rf"no locks \(flock: {no_locks}\).*Set TORCH_EXTENSIONS_DIR"):
-        ops.clear_stale_lock("cpu_adam")
+        native_ops.clear_stale_lock("cpu_adam")
 
 
 def test_a_lock_that_fails_otherwise_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

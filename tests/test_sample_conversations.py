@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from finetune import recipe as recipes
-from finetune.data import prepare
-from finetune.data import sample_words as words
-from finetune.data.sample_conversations import ONE_WORD, SENTENCE, Chat, conversations
-from finetune.errors import DataError
+from finetune.config.recipe import validate_recipe
+from finetune.data.prepare import prepare_data
+from finetune.data.synthetic import story_words
+from finetune.data.synthetic.conversation_generator import ONE_WORD, SENTENCE, Chat, conversations
+from finetune.utils.errors import DataError
 
-NAME = "(?:" + "|".join(words.GIRLS + words.BOYS) + ")"
-PLACE = "(?:" + "|".join(words.PLACES) + ")"
-SMALL = f"(?:{'|'.join(words.SMALL)}) (?:girl|boy|{'|'.join(words.ANIMALS)})"
-NATURE = "(?:" + "|".join(words.NATURES) + ")"
-FEAR = "(?:" + "|".join(fear for fear, _ in words.FEARS) + ")"
+NAME = "(?:" + "|".join(story_words.GIRLS + story_words.BOYS) + ")"
+PLACE = "(?:" + "|".join(story_words.PLACES) + ")"
+SMALL = f"(?:{'|'.join(story_words.SMALL)}) (?:girl|boy|{'|'.join(story_words.ANIMALS)})"
+NATURE = "(?:" + "|".join(story_words.NATURES) + ")"
+FEAR = "(?:" + "|".join(fear for fear, _ in story_words.FEARS) + ")"
 
 # Words of which each plot has some by the end of the passage, and no other plot has.
 PLOT_MARKS = {
@@ -70,7 +70,7 @@ def reader(question: str, passage: str) -> tuple[str, str]:
     opening = re.split(r" (?:His|Her) best friend ", passage)[0]
     hero = found(rf"^.*?\b({NAME})\b", opening)
     kind = found(rf"({SMALL})", opening)
-    their = "Her" if hero in words.GIRLS else "His"
+    their = "Her" if hero in story_words.GIRLS else "His"
     asked = re.search(rf"\b({NAME})\b", question)
     assert asked is None or asked[1] == hero, "questions are about the hero"
     if question.startswith("Where does"):
@@ -91,7 +91,7 @@ def reader(question: str, passage: str) -> tuple[str, str]:
         return hero, f"{their} name is {hero}."
     if question.startswith("What color"):
         toy = found(r"color is the (\w+)\?", question)
-        color = found(rf"\b({'|'.join(words.COLOURS)}) {toy}\b", passage)
+        color = found(rf"\b({'|'.join(story_words.COLOURS)}) {toy}\b", passage)
         return color, f"The {toy} is {color}."
     if question.startswith("Whose"):
         toy = found(r"Whose (\w+) is it", question)
@@ -184,7 +184,7 @@ def rows(tmp_path: Path, sources: list[dict[str, Any]], *, chat: bool = True) ->
         "data": {"train": sources, "validation_fraction": 0.1, "sequence_length": 512, "cache_dir": str(tmp_path)},
         "length": {"steps": 1},
     }
-    return prepare(recipes.validate({**tree, **({"chat": {"template": "plain"}} if chat else {})}), quiet=True)
+    return prepare_data(validate_recipe({**tree, **({"chat": {"template": "plain"}} if chat else {})}), quiet=True)
 
 
 def test_with_a_chat_section_the_sample_is_conversations(tmp_path: Path) -> None:

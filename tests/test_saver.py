@@ -13,11 +13,12 @@ import torch
 from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
-from finetune.checkpoint import Saver, save, snapshot
-from finetune.errors import CheckpointError
-from finetune.files import read_lines
-from finetune.models import unwrap
-from finetune.run import Run
+from finetune.checkpoint import save_checkpoint, snapshot
+from finetune.checkpoint.save_checkpoint import CheckpointWriter
+from finetune.models.forward_wrapper import unwrap
+from finetune.training.build_run import Run
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,15 +101,15 @@ def test_what_is_written_behind_the_training_is_what_a_pause_would_have_written(
 
 def test_a_save_that_is_due_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(monkeypatch)
-    finish, waited = Saver.finish, []
+    finish, waited = CheckpointWriter.finish, []
 
-    def watched(saver: Saver) -> Any:
+    def watched(saver: CheckpointWriter) -> Any:
         if saver.active:
             waited.append((saver._step, saver.busy))
             writer.may.set()
         return finish(saver)
 
-    monkeypatch.setattr(Saver, "finish", watched)
+    monkeypatch.setattr(CheckpointWriter, "finish", watched)
     tree = mlp(tmp_path / "run", checkpoint={"every_steps": 1, "keep": 9}, length={"steps": 4})
     done = run_here(tree, lambda run: writer.may.clear())
     assert waited[0] == (1, True)
@@ -169,9 +170,11 @@ def test_so_is_what_fails_later(tmp_path: Path, calm: Done, monkeypatch: pytest.
     def describe(run: Run) -> None:
         run.keeper._saver._describe = fail
 
-    right: Callable[..., None] = (lambda folder: None) if where == "describe" else getattr(save.folders, where)
+    right: Callable[..., None] = (
+        (lambda folder: None) if where == "describe" else getattr(save_checkpoint.folders, where)
+    )
     if where != "describe":
-        monkeypatch.setattr(save.folders, where, fail)
+        monkeypatch.setattr(save_checkpoint.folders, where, fail)
     done = run_here(mlp(tmp_path / "run", checkpoint=ALL), describe if where == "describe" else None)
     undisturbed(done, calm)
     assert len(calls) == 4
@@ -207,7 +210,7 @@ def test_a_fault_of_the_program_surfaces(tmp_path: Path, monkeypatch: pytest.Mon
     def wrong(*args: Any, **kwargs: Any) -> None:
         raise TypeError("a slip")
 
-    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (save.folders, "seal")), wrong)
+    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (save_checkpoint.folders, "seal")), wrong)
     with pytest.raises(TypeError, match="a slip"):
         run_here(mlp(tmp_path / "run"))
     assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()] == [".staging"]

@@ -12,9 +12,10 @@ from forkserver import ForkServer
 from harness import ROOT
 from torch import nn
 
-from finetune.backend import Launch, state
-from finetune.backend.toolchain import has_libaio
-from finetune.errors import BackendError, CheckpointError
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.native_ops.toolchain import has_libaio
+from finetune.distributed.state import state_transfer
+from finetune.utils.errors import BackendError, CheckpointError
 
 pytestmark = pytest.mark.xdist_group("state")
 
@@ -206,16 +207,16 @@ def small(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> tuple[nn.
 
 
 def copied(network: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {key: piece.gather().clone() for key, piece in state.read(SINGLE, network, optimizer)}
+    return {key: piece.gather().clone() for key, piece in state_transfer.read(SINGLE, network, optimizer)}
 
 
 def test_numbers_come_back_as_what_they_were() -> None:
     network, optimizer = small(Counting)
     have = copied(network, optimizer)
-    assert list(state.sizes(network).values()) == [6, 2, 2]
+    assert list(state_transfer.sizes(network).values()) == [6, 2, 2]
     assert {key.partition("/")[0] for key in have} == {"parameter", "step", "decay", "table"}
     network, optimizer = small(Counting, lr=0.3)
-    state.write(SINGLE, network, optimizer, list(have), have.__getitem__)
+    state_transfer.write(SINGLE, network, optimizer, list(have), have.__getitem__)
     held = optimizer.state[network[0].weight]
     assert (type(held["step"]), held["step"], type(held["decay"])) == (int, 2, float)
     assert held["decay"] == 1.0 * 0.1 * 0.1
@@ -228,20 +229,20 @@ def test_the_order_is_no_matter_of_how_state_was_filled() -> None:
     """Ranks send each other pieces by it, and each of them may have read a checkpoint's keys in its own order."""
     network, optimizer = small(torch.optim.AdamW)
     have = copied(network, optimizer)
-    state.write(SINGLE, network, optimizer, list(have)[::-1], have.__getitem__)
+    state_transfer.write(SINGLE, network, optimizer, list(have)[::-1], have.__getitem__)
     assert list(copied(network, optimizer)) == list(have)
 
 
 def test_what_is_read_is_live_and_what_is_written_is_a_copy() -> None:
     network, optimizer = small(torch.optim.AdamW)
-    live = dict(state.read(SINGLE, network, optimizer))["parameter/0.weight"].local
+    live = dict(state_transfer.read(SINGLE, network, optimizer))["parameter/0.weight"].local
     assert live.data_ptr() == network[0].weight.data_ptr()
     assert not live.requires_grad
     have = copied(network, optimizer)
-    state.write(SINGLE, network, optimizer, list(have), have.__getitem__)
+    state_transfer.write(SINGLE, network, optimizer, list(have), have.__getitem__)
     for tensor in have.values():
         tensor.fill_(7)
-    assert not any((piece.local == 7).any() for _, piece in state.read(SINGLE, network, optimizer))
+    assert not any((piece.local == 7).any() for _, piece in state_transfer.read(SINGLE, network, optimizer))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -250,7 +251,7 @@ def test_without_state_the_optimiser_stays_as_it_is(fused: bool) -> None:
     have = copied(network, optimizer)
     assert have["step/0.weight"].dtype == torch.float32
     parameters = [key for key in have if key.startswith("parameter/")]
-    state.write(SINGLE, network, optimizer, parameters, have.__getitem__)
+    state_transfer.write(SINGLE, network, optimizer, parameters, have.__getitem__)
     after = copied(network, optimizer)
     assert all(torch.equal(have[key], after[key]) for key in have)
 
@@ -266,7 +267,7 @@ def test_weights_that_lie_gathered_are_not_read() -> None:
     network, optimizer = small(torch.optim.AdamW)
     launch = Launch(kind="fsdp", num_processes=2)
     with pytest.raises(BackendError, match=r"'0\.weight' is not sharded"):
-        list(state.read(launch, network, optimizer))
+        list(state_transfer.read(launch, network, optimizer))
 
 
 def scaled(scaler: Any) -> Any:
@@ -297,13 +298,13 @@ def test_torch_scaler_goes_on() -> None:
     one, other = torch_scaler(), torch_scaler()
     for value in (1.0, float("inf"), 1.0, 1.0):
         step(one, value)
-    saved = state.scaler_state(scaled(one), SINGLE)
+    saved = state_transfer.scaler_state(scaled(one), SINGLE)
     assert saved == {"scale": 512.0, "good_steps": 2}
-    state.set_scaler_state(scaled(other), SINGLE, saved)
+    state_transfer.set_scaler_state(scaled(other), SINGLE, saved)
     for scaler in (one, other):
         step(scaler, 1.0)
         assert scaler.get_scale() == 1024.0
-        assert state.scaler_state(scaled(scaler), SINGLE) == {"scale": 1024.0, "good_steps": 0}
+        assert state_transfer.scaler_state(scaled(scaler), SINGLE) == {"scale": 1024.0, "good_steps": 0}
 
 
 def test_deepspeeds_scaler_goes_on() -> None:
@@ -315,7 +316,7 @@ def test_deepspeeds_scaler_goes_on() -> None:
         one.raise_error_at_min_scale = other.raise_error_at_min_scale = False
         for overflow in overflows[:stop]:
             update(one, overflow)
-        state.set_scaler_state(scaled(other), launch, state.scaler_state(scaled(one), launch))
+        state_transfer.set_scaler_state(scaled(other), launch, state_transfer.scaler_state(scaled(one), launch))
         for overflow in overflows[stop:]:
             update(one, overflow)
             update(other, overflow)
@@ -339,8 +340,8 @@ def test_no_scaler_has_no_state() -> None:
         (scaled(torch_scaler(enabled=False)), SINGLE),
         (scaled(static), launch),
     ):
-        assert state.scaler_state(accelerator, asked) is None
-        state.set_scaler_state(accelerator, asked, {"scale": 2.0, "good_steps": 1})
+        assert state_transfer.scaler_state(accelerator, asked) is None
+        state_transfer.set_scaler_state(accelerator, asked, {"scale": 2.0, "good_steps": 1})
     scaler = torch_scaler()
-    state.set_scaler_state(scaled(scaler), SINGLE, None)
+    state_transfer.set_scaler_state(scaled(scaler), SINGLE, None)
     assert scaler.get_scale() == 1024.0

@@ -20,7 +20,7 @@ from forkserver import ForkServer, until
 from harness import LIMIT_S, ROOT, command, environment
 from ranks import PARAGRAPH
 
-from finetune.exits import REQUEUE
+from finetune.utils.exit_codes import REQUEUE
 
 pytestmark = pytest.mark.xdist_group("survival")
 

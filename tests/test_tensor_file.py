@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from finetune.checkpoint.tensor_file import _DTYPES, TensorFile
+from finetune.checkpoint.snapshot import _DTYPES, TensorFile
 
 SPECS = st.dictionaries(
     st.text('ab./é"\\', min_size=1, max_size=6),

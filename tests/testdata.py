@@ -51,9 +51,9 @@ def ensure() -> Path:
 
 
 def _make(place: Path) -> None:
-    from finetune.data import sample
+    from finetune.data.synthetic import story_generator
 
-    texts = [_beginning(story.text, number) for number, story in enumerate(sample.stories(2200))]
+    texts = [_beginning(story.text, number) for number, story in enumerate(story_generator.stories(2200))]
     (place / "stories").mkdir(parents=True)
     for name, part in (("train", texts[:2000]), ("validation", texts[2000:])):
         (place / "stories" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
@@ -70,7 +70,7 @@ def _beginning(text: str, number: int) -> str:
 
 
 def _make_conversations(place: Path) -> None:
-    from finetune.data.sample_conversations import conversations
+    from finetune.data.synthetic.conversation_generator import conversations
 
     place.mkdir()
     chats = [chat.messages for chat in conversations(700)]

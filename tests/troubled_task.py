@@ -22,7 +22,7 @@ import numpy as np
 import own_task
 import torch
 
-from finetune.tasks import Task, TaskData
+from finetune.tasks.task import Task, TaskData
 
 
 def _trouble() -> dict[str, Any]:

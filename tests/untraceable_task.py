@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from own_task import mlp
 
-from finetune.tasks import Task
+from finetune.tasks.task import Task
 
 
 def reads() -> Task:

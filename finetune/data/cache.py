@@ -15,8 +15,8 @@ from typing import Any
 
 import filelock
 
-from finetune.errors import DataError
-from finetune.files import sync, unlockable
+from finetune.utils.atomic_files import sync, unlockable
+from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
 STATE = "state.json"

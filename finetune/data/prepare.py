@@ -10,23 +10,24 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import packing, tokenizer, tokens
-from finetune.data.broken import Tolerance
+from finetune.config.recipe_schema import DataSection, Recipe, Source
 from finetune.data.cache import Cache, Entry
-from finetune.data.chat import ChatEncoder
-from finetune.data.checks import check
-from finetune.data.classes import ClassList
-from finetune.data.conversations import RecordForm
-from finetune.data.documents import Rules
-from finetune.data.encoding import Encoder
-from finetune.data.progress import Bar, documents_bar
-from finetune.data.report import DataReport, SplitReport, split_report
-from finetune.data.rows import Classes, Rows
-from finetune.data.sources import Corpus, open_source
-from finetune.data.templates import find_template
-from finetune.errors import DataError
-from finetune.files import digest_of
-from finetune.recipe import DataSection, Recipe, Source
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_templates import find_template
+from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.class_labels import ClassList
+from finetune.data.data_report import DataReport, SplitReport, check, split_report
+from finetune.data.progress_bar import Bar, documents_bar
+from finetune.data.rows import packing
+from finetune.data.rows.row_dataset import Classes, Rows
+from finetune.data.sources.corpus import Corpus, open_source
+from finetune.data.sources.documents import Rules
+from finetune.data.tokenization import build_tokenizer, token_files
+from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
+from finetune.data.tokenization.encoding import Encoder
+from finetune.utils.atomic_files import digest_of
+from finetune.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Side:
         return counts
 
 
-def prepare(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
+def prepare_data(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
     """Prepares the recipe's data, or finds it prepared.
 
     Any number of processes may call this at once: one works, the others wait and then read. Call it before
@@ -104,22 +105,24 @@ class _Preparation:
         train_corpora, train_rules = self._open(data.train), self._rules(held_out)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._encoder = self._find_encoder()
-        self._wrapping = tokenizer.wrapping(self._tokenizer) if self._labelled else tokenizer.Wrapping((), ())
+        self._wrapping = (
+            build_tokenizer.wrapping(self._tokenizer) if self._labelled else build_tokenizer.Wrapping((), ())
+        )
 
         train = validation = None
         if data.train:
             entry, digest = self._tokenise(train_corpora, train_rules)
-            if entry.facts[tokens.TRAIN] is None:
+            if entry.facts[token_files.TRAIN] is None:
                 raise DataError(
                     f"All documents of data.train are held out for validation ({data.validation_fraction:g} of them "
                     "by hash), and none is left to learn from. Lower data.validation_fraction, or add documents."
                 )
-            train = self._pack(entry, tokens.TRAIN, digest)
-            if entry.facts[tokens.HELD_OUT] is not None:
-                validation = self._pack(entry, tokens.HELD_OUT, digest)
+            train = self._pack(entry, token_files.TRAIN, digest)
+            if entry.facts[token_files.HELD_OUT] is not None:
+                validation = self._pack(entry, token_files.HELD_OUT, digest)
         if data.validation:
             entry, digest = self._tokenise(self._open(data.validation), self._rules(0.0))
-            validation = self._pack(entry, tokens.TRAIN, digest)
+            validation = self._pack(entry, token_files.TRAIN, digest)
 
         first = train or validation
         assert first is not None
@@ -171,7 +174,7 @@ class _Preparation:
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """What shapes the texts of some sources."""
         return {
-            "format": tokens.FORMAT_VERSION,
+            "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
             "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
         }
@@ -183,7 +186,7 @@ class _Preparation:
     def _find_tokenizer(self, corpora: Sequence[Corpus], rules: Rules) -> PreTrainedTokenizerBase:
         vocab_size = self._recipe.tokenizer.vocab_size
         if vocab_size is None:
-            return tokenizer.load(self._recipe)
+            return load_tokenizer(self._recipe)
         if not corpora:
             raise DataError(
                 "tokenizer.vocab_size trains a tokenizer on data.train, which is empty. Name a source in data.train, "
@@ -191,24 +194,24 @@ class _Preparation:
             )
 
         def build(folder: Path) -> dict[str, Any]:
-            texts = tokens.training_texts(corpora, rules)
+            texts = token_files.training_texts(corpora, rules)
             with documents_bar("training the tokenizer", [c.size for c in corpora], quiet=self._quiet) as bar:
-                trained = tokenizer.train(_counted(texts, bar), vocab_size)
+                trained = train_tokenizer(_counted(texts, bar), vocab_size)
             trained.save_pretrained(str(folder))
             return {}
 
-        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": tokenizer.TRAINER_VERSION}
+        key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": build_tokenizer.TRAINER_VERSION}
         entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
-        return tokenizer.open_folder(entry.folder)
+        return build_tokenizer.open_folder(entry.folder)
 
     # Both read the whole vocabulary.
     @cached_property
     def _num_ids(self) -> int:
-        return tokenizer.num_ids(self._tokenizer)
+        return build_tokenizer.num_ids(self._tokenizer)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return tokenizer.identity(self._tokenizer)
+        return build_tokenizer.identity(self._tokenizer)
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         chat = self._recipe.chat
@@ -241,7 +244,7 @@ class _Preparation:
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.reset()  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
-                counts = tokens.write(
+                counts = token_files.write(
                     folder,
                     corpora,
                     rules,
@@ -249,7 +252,7 @@ class _Preparation:
                     num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,
-                    restore=partial(tokenizer.restore, self._tokenizer),
+                    restore=partial(build_tokenizer.restore, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                 )
@@ -297,9 +300,9 @@ class _Preparation:
         digest = digest_of(key)
         return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
 
-    def _token_file(self, entry: Entry, side: str) -> tokens.TokenFile:
+    def _token_file(self, entry: Entry, side: str) -> token_files.TokenFile:
         masked = self._recipe.chat is not None
-        return tokens.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+        return token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> Rows:
         file = self._token_file(side.entry, side.side)
@@ -311,7 +314,7 @@ class _Preparation:
             tokens=file.tokens,
             packed=packing.load(side.rows_entry.folder, side.rows_entry.facts),
             row_length=self._data.sequence_length,
-            padding_id=tokenizer.padding_id(self._tokenizer),
+            padding_id=build_tokenizer.padding_id(self._tokenizer),
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,

@@ -17,7 +17,7 @@ LARGEST_TOKENIZER = 32000
 def texts(file: Path | None, count: int) -> list[str]:
     """Stories of a file of `{"text": …}` lines, or of the built-in generator without one."""
     if file is None:
-        from finetune.data.sample import stories
+        from finetune.data.synthetic.story_generator import stories
 
         return [story.text for story in islice(stories(count), count)]
     with file.open(encoding="utf-8") as lines:
@@ -26,12 +26,12 @@ def texts(file: Path | None, count: int) -> list[str]:
 
 def tokenizer_folder(folder: Path, vocab: int, file: Path | None) -> Path:
     """A tokenizer of that many pieces or of `LARGEST_TOKENIZER`, trained on the stories; made if it is not there."""
-    from finetune.data.tokenizer import train
+    from finetune.data.tokenization.build_tokenizer import train_tokenizer
 
     size = min(vocab, LARGEST_TOKENIZER)
     path = folder / f"tokenizer-{size}"
     if not path.exists():
-        train(iter(texts(file, 7000)), size).save_pretrained(path)
+        train_tokenizer(iter(texts(file, 7000)), size).save_pretrained(path)
     return path
 
 

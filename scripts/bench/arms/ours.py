@@ -15,10 +15,15 @@ import torch
 from bench.arms.adapters import equal_adapters
 from bench.gate import Gate
 from bench.spec import BETAS, CLIP, LR, Spec
-from finetune import models, tasks, train
-from finetune.data.order import rows_at
-from finetune.recipe import Recipe, validate
-from finetune.run import Run, build
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.row_order import rows_at
+from finetune.models.forward_wrapper import unwrap
+from finetune.tasks import causal_lm
+from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.tasks.task import TaskData
+from finetune.training import loop
+from finetune.training.build_run import Run, build_run
 
 
 class EqualRows:
@@ -67,20 +72,20 @@ def recipe_of(spec: Spec) -> Recipe:
         tree["lora"] = {"rank": 16, "alpha": 32.0, "dropout": 0.0}
     if case.kind == "qlora":
         tree["model"] |= {"quantization": "nf4", "double_quantization": True}
-    return validate(tree)
+    return validate_recipe(tree)
 
 
 def run(spec: Spec, gate: Gate) -> None:
     """Trains, turn by turn."""
     from transformers import AutoTokenizer
 
-    def equal_rows(recipe: Recipe, quiet: bool) -> tasks.TaskData:
+    def equal_rows(recipe: Recipe, quiet: bool) -> TaskData:
         rows = EqualRows(spec.load_rows(), recipe.seed)
-        return tasks.TaskData(
+        return TaskData(
             train=rows, tokenizer=AutoTokenizer.from_pretrained(spec.model), digest=f"equal rows {spec.spoil}"
         )
 
-    step_of = train.train_step
+    step_of = loop.train_step
 
     def held(run: Run, step: int) -> Any:
         gate.before_step()
@@ -90,10 +95,10 @@ def run(spec: Spec, gate: Gate) -> None:
         gate.norm(taken.norm.read()[0])
         return taken
 
-    tasks.CAUSAL_LM = replace(tasks.CAUSAL_LM, build_data=equal_rows)
-    train.train_step = held
+    causal_lm.CAUSAL_LM = replace(CAUSAL_LM, build_data=equal_rows)
+    loop.train_step = held
     shutil.rmtree(Path(spec.folder) / "run", ignore_errors=True)
-    built = build(recipe_of(spec))
+    built = build_run(recipe_of(spec))
     if spec.case.kind != "full":
-        equal_adapters(models.unwrap(built.model))
-    train.train(built)
+        equal_adapters(unwrap(built.model))
+    loop.train(built)

@@ -28,12 +28,14 @@ def main() -> None:
 
 def ours(spec: dict[str, Any]) -> dict[str, float]:
     """A recipe with packed documents."""
-    from finetune import tasks, train
-    from finetune.recipe import validate
-    from finetune.run import build
+    from finetune.config.recipe import validate_recipe
+    from finetune.tasks import causal_lm
+    from finetune.tasks.causal_lm import CAUSAL_LM
+    from finetune.training import loop
+    from finetune.training.build_run import build_run
 
     spent: dict[str, float] = {}
-    build_data = tasks.CAUSAL_LM.build_data
+    build_data = CAUSAL_LM.build_data
 
     def timed(*args: Any) -> Any:
         began = time.perf_counter()
@@ -46,9 +48,9 @@ def ours(spec: dict[str, Any]) -> dict[str, float]:
         spent["last"], spent["cpu_s"] = time.perf_counter(), cpu_seconds()
         return taken
 
-    step_of = train.train_step
-    tasks.CAUSAL_LM, train.train_step = replace(tasks.CAUSAL_LM, build_data=timed), marked
-    recipe = validate(
+    step_of = loop.train_step
+    causal_lm.CAUSAL_LM, loop.train_step = replace(CAUSAL_LM, build_data=timed), marked
+    recipe = validate_recipe(
         {
             "model": {"name": spec["model"]},
             "data": {
@@ -69,9 +71,9 @@ def ours(spec: dict[str, Any]) -> dict[str, float]:
         }
     )
     began, before = time.perf_counter(), cpu_seconds()
-    run = build(recipe)
+    run = build_run(recipe)
     stepping = time.perf_counter()
-    train.train(run)
+    loop.train(run)
     ended, last = time.perf_counter(), spent.pop("last")
     spent["cpu_s"] -= before
     return {

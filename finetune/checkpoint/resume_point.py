@@ -1,0 +1,223 @@
+"""Where a run begins: at its start, or at a checkpoint of its own or of another run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
+from finetune.checkpoint.load_checkpoint import Checkpoint
+from finetune.checkpoint.run_directory import RunDirectory
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.utils.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run begins."""
+
+    checkpoint: Checkpoint | None = None
+    keep_optimizer: bool = True
+    """Whether the checkpoint's optimiser state fits this recipe's optimiser."""
+    changed: tuple[str, ...] = ()
+    """What differs from the checkpoint, as the recipe allows."""
+    finished: bool = False
+    """Whether the run had come to its end, and all is written."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """What the run had found so far."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.checkpoint.state if self.checkpoint is not None else {}
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint's folder."""
+        return str(self.checkpoint.folder.resolve()) if self.checkpoint is not None else None
+
+    @property
+    def step(self) -> int:
+        """Steps taken already."""
+        return int(self.state.get("step", 0))
+
+    @property
+    def position(self) -> int:
+        """The position of the first row to read."""
+        return int(self.state.get("position", 0))
+
+    @property
+    def tokens(self) -> int:
+        """Targets trained on already."""
+        return int(self.state.get("tokens", 0))
+
+    def must_look(self, last: int) -> bool:
+        """Whether evaluation and samples are due before the first step: those that a stop cut off, or all there is.
+
+        Args:
+            last: Steps of the whole run.
+        """
+        return not self.state["looked_at"] if self.state else last == 0
+
+    def restore(self, backend: Backend, network: nn.Module, optimizer: Any) -> None:
+        """Fills a prepared network and its optimiser from the checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: If it does not fit.
+        """
+        if self.checkpoint is not None:
+            load_checkpoint.restore(self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer)
+
+    def lines(self) -> list[str]:
+        """Lines for people."""
+        if self.checkpoint is None:
+            return []
+        state = self.state
+        lines = [
+            f"resumed at step {self.step} from {self.checkpoint.folder}, saved by {state['processes']} process(es) "
+            f"under {state['backend']} in {state['precision']}"
+        ]
+        if self.changed:
+            lines.append(f"changed since then, as resume.allow says: {', '.join(self.changed)}")
+        if not self.keep_optimizer:
+            lines.append("the optimiser is another, and starts without a memory")
+        return lines
+
+
+def check(recipe: Recipe, directory: RunDirectory) -> None:
+    """Refuses what can be seen before data is read or processes have met.
+
+    Raises:
+        RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
+    """
+    mode = recipe.resume.mode
+    own = bool(integrity.list_checkpoints(directory.checkpoints) or integrity.list_unnamed(directory.checkpoints))
+    if mode == "must" and not own:
+        raise RecipeError(
+            f"resume=must, but {directory.path} holds no checkpoint. Check output.dir, or set resume=auto to start."
+        )
+    if mode in ("auto", "must", "never"):
+        return
+    source = Path(mode)
+    if (source / "checkpoints").is_symlink():
+        raise RecipeError(
+            f"resume={mode}: {source / 'checkpoints'} is a symbolic link, and links in a run directory are not "
+            "followed. Give the checkpoint itself that you want to begin from."
+        )
+    if not (_is_checkpoint(source) or integrity.list_checkpoints(source / "checkpoints")):
+        raise RecipeError(
+            f"resume={mode}: there is no checkpoint, and no run with one. Give auto, must, never, the path of a "
+            "checkpoint (such as runs/run/checkpoints/step-00000120), or of a run."
+        )
+    starts = (directory.previous or {}).get("starts", [])
+    if not own and not starts:
+        return
+    inside = directory.checkpoints.resolve() in (source.resolve().parent, source.resolve() / "checkpoints")
+    newest = load_checkpoint.newest(directory.checkpoints)
+    if inside and _is_checkpoint(source) and newest is not None and newest.resolve() != source.resolve():
+        raise RecipeError(
+            f"resume={mode}: {directory.path} holds newer checkpoints, which would be overtaken. Choose another "
+            "output.dir to begin from this one."
+        )
+    begun = [start.get("resumed_from") for start in starts]
+    if not inside and not any(path and Path(path).is_relative_to(source.resolve()) for path in begun):
+        raise RecipeError(
+            f"output.dir: {directory.path} already holds a run, which was not begun from {mode}. Choose another "
+            "output.dir for a run that begins there."
+        )
+
+
+def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
+    """Refuses to go on with a run whose mathematics differ, before a network is built.
+
+    Raises:
+        RecipeError: With the differences.
+    """
+    saved = (directory.previous or {}).get("identity")
+    if saved is not None:
+        # Whether the size of micro-batches matters is known once the network is built: `choose` compares it.
+        known = {key: value for key, value in saved.items() if key != run_fingerprint.MICRO_SIZE}
+        allowed = [name for name in recipe.resume.allow if name != run_fingerprint.MICRO_SIZE]
+        run_fingerprint.compare(known, now, allowed, place=str(directory.path))
+
+
+def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
+    """The size of micro-batches that a run has to go on with; None if it is free to choose."""
+    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
+    saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
+    return None if saved is None else int(saved)
+
+
+def choose(
+    recipe: Recipe,
+    directory: RunDirectory,
+    backend: Backend,
+    now: dict[str, Any],
+    *,
+    num_steps: int,
+    warn: Callable[[str], None],
+) -> ResumePoint:
+    """The place to begin at, the same on every rank; every rank must call it.
+
+    A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
+    goes on after every stop.
+
+    Args:
+        num_steps: Steps of the whole run.
+        warn: Is told what is wrong with newer checkpoints.
+
+    Raises:
+        RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end; or if the run
+            had checkpoints, and none is there.
+        CheckpointError: If there are checkpoints, but none is whole.
+    """
+    previous = directory.agreed(backend)
+    own = load_checkpoint.find(directory.checkpoints, backend, warn, unnamed=True) if previous is not None else None
+    before = previous or {}
+    finished = "finished" in before and before["length"]["num_steps"] == num_steps
+    found = own
+    if own is None and previous is not None:
+        if finished:
+            return ResumePoint(finished=True, results=before["results"])
+        if "finished" in before:
+            raise RecipeError(
+                f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to go on "
+                "from. Choose another output.dir, or set output.overwrite=true to delete it."
+            )
+        if backend.tell(directory.had_checkpoints()):
+            raise RecipeError(
+                f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
+                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To go on, put a "
+                "checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To start "
+                "again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
+            )
+    if own is None and recipe.resume.mode not in ("auto", "must", "never"):
+        # What is named may be a link; what lies in it may not.
+        source = Path(recipe.resume.mode).resolve()
+        if _is_checkpoint(source):
+            found = load_checkpoint.verified(source, backend)
+        else:
+            found = load_checkpoint.find(source / "checkpoints", backend, warn)
+    if found is None:
+        return ResumePoint()
+    changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=str(found.folder))
+    if found.state["step"] > num_steps:
+        raise RecipeError(
+            f"{found.folder} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
+            "recipe's length, or choose another output.dir."
+        )
+    if own is not None:
+        found = load_checkpoint.adopt(own, backend, warn)
+    return ResumePoint(
+        found,
+        keep_optimizer="optim.name" not in changed,
+        changed=tuple(changed),
+        finished=finished,
+        results=before["results"] if finished else found.state["results"],
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "manifest.json").is_file()

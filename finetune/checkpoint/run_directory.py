@@ -1,0 +1,346 @@
+"""The run directory: held by one run at a time, refused if it holds another, and told what ran."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from finetune.config.recipe import dump_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.utils.atomic_files import digest_of, read_lines, remove, rewrite_lines, unlockable, write_json, write_text
+from finetune.utils.errors import CheckpointError, RecipeError
+
+_LIBRARIES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "peft",
+    "bitsandbytes",
+    "torchao",
+    "deepspeed",
+    "safetensors",
+    "numpy",
+)
+
+# What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
+# short leaves a directory that is still a run's.
+_LEFT = ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "model", "checkpoints", "exports", "profile", "run.json")
+
+# What else has a fixed name there.
+_MORE = ("recipe.yaml", ".lock", ".trials")
+
+# How long to wait for a run that is just ending: its launcher may be gone before its workers are.
+_LOCK_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
+
+    path: Path
+    previous: dict[str, Any] | None
+    """`run.json` as an earlier start of the run left it; None in a fresh directory, or one to be overwritten."""
+    _overwrite: bool
+    _lock: filelock.BaseFileLock | None = field(repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> "RunDirectory":
+        """Makes sure that the directory can be used, without writing a run into it yet.
+
+        Every rank calls it before any of them writes, so that all come to the same answer. Rank 0 then holds the
+        directory until the process ends, by whatever means.
+
+        Raises:
+            RecipeError: If it holds a run that must not be continued, or is in use.
+            CheckpointError: If it cannot be written or read.
+        """
+        path = Path(recipe.output.dir)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "
+                "write to."
+            ) from error
+        _check_links(path)
+        previous = cls._look(recipe)
+        lock = None
+        if os.environ.get("RANK", "0") == "0":
+            lock = _hold(path)
+            previous = cls._look(recipe)  # whoever held it until now may have changed it
+        return cls(path, previous, _overwrites(recipe), lock)
+
+    @staticmethod
+    def _look(recipe: Recipe) -> dict[str, Any] | None:
+        """The run that the directory holds and that may be gone on with."""
+        path, mode, overwrite = Path(recipe.output.dir), recipe.resume.mode, _overwrites(recipe)
+        if overwrite and mode not in ("auto", "never"):
+            raise RecipeError(
+                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
+            )
+        if overwrite:
+            _check_deletable(path)
+        previous = None if overwrite else _read(path)
+        if previous is None and not overwrite and (path / "model").exists():
+            raise RecipeError(
+                f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so "
+                "that nothing is replaced."
+            )
+        if previous is not None and mode == "never" and not _started_again():
+            raise RecipeError(
+                f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
+                "output.overwrite=true to delete it, or resume=auto to go on with it."
+            )
+        return previous
+
+    def had_checkpoints(self) -> bool:
+        """Whether the run that the directory holds has written a checkpoint, be it there or not."""
+        before = self.previous or {}
+        steps = [start["from_step"] for start in before.get("starts", [])]
+        if not steps:
+            return (self.path / "ledger.jsonl").exists()  # `run.json` is gone, which is older than this
+        return "first_checkpoint" in before or "stopped" in before or max(steps) > steps[0]
+
+    def note_checkpoint(self, step: int) -> None:
+        """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        if "first_checkpoint" not in facts:
+            write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
+
+    def agreed(self, backend: Backend) -> dict[str, Any] | None:
+        """`previous` as rank 0 has read it, on every rank: it alone holds the directory. Every rank must call it."""
+        previous: dict[str, Any] | None = backend.tell(self.previous)
+        return previous
+
+    def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
+        """Writes what is about to run. Every rank calls it; rank 0 writes.
+
+        Args:
+            facts: What `run.json` says beside this start.
+            begin: `from_step`, how many steps are taken already, and what else is to be said of this start.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+        backend.wait()
+        self._on_main(backend, lambda: self._write(backend.world, recipe, facts, begin))
+        self._check_shared(backend)
+
+    def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
+        if self._overwrite:
+            self._wipe()
+        elif self.previous is not None:
+            self._rewind(begin["from_step"])
+        self.checkpoints.mkdir(exist_ok=True)
+        write_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        starts = (self.previous or {}).get("starts", [])
+        now = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "processes": processes,
+            **begin,
+        }
+        known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        if self.previous is not None and "first_checkpoint" in self.previous:
+            known["first_checkpoint"] = self.previous["first_checkpoint"]
+        write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
+
+    def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
+        """Adds the results and more to `run.json`, on rank 0, and lets go of the directory.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+
+        def write() -> None:
+            facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            facts |= more
+            facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
+            facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            write_json(self.path / "run.json", facts)
+
+        self._on_main(backend, write)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _on_main(self, backend: Backend, write: Callable[[], None]) -> None:
+        """Writes on rank 0; all ranks learn how that went, and none waits for one that has ended."""
+        problem: str | None = None
+        if backend.is_main:
+            try:
+                write()
+            except OSError as error:
+                place = f"{Path(error.filename).name}: " if error.filename else ""
+                problem = f"output.dir: cannot write to {self.path}: {place}{error.strerror or error}."
+        problem = backend.tell(problem)
+        if problem is not None:
+            raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
+
+    def _wipe(self) -> None:
+        for name in _LEFT:
+            remove(self.path / name)
+
+    def _rewind(self, step: int) -> None:
+        """Takes back the metrics and incidents of steps that will be taken again."""
+        for file in (self.path / "metrics.jsonl", self.path / "incidents.jsonl"):
+            if file.exists():
+                rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
+
+    def _check_shared(self, backend: Backend) -> None:
+        """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
+        blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
+        if backend.sum(blind).item():
+            raise CheckpointError(
+                f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
+                "share."
+            )
+
+
+def _started_again() -> bool:
+    """Whether a launcher has started workers again after a failure: it means the run that they have begun."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _overwrites(recipe: Recipe) -> bool:
+    return recipe.output.overwrite and not _started_again()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    file = path / "run.json"
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        # Checkpoints or a ledger are a run's, whatever became of the file beside them.
+        return {} if (path / "checkpoints").is_dir() or (path / "ledger.jsonl").exists() else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. Restore it, or choose another output.dir and begin from the checkpoint "
+            f"by resume={path}."
+        ) from error
+    return facts
+
+
+def _check_links(path: Path) -> None:
+    """A directory from elsewhere must not lead what a run writes and deletes to other places."""
+    for name in (*_LEFT, *_MORE):
+        for file in (path / name, path / f"{name}.staging"):
+            if file.is_symlink():
+                raise RecipeError(
+                    f"output.dir: {file} is a symbolic link, and links in a run directory are not followed. Remove it, "
+                    "or choose another output.dir; that itself may be a link, to a larger disk for example."
+                )
+
+
+def _check_deletable(path: Path) -> None:
+    """Only what a run of this toolkit has left may be overwritten."""
+    found = [name for name in _LEFT if _holds_something(path / name)]
+    if found and not _is_run(path):
+        raise RecipeError(
+            f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
+            "nothing in it is deleted. Choose another output.dir, or remove these yourself."
+        )
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory holds a run, by a file that only runs write."""
+    for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
+        try:
+            with (path / name).open("rb") as file:
+                facts = json.loads(file.readline() if name.endswith("l") else file.read())
+        except (OSError, ValueError):
+            continue
+        if isinstance(facts, dict) and key in facts:
+            return True
+    return False
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _lock_file(path: Path) -> Path:
+    """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
+    try:
+        reason = unlockable(path)
+    except OSError as error:
+        raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
+    if reason is None:
+        return path / ".lock"
+    file = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{digest_of(str(path.resolve()))[:16]}.lock"
+    print(
+        f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
+        "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "
+        "export from it only while no run goes on, since a checkpoint may be deleted while it is read. Mount the file "
+        "system with locks (`-o flock` for Lustre) to have both again.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return file
+
+
+def _hold(path: Path) -> filelock.BaseFileLock:
+    """Takes the directory for this process; the system gives it back when the process ends."""
+    lock = filelock.FileLock(_lock_file(path))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        starts = (_read(path) or {}).get("starts", [{}])[-1]
+        who = f"process {starts['pid']} on {starts['host']}" if "pid" in starts else "another process"
+        print(f"Waiting for {who}, which holds {path}.", file=sys.stderr, flush=True)
+        try:
+            lock.acquire(timeout=_LOCK_PATIENCE_S)
+        except filelock.Timeout as error:
+            raise RecipeError(
+                f"output.dir: {path} is in use by {who}. Wait until that run has ended, or choose another output.dir."
+            ) from error
+    return lock
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _git_commit() -> str | None:
+    """The commit of the working directory, with a mark if files differ from it; None outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

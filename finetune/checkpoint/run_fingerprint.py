@@ -1,0 +1,187 @@
+"""What makes a run the run that it is: everything that its mathematics depend on, as flat keys and plain values.
+
+A checkpoint carries it. Going on with other values would be another run, so differences are named and refused,
+unless the recipe allows them. Processes, sharding, logging and the number of steps are no part of it. Neither is the
+size of micro-batches, unless the network has dropout or batch norms.
+"""
+
+import difflib
+import json
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from finetune.config.recipe_schema import Recipe
+from finetune.tasks.task import TaskData
+from finetune.tasks.training_length import Length
+from finetune.utils.atomic_files import digest, digest_of, write_json
+from finetune.utils.errors import RecipeError
+
+# Of `model`: those that change where weights come from or what the network computes.
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "pytorch_model*.bin")
+
+MICRO_SIZE = "batch.micro_size"
+
+# How long a file must have been left alone for its digest to be remembered. A second change within a tick of the file
+# system's clock (2 s at the coarsest) leaves its times as they were.
+_SETTLED_NS = 5 * 10**9
+
+
+def depends_on_micro_size(network: nn.Module) -> bool:
+    """Whether what is learned depends on which rows share a forward pass.
+
+    A micro-batch's dropout masks are drawn from one stream of random numbers, and batch norms see all of its rows.
+    """
+    config: Any = getattr(network, "config", None)
+    values = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            return True
+        values |= {f"{id(module)}.{name}": value for name, value in vars(module).items()}
+        if isinstance(module, _DropoutNd):
+            values[f"{id(module)}.dropout"] = module.p
+    return any(
+        ("drop" in name or "jitter" in name)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value
+        for name, value in values.items()
+    )
+
+
+def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The identity of a run.
+
+    Args:
+        base: Of the pretrained model, as `base_of` gives it.
+    """
+    tree = recipe.model_dump(mode="json")
+    facts: dict[str, Any] = {}
+    for name in ("task", "optim", "schedule", "lora"):
+        facts |= _flatten(name, tree.get(name))
+    facts |= _flatten("model.config", tree["model"]["config"])
+    facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization", "fp8")}
+    if base is not None:
+        # Not its name: on another machine the same model lies elsewhere.
+        facts["model.name"] = base["digest"]
+    facts |= {
+        "batch.global_size": recipe.batch.global_size,
+        "precision": recipe.precision,
+        "seed": recipe.seed,
+        "data": digest_of([data.digest, len(data.train) if data.train is not None else 0, length.epoch_rows]),
+    }
+    return facts
+
+
+def base_of(recipe: Recipe) -> dict[str, Any] | None:
+    """Name, revision and digest of the pretrained model that a run starts from; None if it starts from nothing.
+
+    A model on the hub is told by its commit, a directory by its content. Digests of files are remembered in
+    `data.cache_dir`.
+
+    Raises:
+        RecipeError: If a directory's files cannot be read.
+    """
+    section = recipe.model
+    if section.name is None:
+        return None
+    folder = Path(section.name)
+    if not folder.is_dir():
+        return {"name": section.name, "revision": section.revision, "digest": _commit(recipe)}
+    try:
+        files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+        contents = {file.name: _digest(file, Path(recipe.data.cache_dir) / "digests") for file in files}
+    except OSError as error:
+        raise RecipeError(f"model.name: {folder} cannot be read: {error.strerror or error}.") from error
+    return {"name": section.name, "revision": None, "digest": digest_of(contents)}
+
+
+def _digest(file: Path, cache: Path) -> str:
+    """A file's digest, from an earlier look at it if it has not changed since.
+
+    Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
+    the last change to the inode cannot be set, so it counts as well.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    kept = cache / f"{digest_of(str(file.resolve()))}.json"
+    before = _facts(file)
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if known["facts"] == before:
+            return str(known["digest"])
+    found = digest(file)
+    settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
+    if settled and _facts(file) == before:
+        with suppress(OSError):  # the next start reads the file again
+            cache.mkdir(parents=True, exist_ok=True)
+            write_json(kept, {"file": str(file), "facts": before, "digest": found})
+    return found
+
+
+def _facts(file: Path) -> list[int]:
+    """What tells a file from any other, and from itself once it has changed."""
+    with file.open("rb") as opened:  # network file systems look anew when a file is opened
+        facts = os.fstat(opened.fileno())
+    return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
+def _commit(recipe: Recipe) -> str:
+    from transformers import AutoConfig
+
+    section = recipe.model
+    config = AutoConfig.from_pretrained(
+        section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+    )
+    return str(getattr(config, "_commit_hash", None) or f"{section.name}@{section.revision}")
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {key: leaf for name, part in value.items() for key, leaf in _flatten(f"{prefix}.{name}", part).items()}
+    return {prefix: value}
+
+
+def compare(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
+    """The keys that differ and may.
+
+    Args:
+        allowed: Keys, or sections such as `optim`, that may differ.
+        place: Where `saved` comes from, for the message.
+
+    Raises:
+        RecipeError: With every other difference; or if an allowed name is none of a key or section.
+    """
+    known = sorted(saved.keys() | now.keys())
+    sections = {key.rsplit(".", depth)[0] for key in known for depth in range(key.count(".") + 1)}
+    for name in allowed:
+        if name not in sections:
+            close = difflib.get_close_matches(name, sorted(sections), n=1, cutoff=0.5)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise RecipeError(f"resume.allow: '{name}' is nothing that can differ between two runs.{hint}")
+    different = [key for key in known if saved.get(key) != now.get(key)]
+    permitted = [key for key in different if any(key == name or key.startswith(name + ".") for name in allowed)]
+    refused = [key for key in different if key not in permitted]
+    if refused:
+        listing = "; ".join(_difference(key, saved, now) for key in refused)
+        raise RecipeError(
+            f"{place} holds a run whose mathematics differ from this recipe's: {listing}. Choose another output.dir "
+            f"for a new run, or go on with the change by resume.allow=[{', '.join(refused)}]."
+        )
+    return permitted
+
+
+def _difference(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
+    if key in ("data", "model.name"):
+        return f"{key}: other content"
+    there, here = (repr(facts[key]) if key in facts else "absent" for facts in (saved, now))
+    why = " (the network has dropout, whose masks depend on it, or batch norms)" if key == MICRO_SIZE else ""
+    return f"{key}: {there} there, {here} here{why}"

@@ -1,0 +1,1 @@
+"""The recipe: its schema, its values, and where they come from."""

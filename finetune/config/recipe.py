@@ -1,0 +1,303 @@
+"""The typed recipe: what is learned. Load, override, validate, dump. Imports no torch, so help is instant.
+
+A recipe is a YAML file. Layers, later ones win: defaults < recipe file < `a.b=c` on the command line.
+`sections.py`, `reading.py` and `running.py` hold its keys.
+"""
+
+import copy
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from finetune.config.provenance import Origin
+from finetune.config.recipe_schema import (
+    Recipe,
+    Section,
+)
+from finetune.utils.errors import RecipeError
+from finetune.utils.yaml_files import YamlProblem, parse
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as users expect it: `1e-4` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str | int] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int):
+                raise yaml.MarkedYAMLError(None, None, f"key {key} is not a text", key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(None, None, f"key '{key}' is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: a text that looks like a number gets quotes, a rare line break an escape."""
+
+    def text(self, value: str) -> yaml.ScalarNode:
+        # PyYAML writes Unicode's own line breaks as they are, and reads them as an ordinary one.
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style='"' if _RARE_BREAK.search(value) else None)
+
+
+_RARE_BREAK = re.compile("[\x85\u2028\u2029]")
+_Dumper.add_representer(str, _Dumper.text)
+
+
+# PyYAML follows YAML 1.1, in which `1e-4` is a string; 1.2's rule is what everybody writes.
+_NUMBER = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)|[0-9]+\.[0-9]*|\.[0-9]+)$")
+for _kind_of_yaml in (_Loader, _Dumper):
+    _kind_of_yaml.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789."))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
+
+    Raises:
+        RecipeError: With every problem that was found, each with its key.
+    """
+    trees = recipe_layers(path, overrides)
+    return validate_recipe(trees[-1], origin=Origin(path, trees[0], overrides))
+
+
+def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """What is given: by a recipe file, and then after each override.
+
+    Raises:
+        RecipeError: If the file or an override cannot be read.
+    """
+    trees = [read(path)]
+    for override in overrides:
+        trees.append(copy.deepcopy(trees[-1]))
+        apply(trees[-1], override)
+    return trees
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recipe file's plain keys and values.
+
+    Raises:
+        RecipeError: If it does not hold any.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or f"it is not UTF-8 text ({error})"
+        raise RecipeError(
+            f"Cannot read the recipe {file}: {reason}. Name a YAML file, such as recipes/sample.yaml."
+        ) from error
+    try:
+        tree = parse(text, _Loader)
+    except YamlProblem as error:
+        raise RecipeError(f"{error.at(file)}: the recipe is not valid YAML: {error}.") from error
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
+    # So that an override changes one place only, where the file repeats a part by an alias.
+    plain: dict[str, Any] = json.loads(json.dumps(tree, default=str))
+    return plain
+
+
+def validate_recipe(tree: Mapping[str, Any], origin: Origin | str | None = None) -> Recipe:
+    """Turns plain keys and values into a recipe.
+
+    Args:
+        origin: Where they come from; a text names it.
+
+    Raises:
+        RecipeError: With every problem that was found, each with its key and its place.
+    """
+    recipe, problems = _checked(tree)
+    if recipe is not None and not problems:
+        return recipe
+    if not isinstance(origin, Origin):
+        said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
+        raise RecipeError.of(origin or "The recipe", said)
+    in_file = [problem for _, problem in _checked(origin.tree)[1]] if origin.overrides else []
+    said = [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
+    raise RecipeError.of(str(origin.path), said)
+
+
+def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, str]]]:
+    """The recipe, if it is one, and its problems, each with its key."""
+    try:
+        # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
+        recipe = Recipe.model_validate_json(json.dumps(long(tree), default=str), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
+    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe)]
+
+
+def long(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Plain keys and values with the short form of the section `resume` written out."""
+    return {**tree, "resume": {"mode": tree["resume"]}} if isinstance(tree.get("resume"), str) else tree
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The full recipe, defaults included, as YAML that `load` reads back to an equal recipe."""
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, for editors."""
+    schema = Recipe.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _conflicts(recipe: Recipe) -> Iterable[str]:
+    """Problems between sections, which no single section can see."""
+    own_task = ":" in recipe.task.name
+    if recipe.task.name not in ("causal_lm", "sequence_classification") and not own_task:
+        known = ["causal_lm", "sequence_classification"]
+        yield (
+            f"task.name: there is no task '{recipe.task.name}'{hint(recipe.task.name, known)}; allowed are "
+            f"{', '.join(known)}, or your own as package.module:object"
+        )
+    if not own_task:
+        if recipe.model.name is None and recipe.model.config is None:
+            yield "model: give `name` (pretrained weights) or `config` (random weights)"
+        if not recipe.data.train and recipe.length.steps != 0:
+            yield "data.train: name at least one source"
+        if recipe.length.steps == 0 and not (recipe.data.train or recipe.data.validation):
+            yield "data.validation: name at least one source"
+        if recipe.model.config is not None and not (recipe.tokenizer.name or recipe.tokenizer.vocab_size):
+            yield (
+                "tokenizer: a model from `model.config` brings none; give `tokenizer.name`, or "
+                "`tokenizer.vocab_size` to train one"
+            )
+    given = [key for key in ("steps", "epochs", "tokens") if getattr(recipe.length, key) is not None]
+    if len(given) != 1:
+        yield f"length: give exactly one of steps, epochs and tokens (got {', '.join(given) or 'none'})"
+    if recipe.batch.micro_size == "auto" and recipe.length.steps == 0:
+        yield "batch.micro_size: `auto` tries training steps, and length.steps is 0; give a number"
+    if recipe.batch.global_size % recipe.batch.rows:
+        allowed = ", ".join(map(str, divisors(recipe.batch.global_size)))
+        yield (
+            f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
+            f"{recipe.batch.global_size}; sizes that do: {allowed}"
+        )
+    if recipe.data.packing != "padded" and recipe.task.name == "sequence_classification":
+        yield "data.packing: sequence_classification reads one document a row; set `padded`"
+    if recipe.sample is not None and recipe.task.name == "sequence_classification":
+        yield "sample: a classifier writes no text; remove the section"
+    yield from _chat_conflicts(recipe)
+
+
+def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
+    """Problems between conversations and the rest."""
+    if recipe.chat is None:
+        for side in ("train", "validation"):
+            for number, source in enumerate(getattr(recipe.data, side)):
+                if source.format != "auto" or source.fields:
+                    yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
+        return
+    if recipe.task.name == "sequence_classification":
+        yield "chat: a classifier reads no conversations; remove the section"
+    if recipe.data.packing == "wrapped":
+        yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
+    if recipe.data.lowercase:
+        yield "data.lowercase: conversations are read as they are written; remove it"
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide a positive number, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def apply(tree: dict[str, Any], override: str) -> None:
+    """Sets one `a.b=c` in a tree of plain dicts and lists; `c` is read as YAML."""
+    path, equals, value = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"The override '{override}' is not of the form key.key=value, as in optim.lr=1e-4.")
+    try:
+        parsed = parse(value, _Loader)
+    except YamlProblem as error:
+        raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        place = ".".join(keys[:depth])
+        if isinstance(node, list):
+            # One past the end adds an item.
+            if not key.isdecimal() or int(key) > len(node):
+                raise RecipeError(
+                    f"The override '{override}': '{place}' is a list of {len(node)}; "
+                    f"'{key}' is not one of 0 to {len(node)}."
+                )
+            slot: Any = int(key)
+            if slot == len(node):
+                node.append(None)
+        elif isinstance(node, dict):
+            slot = key
+        else:
+            raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
+        if depth == len(keys) - 1:
+            if keys == ["resume"] and isinstance(parsed, str) and isinstance(node.get(slot), dict):
+                node[slot]["mode"] = parsed  # the section's short form changes nothing else in it
+            else:
+                node[slot] = parsed
+            return
+        below = node[slot] if isinstance(node, list) else node.get(slot)
+        if below is None:
+            node[slot] = [] if keys[depth + 1] == "0" else {}
+        elif keys[: depth + 1] == ["resume"] and isinstance(below, str):
+            node[slot] = {"mode": below}  # the section's short form
+        node = node[slot]
+
+
+def _problem(item: Any) -> str:
+    """One pydantic error as `key: what is wrong`."""
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location) or "recipe"
+    kind, message = item["type"], str(item["msg"])
+    if kind == "extra_forbidden":
+        known = _known_keys(item["loc"][:-1])
+        return f"{key}: unknown key{hint(location[-1], known)} (allowed: {', '.join(known)})"
+    if kind == "value_error":
+        said = message.removeprefix("Value error, ")
+        return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
+    got = json.dumps(item["input"], default=str)
+    return f"{key}: {message[0].lower()}{message[1:]}, got {got if len(got) <= 80 else got[:80] + ' …'}"
+
+
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    """The keys that the recipe has at a location such as ("data", "train", 0)."""
+    section: type[Section] = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = section.model_fields.get(part)
+        found = section_in(field.annotation) if field else None
+        if found is None:
+            return []
+        section = found
+    return list(section.model_fields)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return annotation if issubclass(annotation, Section) else None
+    return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
+
+
+def hint(word: str, known: Sequence[str]) -> str:
+    """`, did you mean 'x'?` of the word that comes near, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a text", int: "a number", float: "a number"}.get(type(value), repr(value))

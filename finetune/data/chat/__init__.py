@@ -1,0 +1,1 @@
+"""Conversations to tokens with a loss mask."""

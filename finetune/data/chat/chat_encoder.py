@@ -1,0 +1,313 @@
+"""Conversations to tokens, and to a mask that says which of them are learned.
+
+Letters: `N` tokens of one conversation.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config.recipe_schema import ChatSection
+from finetune.data.chat import special_token_text
+from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
+from finetune.data.chat.chat_templates import Template, answers, writes_tools
+from finetune.data.chat.conversation_formats import Conversation
+from finetune.data.chat.invalid_records import BrokenConversation, Tolerance
+from finetune.data.chat.special_token_text import Span
+from finetune.data.sources.documents import Chosen
+from finetune.data.tokenization.encode_worker import open_tokenizer
+from finetune.utils.errors import DataError
+
+FORMAT_VERSION = 2
+"""Of what is made of conversations; part of the cache's key."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A conversation as the template writes it."""
+
+    text: str
+    parts: list[Span]
+    """Where special tokens are only characters."""
+    answers: dict[int, list[Span]]
+    tools_dropped: bool
+
+
+class ChatEncoder:
+    """Turns conversations into examples."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template,
+        section: ChatSection,
+        *,
+        row_length: int,
+        around: tuple[int | None, int | None],
+        tolerance: Tolerance,
+    ) -> None:
+        """Takes what the recipe says.
+
+        Args:
+            tokenizer: One with a fast backend: only these say where in a text a token lies.
+            template: Writes conversations.
+            section: What is learned, and what becomes of conversations that are too long.
+            row_length: T; a conversation has at most one token more.
+            around: Put before and behind documents that are plain text.
+            tolerance: Of conversations that the template refuses.
+
+        Raises:
+            DataError: If the tokenizer has no fast backend.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise DataError(
+                f"The tokenizer {type(tokenizer).__name__} is a slow one, which cannot say where in a text its tokens "
+                "lie, and so not which of them are answers. Name a tokenizer with a tokenizer.json as tokenizer.name."
+            )
+        self._tokenizer, self._template, self._section = tokenizer, template, section
+        self._row_length, self._around, self._tolerance = row_length, around, tolerance
+        definition = backend.to_str()
+        self._literal = open_tokenizer(definition)
+        self._fast = open_tokenizer(definition)
+        self._fast.encode_special_tokens = False
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {int(number): token.content for number, token in added if token.special}
+        if tokenizer.eos_token_id is not None:
+            self._special[int(tokenizer.eos_token_id)] = str(tokenizer.eos_token)
+        self._names = tuple(sorted(self._special.values()))
+
+    def key(self, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that shapes examples; takes the tokenizer's identity."""
+        section = self._section
+        return {
+            "version": FORMAT_VERSION,
+            "tokenizer": tokenizer,
+            "special": self._names,
+            "template": self._template.text,
+            "variables": dict(self._template.variables),
+            "rules": [
+                section.train_on,
+                section.end_token,
+                section.too_long,
+                section.drop_tools,
+                self._row_length,
+                *self._around,
+            ],
+        }
+
+    def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], list[Example]]]:
+        """Encodes batches lazily, in order.
+
+        Raises:
+            DataError: If answers cannot be told from the rest, or the template refuses a conversation.
+        """
+        for batch in batches:
+            yield batch, [self.encode(item.text, item.where) for item in batch]
+
+    def encode(self, document: bytes, where: str) -> Example:
+        """One conversation, or one document of plain text."""
+        found = Conversation.from_json(document)
+        if isinstance(found, str):
+            return self._plain(found)
+        try:
+            return self._fitting(found, where)
+        except RecursionError:
+            problem = BrokenConversation("nested too deeply", f"{where}: its tools or calls are nested too deeply.")
+        except BrokenConversation as broken:
+            problem = broken
+        self._tolerance.meet(problem)
+        return left_out(Facts(refused=1))
+
+    def name_of(self, token: int) -> str:
+        """A special token as people know it."""
+        return str(self._special[token])
+
+    def _plain(self, text: str) -> Example:
+        before, behind = ([] if token is None else [token] for token in self._around)
+        ids = self._literal.encode(text, add_special_tokens=False).ids
+        if not ids:
+            return left_out(Facts(unsupervised=1))
+        array = np.array([*before, *ids, *behind], np.uint32)
+        mask = np.full(array.size, True)
+        facts = Facts(examples=1, tokens=array.size, supervised=array.size - 1, ended=int(bool(behind)))
+        return Example(array, mask, facts, behind[0] if behind else None)
+
+    def _fitting(self, conversation: Conversation, where: str) -> Example:
+        """An example that fits into a row, or none."""
+        example = self._example(conversation, where)
+        room = self._row_length + 1
+        if example.ids.size <= room:
+            return example
+        if self._section.too_long == "cut_right":
+            return cut_right(example, room, self._special.keys())
+        shorter = _without_oldest(conversation) if self._section.too_long == "cut_left" else None
+        while shorter is not None:
+            example = self._example(shorter, where)
+            if 0 < example.ids.size <= room:
+                return replace(example, facts=replace(example.facts, cut=1))
+            shorter = _without_oldest(shorter)
+        return left_out(Facts(too_long=1))
+
+    def _example(self, conversation: Conversation, where: str) -> Example:
+        learned = self._learned(conversation)
+        written = self._write(conversation, learned, where)
+        ids, offsets = special_token_text.encode(self._fast, self._literal, written.text, written.parts)
+        tokens = np.array(ids, np.uint32)
+        self._check_literals(tokens, offsets, written, where)
+        mask = np.full(tokens.size, self._section.train_on == "all")
+        shared = 0
+        for number, spans in written.answers.items():
+            for start, end in spans:
+                inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
+                mask[inside] = number in learned
+                shared += int(inside.any() and offsets[inside.argmax(), 0] < start)
+        if self._section.end_token == "add":
+            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [written.answers[n] for n in learned])
+        return self._finished(
+            tokens,
+            mask,
+            offsets,
+            written.text,
+            Facts(answers=len(learned), shared=shared, tools_dropped=int(written.tools_dropped)),
+        )
+
+    def _learned(self, conversation: Conversation) -> list[int]:
+        """The numbers of the messages that are learned; with `all` of those that are answers."""
+        spoken = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if self._section.train_on == "last":
+            spoken = spoken[-1:]
+        elif self._section.train_on == "completions":
+            spoken = [number for number in spoken if number >= conversation.completion]
+        return [number for number in spoken if conversation.weights[number]]
+
+    def _write(self, conversation: Conversation, learned: list[int], where: str) -> _Written:
+        messages, tools = conversation.messages, conversation.tools
+        wanted = learned
+        if self._section.train_on == "all":
+            # Only what is not learned has to be found, and what needs an end.
+            silent = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n not in learned]
+            wanted = sorted({*silent, *(learned if self._section.end_token == "add" else [])})
+        raw = json.dumps([messages, tools], ensure_ascii=False)
+        marks = special_token_text.marks_for(raw)
+        special = special_token_text.alternatives(self._names)
+        marked = special.search(raw) is not None
+        if marked:
+            messages = marks.put(messages, special)
+            tools = marks.put(tools, special)
+        pattern = special_token_text.written_by_template(self._names, marks)
+        text, spans = answers(self._template, messages, tools, wanted, pattern, where)
+        if not marked:
+            return _Written(text, [], spans, self._without_tools(conversation, text, where))
+        clean, parts, removed = marks.remove(text)
+        if clean != self._template.render(conversation.messages, conversation.tools, where):
+            raise BrokenConversation(
+                "special tokens",
+                f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
+                "chat template reads as more than characters. Remove it from the record.",
+            )
+        found = {
+            number: [
+                (special_token_text.moved(start, removed), special_token_text.moved(end, removed))
+                for start, end in places
+            ]
+            for number, places in spans.items()
+        }
+        return _Written(clean, parts, found, self._without_tools(conversation, clean, where))
+
+    def _without_tools(self, conversation: Conversation, text: str, where: str) -> bool:
+        """Whether tools are dropped, which is refused unless the recipe wants it."""
+        messages, tools = conversation.messages, conversation.tools
+        if not tools or writes_tools(self._template, text, messages, tools, where):
+            return False
+        if not self._section.drop_tools:
+            raise BrokenConversation(
+                "tools that the template does not write",
+                f"{where}: the conversation has tools, and the chat template ({self._template.name}) does not write "
+                "all of them, so that a model would learn calls of functions that it never saw. Name a template that "
+                "does as chat.template (`plain` does), or set chat.drop_tools to true to learn without them.",
+            )
+        return True
+
+    def _check_literals(
+        self, tokens: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], written: _Written, where: str
+    ) -> None:
+        for start, end in written.parts:
+            inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
+            made = set(tokens[inside].tolist()) & self._special.keys()
+            if any(self._special[number] in written.text[start:end] for number in made):
+                raise BrokenConversation(
+                    "special tokens",
+                    f"{where}: the text {written.text[start:end]!r} becomes a special token whatever is done, because "
+                    "the tokenizer's vocabulary holds it as a word. Remove it from the record.",
+                )
+
+    def _add_ends(
+        self,
+        tokens: npt.NDArray[np.uint32],
+        mask: Mask,
+        offsets: npt.NDArray[np.int64],
+        learned: Sequence[list[Span]],
+    ) -> tuple[npt.NDArray[np.uint32], Mask, npt.NDArray[np.int64]]:
+        """Lets each learned answer end in a special token: the one behind it, or else the tokenizer's."""
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(
+                "chat.end_token is `add`, but the tokenizer has no end-of-text token. Set chat.end_token to `template`."
+            )
+        places = []
+        for spans in learned:
+            start, end = spans[-1] if spans else (0, 0)
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            if not inside.size or int(tokens[inside[-1]]) in self._special:
+                continue
+            behind = int(inside[-1]) + 1
+            if behind < tokens.size and int(tokens[behind]) in self._special:
+                mask[behind] = True
+            else:
+                places.append(behind)
+        ends = offsets[np.array(places, np.int64) - 1, 1] if places else np.array([], np.int64)
+        return (
+            np.insert(tokens, places, eos),
+            np.insert(mask, places, True),
+            np.insert(offsets, places, np.stack([ends, ends], axis=1), axis=0) if places else offsets,
+        )
+
+    def _finished(
+        self, tokens: npt.NDArray[np.uint32], mask: Mask, offsets: npt.NDArray[np.int64], text: str, facts: Facts
+    ) -> Example:
+        """An example with its counts; none where nothing is a target, which the first token never is."""
+        supervised = int(mask[1:].sum())
+        if not supervised:
+            return left_out(Facts(unsupervised=1))
+        end = None
+        for place in np.flatnonzero(mask)[::-1][:4].tolist():
+            if int(tokens[place]) in self._special:
+                end = int(tokens[place])
+                break
+            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
+                break
+        counted = replace(facts, examples=1, tokens=tokens.size, supervised=supervised, ended=int(end is not None))
+        return Example(tokens, mask, counted, end)
+
+
+def _without_oldest(conversation: Conversation) -> Conversation | None:
+    """A conversation without its oldest exchange; its system message stays. None if it has only one."""
+    roles = [message["role"] for message in conversation.messages]
+    first = int(roles[0] == "system")
+    later = [number for number, role in enumerate(roles) if role == "user" and number > first]
+    if not later:
+        return None
+    kept = [*range(first), *range(later[0], len(roles))]
+    return Conversation(
+        [conversation.messages[n] for n in kept],
+        [conversation.weights[n] for n in kept],
+        conversation.tools,
+        max(first, conversation.completion - (later[0] - first)),
+    )

@@ -1,0 +1,284 @@
+"""Chat templates: which one, whether it is well-formed, and where in what it writes the answers lie.
+
+An answer is found by the template's own `{% generation %}` marks. A template without them is rendered once up to
+each answer and once through it: what was added is the answer, if what came before has stayed the same.
+"""
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.utils.errors import DataError
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+PLAIN = """\
+{%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- 'Assistant:' }}
+{%- generation %}{{ ' ' + (message.content or '') }}
+{%- if message.tool_calls %}{{ ' ' + message.tool_calls | tojson }}{% endif %}
+{{- eos_token or '' }}{% endgeneration %}
+{{- '\\n\\n' }}
+{%- else %}
+{{- message.role | capitalize + ': ' + message.content + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+"""The template that ships: words in plain text, so that any tokenizer can read it, and marks."""
+
+_MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+# Templates that write today's date would give other rows each day. Llama 3's own date stands for all of them.
+_NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+_DATE = datetime.date(2024, 7, 26)
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template, checked."""
+
+    text: str
+    name: str
+    """Where it comes from, for messages."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Special tokens, and what the recipe adds."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether it marks answers itself."""
+        return _MARK.search(self.text) is not None
+
+    def render(self, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool = False) -> str:
+        """A conversation as text; with `prompt`, up to where an answer would begin."""
+        return self._render(_fix_date(self.text), messages, tools, where, prompt=prompt)
+
+    def render_marked(self, messages: Sequence[Message], tools: Any, where: str) -> tuple[str, list[Span]]:
+        """A conversation as text, and the parts of it that are marked.
+
+        Raises:
+            DataError: If the template does something to what it marks.
+        """
+        # Transformers counts characters while a template writes, and begins anew in macros and the like.
+        text = self.render(messages, tools, where)
+        marks = marks_for(text)
+        marked = self._render(_show_marks(_fix_date(self.text), marks), messages, tools, where, prompt=False)
+        clean, spans, _ = marks.remove(marked)
+        if clean != text or marked.count(marks.open) != marked.count(marks.close):
+            raise DataError(
+                f"{where}: the chat template ({self.name}) writes another text around its {{% generation %}} marks "
+                "than without them, so that it cannot be told what is marked. Move filters, such as `trim`, into them."
+            )
+        return text, spans
+
+    def _render(self, template: str, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool) -> str:
+        try:
+            texts, _ = render_jinja_template(
+                [list(messages)], tools=tools, chat_template=template, add_generation_prompt=prompt, **self.variables
+            )
+        except Exception as error:  # Whatever a template does with what it did not expect.
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            roles = ", ".join(message["role"] for message in messages[:8])
+            raise BrokenConversation(
+                "refused by the template",
+                f"{where}: the chat template ({self.name}) refuses this conversation: {reason}. Its roles are {roles}. "
+                "Mend the record, or name another template as chat.template.",
+            ) from error
+        return str(texts[0])
+
+
+def writes_tools(template: Template, text: str, messages: Sequence[Message], tools: Any, where: str) -> bool:
+    """Whether a template has written a conversation's tools into its text: each name more often than without them."""
+    try:
+        bare = template.render(messages, None, where)
+    except BrokenConversation:
+        bare = ""  # it cannot do without them
+    names = [_tool_name(tool) for tool in tools]
+    return text != bare and all(name is None or text.count(name) > bare.count(name) for name in names)
+
+
+def _tool_name(tool: Any) -> str | None:
+    """The name of a function, as OpenAI writes tools or bare; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variables: Mapping[str, Any]) -> Template:
+    """The template that a recipe names.
+
+    Args:
+        tokenizer: Brings its own, and the special tokens that templates write.
+        given: `plain`, a file, or None for the tokenizer's own.
+        variables: More of what the template reads.
+
+    Raises:
+        DataError: If there is none, or its syntax is wrong.
+    """
+    text, name = _text_of(tokenizer, given)
+    try:
+        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=_fix_date(text))
+    except jinja2.TemplateSyntaxError as error:
+        lines = text.splitlines()
+        line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
+        raise DataError(
+            f"The chat template ({name}) has a syntax error in line {error.lineno}: {error.message}. The line is "
+            f"`{_short(line)}`. Mend it, or name another as chat.template."
+        ) from error
+    except Exception:  # This conversation need not be to its taste; the syntax is right.
+        pass
+    tokens = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return Template(text, name, {**tokens, **variables})
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[str, str]:
+    if given == "plain":
+        return PLAIN, "plain"
+    if given is not None:
+        path = Path(given).expanduser()
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise DataError(
+                f"The chat template {path} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
+            ) from error
+    own = tokenizer.chat_template
+    own = own.get("default") if isinstance(own, dict) else own
+    if not isinstance(own, str):
+        raise DataError(
+            f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template. Set "
+            "chat.template to a Jinja file, or to `plain` for the one that ships."
+        )
+    return own, "the tokenizer's own"
+
+
+def answers(
+    template: Template,
+    messages: Sequence[Message],
+    tools: Any,
+    wanted: Sequence[int],
+    special: re.Pattern[str],
+    where: str,
+) -> tuple[str, dict[int, list[Span]]]:
+    """A conversation as text, and where some of its answers lie.
+
+    Args:
+        template: The template.
+        messages: The conversation.
+        tools: What it may call.
+        wanted: Numbers of assistant messages.
+        special: Matches special tokens that the template writes.
+        where: File and record, for messages.
+
+    Raises:
+        DataError: If the answers cannot be told from the rest.
+    """
+    if template.marked:
+        text, spans = template.render_marked(messages, tools, where)
+        found = _by_marks(template, messages, tools, spans, wanted, where)
+    else:
+        text = template.render(messages, tools, where)
+        found = {n: [_by_prefix(template, messages, tools, text, n, special, where)] for n in wanted}
+    # Nothing is marked where a mark closes at once, even if that is in the midst of a token.
+    return text, {n: [(start, end) for start, end in places if start < end] for n, places in found.items()}
+
+
+def _by_marks(
+    template: Template, messages: Sequence[Message], tools: Any, spans: list[Span], wanted: Sequence[int], where: str
+) -> dict[int, list[Span]]:
+    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) == len(spoken):
+        found = {number: [span] for number, span in zip(spoken, spans, strict=True)}
+    else:
+        # A template may mark an answer in several pieces: count what each message adds.
+        found, before = {}, 0
+        for number in spoken:
+            marked = len(template.render_marked(messages[: number + 1], tools, where)[1])
+            found[number] = spans[before:marked]
+            before = marked
+        if before != len(spans):
+            raise DataError(
+                f"{where}: the chat template ({template.name}) marks {len(spans)} parts of this conversation, and "
+                f"{before} when it is read turn by turn: it cannot be told which belongs to which of the "
+                f"{len(spoken)} answers. Mend its {{% generation %}} marks, or name another as chat.template."
+            )
+    return {number: found[number] for number in wanted}
+
+
+def _by_prefix(
+    template: Template,
+    messages: Sequence[Message],
+    tools: Any,
+    text: str,
+    number: int,
+    special: re.Pattern[str],
+    where: str,
+) -> Span:
+    """What a message adds to the text of those before it."""
+    before = template.render(messages[:number], tools, where, prompt=True)
+    through = text if number == len(messages) - 1 else template.render(messages[: number + 1], tools, where)
+    for earlier, later, what in (
+        (before, through, "its prompt for an answer is not how it then writes one"),
+        (before, text, "it rewrites earlier turns when others follow"),
+        (through, text, "it rewrites an answer when others follow"),
+    ):
+        if not later.startswith(earlier):
+            raise DataError(
+                f"{where}, turn {number + 1}: the chat template ({template.name}) has no {{% generation %}} marks, and "
+                f"{what}: {_difference(earlier, later)}. So its answers cannot be told from the rest. Put marks "
+                "around them in a copy of the template and name it as chat.template, or set chat.train_on: last, "
+                "if only earlier turns are rewritten."
+            )
+    return len(before), _end_of(messages[number], through, len(before), special)
+
+
+def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -> int:
+    """Where an answer ends: behind the special token that closes it. What follows, nobody says."""
+    closing = [match.end() for match in special.finditer(text, start)]
+    if closing:
+        # Calls and thoughts may have special tokens of their own.
+        return closing[0] if message.keys() <= {"role", "content", "name"} else closing[-1]
+    content = str(message.get("content") or "").strip()
+    place = text.find(content, start)
+    return place + len(content) if content and place >= 0 else len(text)
+
+
+def _difference(one: str, other: str) -> str:
+    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, same - 20)
+    return f"`{_short(one[start:])}` became `{_short(other[start:])}`"
+
+
+def _short(text: str) -> str:
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= _SHOWN else line[:_SHOWN] + " …"
+
+
+@lru_cache
+def _show_marks(text: str, marks: Marks) -> str:
+    """A template that writes a character where a mark opens or closes, and treats white space as before."""
+
+    def show(mark: re.Match[str]) -> str:
+        character = marks.close if mark["end"] else marks.open
+        nothing = "set finetune_mark = 0"  # a block, so that white space around it goes as it did
+        return f"{{%{mark['left']} {nothing} %}}{{{{ '{character}' }}}}{{% {nothing} {mark['right']}%}}"
+
+    return _MARK.sub(show, text)
+
+
+@lru_cache
+def _fix_date(text: str) -> str:
+    return _NOW.sub(lambda match: repr(_DATE.strftime(match["format"])), text)

@@ -1,0 +1,110 @@
+"""Special tokens that are written in a conversation are characters; those that the template writes are tokens.
+
+So that the two can be told apart in what a template has written, special tokens in messages are put between two
+characters that occur nowhere else. Unicode keeps some that no text may hold.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.tokenization.memmap import Int64s
+
+Span = tuple[int, int]
+
+_NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What opens and closes a special token that is only characters."""
+
+    open: str
+    close: str
+
+    def put(self, value: Any, special: re.Pattern[str]) -> Any:
+        """The same texts, lists and objects, with marks."""
+        if isinstance(value, str):
+            return special.sub(lambda match: f"{self.open}{match[0]}{self.close}", value)
+        if isinstance(value, dict):
+            return {key: self.put(inner, special) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.put(inner, special) for inner in value]
+        return value
+
+    def remove(self, text: str) -> tuple[str, list[Span], Int64s]:
+        """A text without marks, the literal parts of it, and where in it the marks were."""
+        places = np.array([m.start() for m in re.finditer(f"[{self.open}{self.close}]", text)], np.int64)
+        places -= np.arange(places.size)
+        clean = text.replace(self.open, "").replace(self.close, "")
+        pairs = places.reshape(-1, 2).tolist() if places.size % 2 == 0 else []
+        return clean, [(start, end) for start, end in pairs], places
+
+
+def marks_for(text: str) -> Marks:
+    """Two characters that a text does not hold.
+
+    Raises:
+        BrokenConversation: If it holds nearly all of them.
+    """
+    free = [character for character in _NONCHARACTERS if character not in text]
+    if len(free) < 2:
+        raise BrokenConversation("no text", "A conversation holds all of Unicode's noncharacters; remove it.")
+    return Marks(free[0], free[1])
+
+
+@lru_cache
+def written_by_template(names: tuple[str, ...], marks: Marks) -> re.Pattern[str]:
+    """Matches special tokens that are not marked."""
+    return re.compile(f"(?<!{marks.open})(?:{alternatives(names).pattern})")
+
+
+@lru_cache
+def alternatives(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches any of some texts, the longest that fits."""
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
+
+
+def moved(place: int, removed: Int64s) -> int:
+    """Where a place is once marks are removed; `removed` holds where they were, counted without them."""
+    # The n-th mark lay at removed[n] + n.
+    return place - int(np.searchsorted(removed + np.arange(removed.size), place))
+
+
+def encode(
+    fast: Tokenizer, literal: Tokenizer, text: str, literals: Sequence[Span]
+) -> tuple[list[int], npt.NDArray[np.int64]]:
+    """Tokens of a text and where each starts and ends in it, (tokens, 2); in its literal parts nothing is special."""
+    if not literals:
+        encoding = fast.encode(text, add_special_tokens=False)
+        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    ids: list[int] = []
+    offsets = []
+    last = 0
+    for start, end in [*literals, (len(text), len(text))]:
+        for tokenizer, begin, stop in ((fast, last, start), (literal, start, end)):
+            if begin < stop:
+                more, places = _piece(tokenizer, text[begin:stop], first=begin == 0)
+                ids += more
+                offsets.append(places + begin)
+        last = end
+    return ids, np.concatenate(offsets)
+
+
+def _piece(tokenizer: Tokenizer, text: str, *, first: bool) -> tuple[list[int], npt.NDArray[np.int64]]:
+    """Tokens of a part. Some tokenizers put a space before a text: behind a line break they do not, which then goes."""
+    lead = tokenizer.encode("\n", add_special_tokens=False).ids
+    for prefix in [""] if first else ["\n", ""]:
+        encoding = tokenizer.encode(prefix + text, add_special_tokens=False)
+        if not prefix or encoding.ids[: len(lead)] == lead:
+            skip = len(lead) if prefix else 0
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[skip:] - len(prefix)
+            return encoding.ids[skip:], np.maximum(places, 0)
+    raise AssertionError("a part without a prefix is always taken")

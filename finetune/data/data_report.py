@@ -1,0 +1,321 @@
+"""What the data turned out to be, for people and as JSON, and the bounds that a recipe sets."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from finetune.config.recipe_schema import ChecksSection
+from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
+from finetune.utils.errors import DataError
+
+NO_END = "no_end"
+WORDS = {
+    NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
+    LOSSY: "sampled documents are not given back by the tokenizer",
+    MOJIBAKE: "documents look wrongly decoded",
+    NUL: "documents hold NUL characters",
+    DUPLICATE_KEY: "records have a key more than once, and its last value counts",
+}
+"""What each kind of finding is, for people."""
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What one source gave to one side of the split."""
+
+    name: str
+    documents: int
+    tokens: int
+    format: str = ""
+    """Of conversations, how they are written."""
+
+
+@dataclass(frozen=True)
+class ChatReport:
+    """What is learned of conversations. Copies by weight are not counted."""
+
+    examples: int
+    """Conversations that are learned from."""
+    answers: int
+    """Their answers that are learned."""
+    supervised_share: float
+    """Tokens that are learned / all tokens."""
+    ended_share: float
+    """Examples whose last answer ends in a special token that is learned / `examples`."""
+    ends: dict[str, int]
+    """Which tokens these are, and of how many examples."""
+    unsupervised: int
+    """Conversations left out because nothing of them is learned."""
+    too_long: int
+    """Conversations left out because they are longer than a row."""
+    cut: int
+    """Conversations that lost turns or their end."""
+    answers_cut: int
+    """Answers that lost their end, or all of them."""
+    refused: int
+    """Conversations left out because the template refuses them."""
+    tools_dropped: int
+    """Conversations whose tools the template does not write."""
+    shared: int
+    """Answers whose first token holds a part of what comes before: at inference it is another token."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """The training or the validation documents."""
+
+    documents: int
+    """Documents with tokens, copies by weight counted."""
+    tokens: int
+    """Tokens of these, begin and end of text included."""
+    rows: int
+    targets: int
+    """Inputs that carry a target; for classification the tokens that are read."""
+    useful_share: float
+    """Places that hold an input with a token behind it / (`rows` x `sequence_length`)."""
+    empty: int
+    """Documents that give nothing to learn from: no text, or a single token."""
+    duplicates: int
+    """Documents whose text was there before."""
+    over_long: int
+    """Documents longer than a row."""
+    truncated: int
+    """Documents that lost their end."""
+    dropped: int
+    """Documents left out because they are over-long."""
+    remainder_rows: int
+    """Rows left out because they are incomplete."""
+    sources: tuple[SourceReport, ...]
+    overlap: int = 0
+    """Validation documents that are training documents too."""
+    broken: dict[str, int] = field(default_factory=dict)
+    """Conversations left out because they are broken, by what is wrong with them."""
+    first_broken: str | None = None
+    """What is wrong with the first."""
+    chat: ChatReport | None = None
+    """None for documents."""
+    ended_share: float = 0.0
+    """Documents that the tokenizer's end-of-text token ends / `documents`; of conversations as `chat` has it."""
+    findings: tuple[Finding, ...] = ()
+    """Signs that texts are not what was meant."""
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was prepared, and what it took."""
+
+    sequence_length: int
+    packing: str
+    vocabulary: int
+    """Token numbers of the tokenizer."""
+    train: SplitReport | None
+    validation: SplitReport | None
+    seconds: float
+    reused: bool
+    """Whether everything came from the cache."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people, one line a fact."""
+        origin = "from the cache" if self.reused else "prepared"
+        lines = [
+            f"data: {origin} in {self.seconds:.1f} s, {self.packing} rows of {self.sequence_length} tokens, "
+            f"{self.vocabulary:,} token ids"
+        ]
+        for name, split in (("train", self.train), ("validation", self.validation)):
+            if split is not None:
+                lines.extend(_split_lines(name, split))
+        return lines
+
+
+def _split_lines(name: str, split: SplitReport) -> list[str]:
+    lines = [
+        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.rows:,} rows, "
+        f"useful share {split.useful_share:.1%}"
+    ]
+    notes = [
+        (split.duplicates, "duplicate documents"),
+        (split.empty, "empty documents"),
+        (split.over_long, "documents longer than a row"),
+        (split.truncated, "documents truncated"),
+        (split.dropped, "documents left out as too long"),
+        (split.remainder_rows, "incomplete rows left out"),
+        (split.overlap, "documents that are training documents too"),
+        *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
+    ]
+    if split.chat is not None:
+        lines.append(_chat_line(split.chat))
+        notes += _chat_notes(split.chat)
+    found = [f"{count:,} {what}" for count, what in notes if count]
+    if found:
+        lines.append(f"    {', '.join(found)}")
+    for finding in split.findings:
+        lines.append(f"    {finding.count:,} of {finding.of:,} {WORDS[finding.kind]}; the first: {finding.example}")
+    if len(split.sources) > 1 or split.chat is not None:
+        lines.extend(
+            f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
+            for s in split.sources
+        )
+    return lines
+
+
+def _chat_line(chat: ChatReport) -> str:
+    ends = ", ".join(f"{name!r} {count:,}" for name, count in chat.ends.items())
+    return (
+        f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
+        f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
+    )
+
+
+def _chat_notes(chat: ChatReport) -> list[tuple[int, str]]:
+    return [
+        (chat.unsupervised, "conversations left out (nothing to learn)"),
+        (chat.too_long, "conversations left out as too long"),
+        (chat.cut, "conversations cut"),
+        (chat.answers_cut, "answers cut"),
+        (chat.tools_dropped, "conversations without their tools"),
+        (chat.shared, "answers that begin inside a token of the prompt"),
+    ]
+
+
+def split_report(
+    facts: dict[str, Any],
+    side: str,
+    made: dict[str, Any],
+    *,
+    row_length: int,
+    around: int,
+    overlap: int,
+    eos: int | None,
+    add_eos: bool,
+    name_of: Callable[[int], Any],
+) -> SplitReport:
+    """Puts a side's facts together.
+
+    Args:
+        facts: Of the token folder.
+        side: Of the split.
+        made: Facts of the rows.
+        row_length: T.
+        around: Special tokens around each document of a classifier.
+        overlap: Documents that are training documents too.
+        eos: The tokenizer's end-of-text token.
+        add_eos: Whether it is wanted behind documents.
+        name_of: The text of a token.
+    """
+    counts = facts[side]
+    places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
+    chat = _chat_report(counts["chat"], counts["ends"], name_of) if counts["chat"] else None
+    # What was left out on purpose has no tokens either.
+    left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
+    # Records of a source belong to neither side before they are read: said once, with the training side.
+    own = side == "train"
+    found = findings(counts["issues"])
+    total, ended = counts["documents"], 0
+    if chat is not None:
+        total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
+    elif add_eos and eos is not None:
+        ended = total - made["truncated"]
+    if add_eos and eos is None and ended < total:
+        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
+    return SplitReport(
+        documents=counts["documents"],
+        tokens=counts["tokens"],
+        rows=made["rows"],
+        targets=made["targets"] + made["rows"] * around,
+        useful_share=used / places if places else 0.0,
+        empty=counts["empty"] + made["empty"] - left_out,
+        duplicates=counts["duplicates"],
+        over_long=made["over_long"],
+        truncated=made["truncated"],
+        dropped=made["dropped"],
+        remainder_rows=made["remainder_rows"],
+        sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        overlap=overlap,
+        broken=facts["broken"] if own else {},
+        first_broken=facts["first_broken"] if own else None,
+        chat=chat,
+        ended_share=ended / total if total else 0.0,
+        findings=found,
+    )
+
+
+def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
+    return ChatReport(
+        examples=facts["examples"],
+        answers=facts["answers"],
+        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
+        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
+        ends={str(name_of(int(token))): count for token, count in ends.items()},
+        **{
+            name: facts[name]
+            for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "tools_dropped", "shared")
+        },
+    )
+
+
+def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
+    """Compares the report with the recipe's bounds.
+
+    Args:
+        report: What there is.
+        bounds: What may be.
+        labelled: Whether documents have classes, and so no end.
+
+    Raises:
+        DataError: With all of them that do not hold.
+    """
+    problems = []
+    for name, split in (("train", report.train), ("validation", report.validation)):
+        if split is not None:
+            problems += [f"{name}: {problem}" for problem in _problems(split, bounds, labelled)]
+    if problems:
+        raise DataError(f"The data is not what the recipe allows: {'; '.join(problems)}. Mend it, or the bounds.")
+
+
+def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iterator[str]:
+    chat = split.chat
+    broken = sum(split.broken.values())
+    read = broken + split.documents
+    too_long, unsupervised = split.truncated + split.dropped, 0
+    if chat is not None:
+        too_long += chat.too_long + chat.cut
+        unsupervised = chat.unsupervised
+        read += chat.too_long + chat.unsupervised
+    if broken:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
+        more = f" ({kinds}; the first: {split.first_broken})"
+        yield from _above("max_broken", bounds.max_broken, broken, read, f"conversations are broken{more}")
+    yield from _above("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row")
+    nothing = "conversations hold nothing to learn"
+    yield from _above("max_unsupervised", bounds.max_unsupervised, unsupervised, read, nothing)
+    both = "documents are training documents too"
+    yield from _above("max_overlap", bounds.max_overlap, split.overlap, split.documents, both)
+    if chat is not None and chat.supervised_share < bounds.min_supervised:
+        yield _below("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned")
+    if split.ended_share < bounds.min_ended and not labelled:
+        what = "documents" if chat is None else "examples"
+        end = f"of the {what} end in a special token that is learned"
+        yield _below("min_ended", bounds.min_ended, split.ended_share, end)
+    most = {
+        LOSSY: ("max_lossy", bounds.max_lossy),
+        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
+        NUL: ("max_nul", bounds.max_nul),
+        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
+    }
+    for found in split.findings:
+        if found.kind in most:
+            what = f"{WORDS[found.kind]} (the first: {found.example})"
+            yield from _above(*most[found.kind], found.count, found.of, what)
+
+
+def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:
+    if count > bound * total:
+        yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
+
+
+def _below(key: str, bound: float, share: float, what: str) -> str:
+    return f"{share:.1%} {what}, and checks.{key} is {bound:g}"

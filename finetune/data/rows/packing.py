@@ -1,0 +1,233 @@
+"""Documents to rows. Only lengths are looked at; tokens stay where they are.
+
+The token file is one stream. A document of `n` tokens has `n - 1` pairs of an input and its target, the token
+behind it. A segment is a run of pairs: `start` in the stream, and `length`. A row is one or more segments,
+and holds at most T pairs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.data.tokenization.loss_masks import MaskFile
+from finetune.data.tokenization.memmap import Int64s, map_array
+
+LongDocuments = Literal["split", "truncate", "drop"]
+
+_ARRAYS = ("starts", "lengths", "row_starts")
+_COUNTS = ("empty", "over_long", "truncated", "dropped", "remainder_rows")
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Rows of segments, and what was left out to make them."""
+
+    starts: Int64s
+    """Of each segment, in the stream; the segments of a row are neighbours."""
+    lengths: Int64s
+    """Pairs of each segment."""
+    row_starts: Int64s
+    """First segment of each row, and at the end the number of segments: (rows + 1,)."""
+    empty: int = 0
+    """Documents without a pair."""
+    over_long: int = 0
+    """Documents of more than T pairs."""
+    truncated: int = 0
+    """Documents that lost their end."""
+    dropped: int = 0
+    """Documents left out because they are over-long."""
+    remainder_rows: int = 0
+    """Rows left out because they are incomplete."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were made."""
+        return self.row_starts.size - 1
+
+
+def wrap(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Packed:
+    """Cuts the stream every `row_length` pairs, through documents."""
+    pairs = max(0, num_tokens - 1)
+    rows, rest = divmod(pairs, row_length)
+    lengths = np.full(rows, row_length, np.int64)
+    if rest and keep_remainder:
+        lengths = np.append(lengths, rest)
+    return Packed(
+        starts=np.arange(lengths.size, dtype=np.int64) * row_length,
+        lengths=lengths,
+        row_starts=np.arange(lengths.size + 1, dtype=np.int64),
+        remainder_rows=int(rest > 0 and not keep_remainder),
+    )
+
+
+def pad(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+    """One segment a row, in the order of the documents.
+
+    Args:
+        offsets: Where each document starts in the stream, and the end: (documents + 1,).
+        row_length: T.
+        long_documents: What to do with documents of more than T pairs.
+    """
+    return _segments(offsets[:-1], np.diff(offsets) - 1, row_length, long_documents)
+
+
+def truncate(offsets: Int64s, row_length: int) -> Packed:
+    """One document a row without targets, for classifiers: lengths are tokens here, not pairs."""
+    return _segments(offsets[:-1], np.diff(offsets), row_length, "truncate")
+
+
+def fill(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+    """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
+
+    The arguments are those of `pad`. Time is linear in the documents plus the number of pairs (length, room)
+    that occur, because documents of one length are placed together.
+
+    Source: Johnson, "Near-optimal bin packing algorithms", 1973; for rows of text Ding et al., "Fewer
+    Truncations Improve Language Modeling", 2024.
+    """
+    loose = pad(offsets, row_length, long_documents)
+    rows = best_fit_decreasing(loose.lengths, row_length)
+    order = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows, minlength=int(rows.max()) + 1 if rows.size else 0)
+    return Packed(
+        starts=loose.starts[order],
+        lengths=loose.lengths[order],
+        row_starts=_edges(counts),
+        empty=loose.empty,
+        over_long=loose.over_long,
+        truncated=loose.truncated,
+        dropped=loose.dropped,
+    )
+
+
+def save(packed: Packed, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
+    """Writes the arrays to a folder and returns the rest as JSON-able facts, for `load` and for reports.
+
+    With a mask, how many targets each row has is written too: a step must know before it reads.
+    """
+    for name in _ARRAYS:
+        np.save(folder / f"{name}.npy", getattr(packed, name), allow_pickle=False)
+    counts = {name: getattr(packed, name) for name in _COUNTS}
+    pairs = targets = int(packed.lengths.sum())
+    if mask is not None:
+        of_segments = mask.counts(packed.starts, packed.lengths)
+        of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
+        np.save(folder / "targets.npy", of_rows, allow_pickle=False)
+        targets = int(of_rows.sum())
+    return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **counts}
+
+
+def load_targets(folder: Path) -> Int64s:
+    """Targets of each row, as `save` has written them."""
+    return map_array(folder / "targets.npy")
+
+
+def load(folder: Path, facts: dict[str, Any]) -> Packed:
+    """Opens what `save` has written, memory-mapped."""
+    arrays: dict[str, Any] = {name: map_array(folder / f"{name}.npy") for name in _ARRAYS}
+    return Packed(**arrays, **{name: facts[name] for name in _COUNTS})
+
+
+def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
+    """The row of each item.
+
+    Args:
+        lengths: Of the items, 1 to `room`.
+        room: Of a row.
+
+    Returns:
+        Row numbers from 0 without gaps, one for each item. Items of one length go in their given order.
+    """
+    # NumPy sorts small numbers with less time and memory.
+    items = np.argsort((room - lengths).astype(np.min_scalar_type(room)), kind="stable")
+    rows = np.empty(lengths.size, np.int64)
+    shelves = _Shelves(room)
+    counts = np.bincount(lengths, minlength=1)
+    sizes = np.flatnonzero(counts)[::-1]
+    begin = 0
+    for size, count in zip(sizes.tolist(), counts[sizes].tolist(), strict=True):
+        end = begin + count
+        while begin < end:
+            taken, each = shelves.take(size, end - begin)
+            used = taken.size * each
+            rows[items[begin : begin + used]] = np.repeat(taken, each)
+            begin += used
+    return rows
+
+
+class _Shelves:
+    """Open rows by the room they have left."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._num_rows = 0
+        self._by_room: list[list[Int64s]] = [[] for _ in range(room + 1)]
+        # Bit r is set where rows with room r are: the next one from a size upwards is found in one operation.
+        self._present = 0
+
+    def take(self, size: int, count: int) -> tuple[Int64s, int]:
+        """Places at most `count` items of one size the way best fit would, one after the other.
+
+        Returns:
+            The rows, and how many items each of them gets. At least one item is placed.
+        """
+        above = self._present >> size
+        if above:
+            room = size + (above & -above).bit_length() - 1
+            rows = self._by_room[room].pop()
+            if not self._by_room[room]:
+                self._present ^= 1 << room
+        else:
+            room = self._room
+            per_row = room // size
+            new = max(1, count // per_row)
+            rows = np.arange(self._num_rows, self._num_rows + new, dtype=np.int64)
+            self._num_rows += new
+        # What fits the fullest row best goes on fitting it best until that row is full.
+        each = min(room // size, count)
+        wanted = count // each
+        if rows.size > wanted:
+            self._put(room, rows[wanted:])
+            rows = rows[:wanted]
+        self._put(room - each * size, rows)
+        return rows, each
+
+    def _put(self, room: int, rows: Int64s) -> None:
+        if room:
+            self._by_room[room].append(rows)
+            self._present |= 1 << room
+
+
+def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+    """The segments of each document, in order, each as a row of its own."""
+    empty = int((pairs < 1).sum())
+    starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
+    long = pairs > row_length
+    over_long = int(long.sum())
+    if long_documents == "split":
+        parts = -(-pairs // row_length)
+        # The number of each part within its document.
+        part = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.repeat(starts, parts) + part * row_length
+        pairs = np.minimum(np.repeat(pairs, parts) - part * row_length, row_length)
+    elif long_documents == "truncate":
+        pairs = np.minimum(pairs, row_length)
+    else:
+        starts, pairs = starts[~long], pairs[~long]
+    return Packed(
+        starts=np.ascontiguousarray(starts, np.int64),
+        lengths=np.ascontiguousarray(pairs, np.int64),
+        row_starts=np.arange(pairs.size + 1, dtype=np.int64),
+        empty=empty,
+        over_long=over_long,
+        truncated=over_long if long_documents == "truncate" else 0,
+        dropped=over_long if long_documents == "drop" else 0,
+    )
+
+
+def _edges(counts: npt.NDArray[np.integer]) -> Int64s:
+    """Running totals, with a 0 in front."""
+    return np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])

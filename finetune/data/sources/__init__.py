@@ -1,0 +1,1 @@
+"""Files and datasets, read as documents."""

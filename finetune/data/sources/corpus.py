@@ -1,0 +1,205 @@
+"""A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.config.recipe_paths import find_files
+from finetune.config.recipe_schema import Source
+from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.sources.readers import Document, Fields, document_of, read_file, require_fields
+from finetune.data.sources.streams import Meter
+from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.utils.atomic_files import digest
+from finetune.utils.errors import DataError
+
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of one source."""
+
+    name: str
+    """As people know it, for reports."""
+    weight: float
+    fingerprint: dict[str, Any]
+    """Changes when the documents change, and not with where the files lie."""
+    _read: Callable[[Meter], Iterator[Document]]
+    _limit: int | None
+    size: int | None
+    """Bytes of its files; None where it has none, or is not read to its end."""
+    form: RecordForm | None = None
+    """How records become conversations; None where they are documents."""
+    meter: Meter = field(default_factory=Meter)
+    """How much of `size` has been read."""
+
+    def documents(self) -> Iterator[Document]:
+        """Reads from the start, in a fixed order.
+
+        Raises:
+            DataError: If something in the source cannot be read.
+        """
+        self.meter.done = 0
+        return itertools.islice(self._read(self.meter), self._limit)
+
+
+def open_source(source: Source, *, labelled: bool, form: RecordForm | None = None) -> Corpus:
+    """Finds what a source names and fingerprints it; reads no documents yet.
+
+    Args:
+        source: Of the recipe.
+        labelled: Whether documents have classes.
+        form: How records become conversations, if they do.
+
+    Raises:
+        DataError: If there is no such source, or it is in no known format.
+    """
+    fields = Fields(source.text_field, source.label_field if labelled else None, form)
+    if source.sample is not None:
+        name, opened = _open_sample(source.sample, fields)
+    elif source.path is not None:
+        name = source.path
+        opened = _open_path(source, source.path, fields)
+    else:
+        assert source.hub is not None
+        name = source.hub
+        opened = _open_hub(source, source.hub, fields)
+    taken = form.fingerprint() if form else [fields.text, fields.label]
+    fingerprint = {"content": opened.content, "fields": taken, "weight": source.weight, "limit": source.limit}
+    size = opened.size if source.limit is None else None
+    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form)
+
+
+class _Opened(NamedTuple):
+    content: Any
+    """Changes when the documents change."""
+    read: Callable[[Meter], Iterator[Document]]
+    size: int | None
+    """Bytes of the files, where the meter goes forward by them."""
+
+
+def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
+    files = find_files(given)
+    if len(files) == 1 and files[0].is_dir():
+        return _open_saved(source, files[0], fields)
+    content = [[path.suffix.lower(), _hash_file(path)] for path in files]
+
+    def read(meter: Meter) -> Iterator[Document]:
+        return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
+
+    return _Opened(content, read, sum(path.stat().st_size for path in files))
+
+
+def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
+    """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
+    inner = folder
+    if (folder / "dataset_dict.json").is_file():
+        inner = folder / source.split
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if source.split not in splits:
+            raise DataError(
+                f"The data set {folder} has no split '{source.split}'; its splits are {', '.join(splits)}. "
+                "Name one of them as the source's `split`."
+            )
+    if not (inner / "state.json").is_file():
+        raise DataError(
+            f"{folder} is a directory, but none that `datasets`' save_to_disk has written. Name files with a "
+            f"glob instead, such as {folder}/*.jsonl."
+        )
+    content = [[path.name, _hash_file(path)] for path in _arrow_files(inner)]
+
+    def read(_: Meter) -> Iterator[Document]:
+        import datasets
+
+        try:
+            dataset = datasets.load_from_disk(str(inner))
+        except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
+            raise DataError(f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again.") from error
+        return _read_dataset(dataset, fields, str(folder))
+
+    return _Opened(content, read, None)
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory.
+
+    Raises:
+        DataError: If the list cannot be read, or names something else.
+    """
+    try:
+        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
+        ) from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise DataError(
+                f"The data set in {folder} lists the file {name!r}, which is not a file in that directory. Save it "
+                "again with `datasets`' save_to_disk."
+            )
+    return sorted(folder / name for name in names)
+
+
+def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(
+            name, source.hub_config, revision=source.revision, split=source.split, streaming=False
+        )
+    except Exception as error:  # The hub client raises errors of several HTTP libraries.
+        raise DataError(
+            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') "
+            "cannot "
+            f"be had from the hub: {_brief(error)}. Check its name and the network, or download it and give "
+            "its "
+            "files as `path`."
+        ) from error
+    return _Opened({"hub": dataset._fingerprint}, lambda _: _read_dataset(dataset, fields, name), None)
+
+
+def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
+    require_fields(dataset.column_names, fields, name)
+    columns = fields.columns or list(dataset.column_names)
+    number = 0
+    for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
+        for values in zip(*(batch[column] for column in columns), strict=True):
+            number += 1
+            yield document_of(dict(zip(columns, values, strict=True)), fields, f"{name}, row {number}")
+
+
+def _open_sample(count: int, fields: Fields) -> tuple[str, _Opened]:
+    """Its name and documents: conversations, where they are wanted."""
+    content = {"sample": count, "version": story_generator.GENERATOR_VERSION}
+    if fields.form is None or fields.form.format == "text":
+        made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
+        kind, kinds = "story", "stories"
+    else:
+        made, kind, kinds = conversation_generator.conversations, "conversation", "conversations"
+        content[kinds] = conversation_generator.GENERATOR_VERSION
+
+    def read(_: Meter) -> Iterator[Document]:
+        for number, item in enumerate(made(count), start=1):
+            yield document_of(item._asdict(), fields, f"the built-in sample, {kind} {number}")
+
+    return f"built-in sample ({count} {kinds})", _Opened(content, read, None)
+
+
+def _hash_file(path: Path) -> str:
+    try:
+        return digest(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    """The first line of a library's message, without its full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")

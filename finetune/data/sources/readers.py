@@ -1,0 +1,325 @@
+"""One file, as a stream of documents. Every error names the file and the line or row."""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
+from finetune.utils.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+_BATCH_ROWS = 1024
+# An object whose first value that is no text, number or the like is a list of objects or of texts.
+_LIST_INSIDE = re.compile(rb'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"{}\[\],]+)\s*,\s*)*"([^"]+)"\s*:\s*\[\s*[{"]')
+
+
+class Document(NamedTuple):
+    """A text as it was found."""
+
+    text: str
+    """Of a conversation its JSON; empty where a broken one is left out."""
+    label: int | str | None
+    """None where no label was asked for."""
+    where: str
+    """File and line, for error messages."""
+    duplicate_key: str | None = None
+    """A key that its record has more than once: the last value counts."""
+
+
+class Fields(NamedTuple):
+    """What to take from each record."""
+
+    text: str
+    label: str | None
+    """None where labels are not wanted."""
+    form: RecordForm | None = None
+    """How records become conversations; None where they are documents."""
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The fields that are read; None for all."""
+        return None if self.form else list(dict.fromkeys(name for name in (self.text, self.label) if name is not None))
+
+
+def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterator[Document]:
+    """Reads a .txt, .jsonl, .json, .parquet or .csv file, never more than a part of it at once.
+
+    Args:
+        path: The file.
+        fields: What to take from each record.
+        meter: Goes forward by the file's size, if given.
+
+    Raises:
+        DataError: If the file cannot be opened, is malformed, or lacks a field.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path} ends in '{path.suffix}', which is no format that can be read. Allowed are "
+            f"{', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk; convert the file."
+        )
+    try:
+        yield from reader(path, fields, meter or Meter())
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
+        ) from error
+
+
+def document_of(record: Any, fields: Fields, where: str) -> Document:
+    """Takes text and label out of one record.
+
+    Raises:
+        DataError: If a field is missing, the text is no text, or the label is no class.
+    """
+    if fields.form is not None:
+        return Document(fields.form.read(record, where), None, where)
+    if isinstance(record, str) and fields.label is None:
+        return Document(record, None, where)
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"{where}: got {_kind(record)} where an object with a field '{fields.text}' is needed. "
+            "Write each document as an object."
+        )
+    require_fields(record, fields, where)
+    text = record[fields.text]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: the field '{fields.text}' holds {_kind(text)}, and only text can be read. Remove or "
+            "mend "
+            "the record, or name another field as `text_field`."
+        )
+    if fields.label is None:
+        return Document(text, None, where)
+    label = record[fields.label]
+    if not isinstance(label, int | str):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is {_kind(label)}; a class is an integer or a text. "
+            "Mend "
+            "the record, or name another field as `label_field`."
+        )
+    return Document(text, int(label) if isinstance(label, bool) else label, where)
+
+
+def too_long(where: str, why: str) -> DataError:
+    """The error for a document that cannot be tokenised in bounded memory."""
+    return DataError(
+        f"{where}: the document is longer than {MAX_DOCUMENT_BYTES >> 20} MiB ({why}), and tokenising takes a hundred "
+        "times a document's size in memory. Cut it into several documents; in a .txt file put a line `<|endoftext|>` "
+        "between them."
+    )
+
+
+def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
+    """Checks that the wanted fields are there.
+
+    Raises:
+        DataError: Naming the fields that are there instead.
+    """
+    if fields.form is not None:
+        return
+    names = list(present)
+    for key, field in (("text_field", fields.text), ("label_field", fields.label)):
+        if field is not None and field not in names:
+            raise DataError(
+                f"{where}: there is no field '{field}'; the fields are "
+                f"{', '.join(map(str, names)) or 'none'}. "
+                f"Name one of them as the source's `{key}`{_or_chat(names)}."
+            )
+
+
+def _or_chat(names: Iterable[str]) -> str:
+    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
+    return ", or give the recipe a `chat` section if these are conversations" if spoken else ""
+
+
+def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    if fields.label is not None:
+        raise DataError(
+            f"{path} is plain text and has no labels, which sequence classification needs. Give a .jsonl, "
+            ".json, "
+            ".parquet or .csv file with a label field."
+        )
+    found: list[str] = []
+    first, size = 1, 0
+    for number, line in lines(path, meter):
+        if line.strip() != END_OF_TEXT:
+            found.append(line.replace("\r\n", "\n"))
+            size += len(line)
+            if size > MAX_DOCUMENT_BYTES:
+                raise too_long(f"{path}, line {first}", "there is no line `<|endoftext|>` behind so much")
+            continue
+        yield document_of("".join(found), fields, f"{path}, line {first}")
+        found.clear()
+        first, size = number + 1, 0
+    rest = "".join(found)
+    if rest.strip():
+        yield document_of(rest, fields, f"{path}, line {first}")
+
+
+def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    reader = JsonReader()
+    for number, line in lines(path, meter):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = reader.decode(line)
+        except ValueError as error:
+            raise DataError(
+                f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or "
+                f"remove the line.{_cut_short(line, error)}"
+            ) from error
+        yield _noted(document_of(record, fields, where), reader)
+
+
+def _cut_short(line: str, error: ValueError) -> str:
+    """A hint for a last line that ends in the midst of a record."""
+    inside = isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated") or error.pos >= len(line.rstrip())
+    )
+    return " The file ends here, and may have been cut short." if inside and not line.endswith("\n") else ""
+
+
+def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    with path.open("rb") as file:
+        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"{":
+        # Many published `.json` files are JSON lines.
+        documents = _read_jsonl(path, fields, meter)
+        try:
+            first = next(documents, None)
+        except BrokenConversation:
+            raise
+        except DataError as error:
+            raise _explained(error, start) from error
+        if first is not None:
+            yield first
+            yield from documents
+        return
+    reader = JsonReader()
+    for number, record in enumerate(json_items(path, meter, reader), start=1):
+        yield _noted(document_of(record, fields, f"{path}, item {number}"), reader)
+
+
+def _noted(document: Document, reader: JsonReader) -> Document:
+    return document if reader.duplicate_key is None else document._replace(duplicate_key=reader.duplicate_key)
+
+
+def _explained(error: DataError, start: bytes) -> DataError:
+    """What may be wrong with a .json file that begins with an object, and whose first line is no record."""
+    if (nested := _LIST_INSIDE.match(start)) is not None:
+        key = nested[1].decode("utf-8", "replace")
+        return DataError(
+            f"{error} The file begins with an object that has a list under '{key}'. If these are the records, write "
+            f"that list alone into a file, for example with `jq .{key}`."
+        )
+    if b"\n" in start:
+        return DataError(f"{error} A .json file is a list of records, or has each record in a line of its own.")
+    return error
+
+
+def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    # Documents are longer than the module's own limit of 128 KiB a field; a quote that never closes must end.
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    rows = csv.reader((line for _, line in lines(path, meter)), strict=True)
+    try:
+        header = next(rows, None)
+        if header is None:
+            return
+        _require_header(header, fields, path)
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise DataError(
+                    f"{where} has {len(row)} columns and the header has {len(header)}. Mend the line, or put "
+                    "quotes around texts that contain commas."
+                )
+            record: dict[str, Any] = dict(zip(header, row, strict=True))
+            if fields.label is not None:
+                record[fields.label] = _csv_label(record[fields.label])
+            yield document_of(record, fields, where)
+    except csv.Error as error:
+        reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
+        raise DataError(f"{path}, line {rows.line_num} is not valid CSV: {reason}. Mend the line.") from error
+
+
+def _require_header(header: list[str], fields: Fields, path: Path) -> None:
+    """Checks the first line of a CSV file.
+
+    Raises:
+        DataError: If a wanted column is missing, or is there twice.
+    """
+    for name in fields.columns or header:
+        if header.count(name) > 1:
+            raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")
+    if len(header) == 1:
+        other = next((sign for sign in ";\t|" if sign in header[0]), None)
+        if other is not None:
+            raise DataError(
+                f"{path}: the columns are divided by {other!r}, as the header {_short(header[0])!r} shows, and must be "
+                "divided by commas. Write the file again with commas, or convert it to JSON lines."
+            )
+    try:
+        require_fields(header, fields, str(path))
+    except DataError as error:
+        raise DataError(
+            f"{error} The first line of a CSV file must name its columns: if this file has no such line, put one "
+            f"there, such as `{','.join(fields.columns or [])}`."
+        ) from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + " …"
+
+
+def _csv_label(label: str) -> int | str:
+    """CSV knows only text, so a class that is written as a number is one."""
+    return int(label) if label.isascii() and label.isdigit() else label
+
+
+def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        require_fields(file.schema_arrow.names, fields, str(path))
+        number, before, size = 0, meter.done, path.stat().st_size
+        # Asked for all groups at once, it keeps in memory what it has passed.
+        batches = (
+            batch
+            for group in range(file.num_row_groups)
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
+        )
+        for batch in batches:
+            for record in batch.to_pylist():
+                number += 1
+                meter.done = before + size * number // file.metadata.num_rows
+                yield document_of(record, fields, f"{path}, row {number}")
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
+
+
+_READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}

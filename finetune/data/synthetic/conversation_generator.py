@@ -1,0 +1,136 @@
+"""The built-in instruction set: seeded conversations about the world of the built-in stories.
+
+A user asks for a story, or gives the beginning of one and asks about it, once or twice: who and what is in it, what
+it is about, what it teaches. Answers are whole sentences, or one word if a system prompt wants that. All of them are
+right: who reads the text finds the same.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from finetune.data.synthetic.story_generator import Dice, Tale, distinct, tell
+
+GENERATOR_VERSION = 1
+"""Part of the cache's key, beside the stories' own: raise it whenever the conversations change."""
+
+ONE_WORD = "Answer in one word."
+SENTENCE = "Answer in a whole sentence."
+
+
+class _Gist(NamedTuple):
+    """What a plot comes to, and how many of its slots, behind opening and character, show that."""
+
+    about: str
+    lesson: str
+    slots: int
+
+
+_GISTS = {
+    "lost": _Gist("a lost toy", "Friends help each other.", 2),
+    "afraid": _Gist("being afraid", "It is fine to be afraid.", 1),
+    "quarrel": _Gist("a quarrel", "A friend is worth more than a toy.", 2),
+    "broken": _Gist("telling the truth", "It is best to tell the truth.", 3),
+    "rescue": _Gist("a rescue", "Together we are stronger than alone.", 2),
+    "share": _Gist("sharing", "It is nice to share.", 3),
+    "patience": _Gist("waiting", "Good things take time.", 2),
+}
+
+
+class Chat(NamedTuple):
+    """A conversation and what kind it is: `story`, `question`, `one_word` or `follow_up`."""
+
+    messages: tuple[dict[str, str], ...]
+    """With `role` and `content`."""
+    label: str
+
+
+class _Fact(NamedTuple):
+    """A question about the beginning of a story."""
+
+    question: str
+    answer: str
+    word: str = ""
+    """The same answer as one word, where it is one."""
+
+
+def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
+    """Makes `count` distinct conversations: one in five asks for a story, the others ask about one.
+
+    The first `n` are the same whatever `count` is, on every machine and Python version.
+    """
+    return distinct(
+        count, lambda number: _chat(Dice(f"conversation/{seed}/{number}")), lambda chat: repr(chat.messages)
+    )
+
+
+def _chat(dice: Dice) -> Chat:
+    label = dice.pick(("story", "question", "question", "one_word", "follow_up"))
+    tale = tell(dice)
+    gist = _GISTS[tale.label]
+    if label == "story":
+        about = dice.pick(("", f"{tale.cast['h'].name} and ")) + gist.about
+        asked = f"{dice.pick(('Write', 'Tell me'))} a story about {about}."
+        return Chat(_messages("", [(asked, tale.text)]), label)
+    passage = " ".join(slot for slot in tale.slots[: 2 + gist.slots] if slot)
+    facts = _facts(tale)
+    if label == "one_word":
+        fact = dice.pick([fact for fact in facts if fact.word])
+        return Chat(_messages(ONE_WORD, [(f"{passage} {fact.question}", f"{fact.word}.")]), label)
+    gists = [
+        _Fact("What is this story about?", f"It is about {gist.about}."),
+        _Fact("What does this story teach?", gist.lesson),
+    ]
+    first = dice.pick(dice.pick((facts, gists)))
+    turns = [(f"{passage} {first.question}", first.answer)]
+    if label == "follow_up":
+        second = dice.pick([fact for fact in dice.pick((facts, gists)) if fact is not first])
+        turns.append((second.question, second.answer))
+    return Chat(_messages(dice.pick(("", "", "", SENTENCE)), turns), label)
+
+
+def _messages(system: str, turns: list[tuple[str, str]]) -> tuple[dict[str, str], ...]:
+    first = [{"role": "system", "content": system}] if system else []
+    spoken = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    return (*first, *spoken)
+
+
+def _facts(tale: Tale) -> list[_Fact]:
+    """What can be asked about the beginning of a story. There is always a fact that is one word."""
+    cast, character = tale.cast, tale.slots[1]
+    hero, friend, nature = cast["h"], cast["f"], cast["nature"]
+    facts = [
+        _Fact(f"Where does {hero.name} live?", f"{hero.name} lives {cast['place']}."),
+        _Fact(f"Who is {hero.name}?", f"{hero.name} is {hero.a}."),
+    ]
+    friendly = "best friend" in character  # which says as well what the friend is
+    if hero.noun != friend.noun or not friendly:
+        facts.append(_Fact(f"What is the name of the {hero.noun}?", f"{hero.Their} name is {hero.name}.", hero.name))
+    if friendly:
+        what = f"Who is the best friend of {hero.name}?"
+        facts.append(_Fact(what, f"{hero.Their} best friend is {friend.name}.", friend.name))
+    elif character:
+        facts.append(_Fact(f"What is {hero.name} like?", f"{hero.name} is {nature}.", nature.capitalize()))
+    return facts + _of_plot(tale)
+
+
+def _of_plot(tale: Tale) -> list[_Fact]:
+    cast = tale.cast
+    hero, friend, toy, stuck = cast["h"], cast["f"], cast["t"], cast["stuck"]
+    color = _Fact(f"What color is the {toy.noun}?", f"The {toy.noun} is {toy.colour}.", toy.colour.capitalize())
+    match tale.label:
+        case "lost" | "broken":
+            owner = hero if tale.label == "lost" else friend
+            return [color, _Fact(f"Whose {toy.noun} is it?", f"The {toy.noun} belongs to {owner.name}.", owner.name)]
+        case "quarrel":
+            return [color]
+        case "afraid":
+            return [_Fact(f"What is {hero.name} afraid of?", f"{hero.name} is afraid of {cast['fear']}.")]
+        case "rescue":
+            return [_Fact(f"Where is the {stuck.who} stuck?", f"The {stuck.who} is stuck {stuck.where}.")]
+        case "share":
+            return [_Fact(f"What does {hero.name} have?", f"{hero.name} has {cast['food'].a}.")]
+    return []

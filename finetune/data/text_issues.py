@@ -1,0 +1,136 @@
+"""Signs that texts are not what somebody meant to learn from. They are counted with an example each, never mended."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.chat.conversation_formats import Conversation
+from finetune.data.sources.documents import Chosen
+
+NUL, MOJIBAKE, DUPLICATE_KEY, LOSSY = "nul", "mojibake", "duplicate_key", "lossy"
+
+# A round trip costs as much as tokenising: of each source the first documents are taken, and few of the rest by hash.
+_SAMPLED_FIRST = 32
+_SAMPLED_ONE_IN = 256
+_SAMPLED_CHARACTERS = 2000
+_SHOWN = 24
+
+_NUL_IN_JSON = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+# What bytes 0x80 to 0xBF, of which UTF-8 characters go on, become in Latin-1 and in Windows-1252.
+_REST = "[\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
+# Bytes that could not be decoded, and UTF-8 decoded as one of these two: letters with accents (but not a word in
+# capitals before a quotation mark), punctuation, Cyrillic and emoji.
+_MOJIBAKE = re.compile(
+    f"\ufffd|(?<![A-ZÀ-ÖØ-Þ])[ÂÃ]{_REST}|â(?:[€\x80]|{_REST}{{2}})|(?:[ÐÑ]{_REST}){{2}}|ð[Ÿ\x9f]{_REST}"
+)
+_MOJIBAKE_STARTS = "\ufffdÂÃâÐÑð"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of sign in some documents."""
+
+    kind: str
+    count: int
+    of: int
+    """Documents that were looked at."""
+    example: str
+    """The first one: where it is, and what is there."""
+
+
+@dataclass
+class Issues:
+    """What was found in some documents."""
+
+    looked: int = 0
+    """Documents that were looked at, copies by weight not counted."""
+    sampled: int = 0
+    """Those of them that the tokenizer was to give back."""
+    first: str = ""
+    """Where the first document is."""
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def look(self, items: Iterable[Chosen], first: int, restore: Callable[[str], str], *, chat: bool) -> None:
+        """Counts the signs in some documents.
+
+        Args:
+            items: Documents of one source.
+            first: Number of the first of them in that source, from 0.
+            restore: Turns a text into tokens and back.
+            chat: Whether they are conversations, as JSON.
+        """
+        for number, item in enumerate(items, start=first):
+            self.looked += 1
+            self.first = self.first or _printable(item.where)
+            for kind, example in _signs(item, chat=chat):
+                self._count(kind, item, example)
+            if number < _SAMPLED_FIRST or item.digest % _SAMPLED_ONE_IN == 0:
+                self.sampled += 1
+                text = (said(item.text) if chat else item.text.decode())[:_SAMPLED_CHARACTERS]
+                if (back := restore(text)) != text:
+                    self._count(LOSSY, item, _difference(text, back))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return vars(self)
+
+    def _count(self, kind: str, item: Chosen, example: str) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.examples.setdefault(kind, f"{_printable(item.where)}: {example}")
+
+
+def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
+    """What `Issues.to_dict` has counted, one for each kind."""
+    return tuple(
+        Finding(kind, count, issues["sampled" if kind == LOSSY else "looked"], issues["examples"][kind])
+        for kind, count in sorted(issues["counts"].items())
+    )
+
+
+def said(document: bytes) -> str:
+    """The text of a document, or all that is said in a conversation."""
+    found = Conversation.from_json(document)
+    return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
+
+
+def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
+    """Kinds of signs in one document, each with an example."""
+    data = item.text
+    if b"\0" in data or (chat and b"\\u0000" in data and _NUL_IN_JSON.search(data)):
+        text = said(data) if chat else data.decode()
+        yield NUL, _around(text, max(0, text.find("\0")), 1)
+    if not data.isascii():
+        text = said(data) if chat else data.decode()
+        if found := _mojibake(text):
+            yield MOJIBAKE, _around(text, *found.span())
+    if item.duplicate_key is not None:
+        yield DUPLICATE_KEY, repr(item.duplicate_key)
+
+
+def _printable(where: str) -> str:
+    """A place as text: names of files may hold bytes that are not UTF-8."""
+    return where.encode("utf-8", "backslashreplace").decode()
+
+
+def _mojibake(text: str) -> re.Match[str] | None:
+    """A place where a text was decoded wrongly. Searching by the expression takes ten times as long."""
+    for sign in _MOJIBAKE_STARTS:
+        place = text.find(sign)
+        while place >= 0:
+            if found := _MOJIBAKE.match(text, place):
+                return found
+            place = text.find(sign, place + 1)
+    return None
+
+
+def _around(text: str, start: int, end: int) -> str:
+    return repr(text[max(0, start - _SHOWN) : end + _SHOWN])
+
+
+def _difference(text: str, back: str) -> str:
+    """The first place where two texts differ."""
+    same = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    start = max(0, same - _SHOWN // 2)
+    return f"{text[start : same + _SHOWN]!r} became {back[start : same + _SHOWN]!r}"

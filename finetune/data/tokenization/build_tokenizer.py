@@ -1,0 +1,162 @@
+"""The tokenizer: loaded from a directory or the hub, or trained on the training documents."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config.recipe_schema import Recipe
+from finetune.data.sources.readers import END_OF_TEXT
+from finetune.utils.errors import DataError
+
+PADDING = "<|pad|>"
+TRAINER_VERSION = 1
+
+
+class Wrapping(NamedTuple):
+    """What a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
+
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that the recipe names, or the one beside its model.
+
+    Raises:
+        DataError: If there is none, or it cannot be loaded.
+    """
+    section, model = recipe.tokenizer, recipe.model
+    name = section.name or model.name
+    revision = section.revision if section.name else model.revision
+    if name is None:
+        raise DataError(
+            "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
+            "tokenizer.vocab_size to train one."
+        )
+    try:
+        return _open(name, revision, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
+        _check_config(name)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
+        raise DataError(
+            f"The tokenizer '{name}' cannot be loaded: {reason}. It must be a directory with a tokenizer's "
+            "files "
+            "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set "
+            "tokenizer.vocab_size "
+            "to train one."
+        ) from error
+
+
+def _check_config(name: str) -> None:
+    """Opening a tokenizer reads the model's configuration, whose faults are its own."""
+    file = Path(name).expanduser() / "config.json"
+    try:
+        if file.is_file():
+            json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE; the same texts in the same order give the same tokenizer.
+
+    `<|endoftext|>` opens and closes documents, `<|pad|>` pads. There can be fewer pieces than asked for,
+    where the texts hold no more pairs to merge.
+
+    Args:
+        texts: The training documents.
+        vocab_size: Pieces, with the 256 bytes and the two specials.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
+    )
+
+
+def open_folder(folder: Path) -> PreTrainedTokenizerBase:
+    """Opens a tokenizer that `save_pretrained` has written."""
+    return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest token number; gaps in the vocabulary count."""
+    return max(max(tokenizer.get_vocab().values(), default=0) + 1, len(tokenizer))
+
+
+def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What decides how text becomes tokens, as JSON: part of the cache's key."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        content: Any = json.loads(backend.to_str()) if isinstance(backend, Tokenizer) else None
+    except Exception:  # Parts written in Python cannot be serialised.
+        content = None
+    if content is not None:
+        # These are the state of the last call, and we never use them.
+        content.update(truncation=None, padding=None)
+    else:
+        content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    return {"content": content, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+
+
+def restore(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A text as its tokens say it. What is lost in them (case, spaces, unknown characters) no model can learn."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+    """Finds what the tokenizer itself puts before and behind a text.
+
+    Raises:
+        DataError: If it does something else to the text as well.
+    """
+    probe = "a"
+    bare = list(tokenizer.encode(probe, add_special_tokens=False))
+    full = list(tokenizer.encode(probe, add_special_tokens=True))
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
+    raise DataError(
+        f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its "
+        "documents "
+        "cannot be prepared for a classifier. Name another as tokenizer.name."
+    )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
+    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if number is not None:
+            return int(number)
+    return 0
+
+
+def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        files = {path.name for path in folder.iterdir()}
+        # The form that GPT-2 was published in says nowhere which class it belongs to.
+        bare = {"vocab.json", "merges.txt"} <= files and not files & {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "config.json",
+        }
+        if bare:
+            return transformers.GPT2TokenizerFast.from_pretrained(str(folder))
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)

@@ -1,0 +1,75 @@
+"""Arrays in files: finished ones, memory-mapped, and ones that grow and survive a kill up to a known length."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.utils.errors import DataError
+
+Int64s = npt.NDArray[np.int64]
+
+
+def map_array(path: Path, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+    """Opens a .npy file of numbers, memory-mapped.
+
+    Raises:
+        DataError: If it holds something else.
+    """
+    try:
+        # A plain view: indexing NumPy's memmap class costs several times as much.
+        array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError) as error:
+        raise damaged(path, str(error)) from error
+    if array.dtype != dtype or array.ndim != 1:
+        raise damaged(path, f"it holds {array.dtype} of {array.ndim} dimensions")
+    return array
+
+
+def damaged(path: Path, why: str) -> DataError:
+    """The error for a file in the cache that is not what was written there."""
+    return DataError(f"The file {path} of the data cache is damaged: {why}. Delete {path.parent}; it is made again.")
+
+
+class GrowingArray:
+    """Numbers in a file that only grows."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        """Opens the file behind what it holds, or creates it."""
+        self.path = path
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        self._file = path.open("ab")
+        self._size = os.fstat(self._file.fileno()).st_size // self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, numbers: npt.NDArray[Any]) -> None:
+        """Appends some numbers, which a kill may lose until the next `sync`."""
+        self._file.write(numbers.astype(self._dtype, copy=False).tobytes())
+        self._size += numbers.size
+
+    def view(self) -> npt.NDArray[Any]:
+        """All numbers, memory-mapped."""
+        self._file.flush()
+        if not self._size:
+            return np.array([], self._dtype)
+        return np.asarray(np.memmap(self.path, self._dtype, mode="r", shape=(self._size,)))
+
+    def cut(self, size: int) -> bool:
+        """Leaves the first `size` numbers; returns whether there were as many."""
+        enough = self._size >= size
+        self._file.truncate(size * self._dtype.itemsize)
+        self._size = size
+        return enough
+
+    def sync(self) -> None:
+        """Returns once everything is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

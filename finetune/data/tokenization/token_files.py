@@ -1,0 +1,174 @@
+"""The token file: one stream of all documents' tokens, with offsets, for each side of the split."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.data.chat.chat_encoder import ChatEncoder
+from finetune.data.chat.chat_examples import Example
+from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.progress_bar import Bar
+from finetune.data.sources.corpus import Corpus
+from finetune.data.sources.documents import Chosen, Rules, choose
+from finetune.data.text_issues import said
+from finetune.data.tokenization import loss_masks
+from finetune.data.tokenization.encoding import Encoder, batched
+from finetune.data.tokenization.memmap import Int64s, damaged, map_array
+from finetune.data.tokenization.split_writer import Side
+from finetune.data.tokenization.token_shards import Shards
+from finetune.utils.errors import DataError
+
+FORMAT_VERSION = 3
+TRAIN, HELD_OUT = "train", "held_out"
+
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+class TokenFile:
+    """One side of a finished token folder, memory-mapped."""
+
+    def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False) -> None:
+        """Opens what `write` has written.
+
+        Raises:
+            DataError: If it is something else.
+        """
+        if dtype not in ("uint16", "uint32"):
+            raise damaged(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
+        self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
+        self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
+        """(documents + 1,)"""
+        self.labels: Int64s | None = None
+        """(documents,): position in the folder's list of labels."""
+        if labelled:
+            self.labels = map_array(folder / f"{side}.labels.npy")
+        self.mask = loss_masks.MaskFile(folder / f"{side}.mask") if masked else None
+        """Which tokens are targets; None where all are."""
+        self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
+        """(documents,): of their texts."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Some documents as tokens."""
+
+    lengths: npt.NDArray[np.uint32]
+    numbers: npt.NDArray[np.uint32]
+    """Tokens of all, in a row."""
+    examples: list[Example] | None = None
+    """Of conversations: the same with masks and facts."""
+
+
+Encode = Callable[[Iterable[Sequence[Chosen]]], Iterator[tuple[Sequence[Chosen], Encoded]]]
+
+
+def encode_with(encoder: Encoder | ChatEncoder) -> Encode:
+    """What turns documents into tokens, and conversations into tokens with masks."""
+
+    def texts(batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
+        assert isinstance(encoder, Encoder)
+        for batch, (lengths, numbers) in encoder.encode_all(batches, _text):
+            yield batch, Encoded(lengths, numbers)
+
+    def conversations(batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
+        assert isinstance(encoder, ChatEncoder)
+        for batch, examples in encoder.encode_all(batches):
+            lengths = np.array([example.ids.size for example in examples], np.uint32)
+            yield batch, Encoded(lengths, np.concatenate([example.ids for example in examples]), examples)
+
+    return conversations if isinstance(encoder, ChatEncoder) else texts
+
+
+def write(
+    folder: Path,
+    corpora: Sequence[Corpus],
+    rules: Rules,
+    encoder: Encoder | ChatEncoder,
+    *,
+    num_ids: int,
+    bos: int | None,
+    eos: int | None,
+    restore: Callable[[str], str],
+    tolerance: Tolerance,
+    bar: Bar,
+) -> dict[str, Any]:
+    """Tokenises all documents of some sources into a folder, or those that a killed build has left to do.
+
+    Args:
+        folder: An empty folder, or one that a killed build of the same has left.
+        corpora: The sources, in the order that their documents are to have.
+        rules: How documents are normalised and split.
+        encoder: Turns texts into tokens, or conversations.
+        num_ids: Token numbers that there are.
+        bos: Put before each document, if given.
+        eos: Put behind each document, if given.
+        restore: Turns a text into tokens and back, to see whether something is lost.
+        tolerance: Of broken conversations; counts what reader and encoder meet.
+        bar: Shows how far it is.
+
+    Returns:
+        JSON-able counts: `dtype`, `labels`, and for each side that has documents what the report shows.
+
+    Raises:
+        DataError: If a document cannot be read, or there is none.
+    """
+    dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
+    encode = encode_with(encoder)
+    sides = {side: Side(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
+    shards = Shards(folder, corpora, sides, tolerance, bar)
+    labels = shards.labels
+    for number, corpus in enumerate(corpora):
+        chosen = shards.begin(number, choose(corpus, rules))
+        if chosen is None:
+            continue
+        for batch, encoded in encode(batched(chosen, _text)):
+            lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
+            codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
+            held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
+            for side, mask in ((sides[TRAIN], ~held), (sides[HELD_OUT], held)):
+                if mask.any():
+                    picked = np.flatnonzero(mask).tolist()
+                    side.add(
+                        [batch[i] for i in picked],
+                        lengths[mask],
+                        numbers[np.repeat(mask, lengths)],
+                        [codes[i] for i in picked] if rules.labelled else None,
+                        [examples[i] for i in picked] if examples is not None else None,
+                    )
+            shards.advance(batch)
+        for side in sides.values():
+            side.repeat(corpus.form.detected if corpus.form else "")
+        shards.end()
+    counts = {name: side.finish() for name, side in sides.items()}
+    if all(count is None for count in counts.values()):
+        for side in sides.values():
+            side.explain_nothing()
+        names = ", ".join(corpus.name for corpus in corpora)
+        raise DataError(
+            f"There are no documents in {names}: nothing there but white space, if anything. Name a source "
+            "that "
+            "holds text."
+        )
+    shards.clear()
+    return {"dtype": dtype.name, "labels": list(labels), **counts}
+
+
+def training_texts(corpora: Sequence[Corpus], rules: Rules) -> Iterator[tuple[str, int]]:
+    """The texts of the training side, each document once; of conversations what is said.
+
+    Beside each text comes how many bytes of all files have been read.
+    """
+    before = 0
+    for corpus in corpora:
+        for item in choose(corpus, rules):
+            if item.text and not item.held_out:
+                yield said(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
+        before += corpus.size or 0
+
+
+def _text(item: Chosen) -> bytes:
+    return item.text

@@ -1,0 +1,125 @@
+"""How far a token folder has come, kept on the disk after each shard, so that a killed build goes on from there.
+
+All files of a build only grow. After each `SHARD_BYTES` of text they are synchronised, and `state.json` is replaced by
+how long they are and what has been counted. Going on is cutting the files to these lengths, and reading again, without
+tokenising, the documents of the source that was being read.
+"""
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.data.cache import STATE, STATE_VERSION
+from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.progress_bar import Bar
+from finetune.data.sources.corpus import Corpus
+from finetune.data.sources.documents import Chosen
+from finetune.data.tokenization.split_writer import Side
+from finetune.utils.atomic_files import write_json
+from finetune.utils.errors import DataError
+
+SHARD_BYTES = 1 << 25
+"""Of text, that a killed build tokenises again at most."""
+
+
+class Shards:
+    """Keeps the state of one build."""
+
+    def __init__(
+        self, folder: Path, corpora: Sequence[Corpus], sides: Mapping[str, Side], tolerance: Tolerance, bar: Bar
+    ) -> None:
+        """Goes back to the state that a killed build has left in the folder, if any."""
+        self._path = folder / STATE
+        self._corpora, self._sides, self._tolerance, self._bar = corpora, sides, tolerance, bar
+        self.labels: dict[int | str, int] = {}
+        """Labels in the order that they came, and their numbers."""
+        self._source = 0
+        self._documents = 0  # of the source, of which a state counts at least one
+        self._all_documents = 0
+        self._open = 0  # bytes of text since the last shard
+        self._left: dict[str, Any] | None = None
+        if self._path.exists():
+            try:
+                self._restore(json.loads(self._path.read_text(encoding="utf-8")))
+            except DataError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
+
+    def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:
+        """The documents of a source that are to be tokenised; None if it is done."""
+        if source < self._source:
+            return None
+        left, self._left = self._left, None
+        if left is not None:
+            read = deque(itertools.islice(chosen, self._documents), maxlen=1)
+            # Reading again has counted again what was broken.
+            self._tolerance.restore(left["broken"], left["first_broken"])
+            if not read or read[0].digest != left["last"]:
+                raise DataError(
+                    f"{self._corpora[source].name} has changed since a build that was stopped has read it. Start again."
+                )
+            self._tell(read[0].read)
+        else:
+            for side in self._sides.values():
+                side.begin(self._corpora[source].name)
+        return chosen
+
+    def advance(self, batch: Sequence[Chosen]) -> None:
+        """Counts documents that were tokenised, and keeps the state if they end a shard."""
+        self._documents += len(batch)
+        self._all_documents += len(batch)
+        self._open += sum(len(item.text) for item in batch)
+        self._bar.advance(len(batch), self._before() + batch[-1].read)
+        if self._open >= SHARD_BYTES:
+            self._keep(batch[-1].digest)
+
+    def end(self) -> None:
+        """Ends a source."""
+        self._source, self._documents = self._source + 1, 0
+
+    def clear(self) -> None:
+        """Removes all that only a build needs."""
+        self._path.unlink(missing_ok=True)
+        for side in self._sides.values():
+            side.clear()
+
+    def _keep(self, last: int) -> None:
+        state = {
+            "version": STATE_VERSION,
+            "source": self._source,
+            "documents": self._documents,
+            "all_documents": self._all_documents,
+            "last": last,
+            "labels": list(self.labels),
+            "broken": dict(self._tolerance.counts),
+            "first_broken": self._tolerance.first,
+            "sides": {name: side.state() for name, side in self._sides.items()},
+        }
+        write_json(self._path, state)
+        self._open = 0
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        whole = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
+        if not all(whole):
+            raise DataError(f"{self._path.parent} has lost a part of what was tokenised. Start again.")
+        self._source, self._documents = state["source"], state["documents"]
+        self._all_documents = state["all_documents"]
+        self.labels.update({label: number for number, label in enumerate(state["labels"])})
+        self._left = state
+
+    def _before(self) -> int:
+        """Bytes of the sources that are done."""
+        return sum(corpus.size or 0 for corpus in self._corpora[: self._source])
+
+    def _tell(self, read: int) -> None:
+        done = self._before() + read
+        sizes = [corpus.size for corpus in self._corpora]
+        share = (
+            f" ({done / sum(filter(None, sizes)):.0%} of the text was tokenised before)" if None not in sizes else ""
+        )
+        self._bar.say(f"Going on at document {self._all_documents + 1:,}{share}.")
+        self._bar.start(done)

@@ -1,0 +1,198 @@
+"""What the machine has: cores and limits, disks, shared memory, GPUs, and native ops."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from finetune.config.provenance import flat
+from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
+from finetune.distributed.device_selection import of_torch, slow_precision
+from finetune.distributed.resolve_config import check_devices
+
+# Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
+FEW, PLENTY = 256, 4096
+# Where a container's share of the processors is written: version 2 of cgroups.
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def threads(asked: Asked) -> Iterable[Finding]:
+    """Whether processes and their threads fit the cores."""
+    cores, allowed, said = len(os.sched_getaffinity(0)), quota(), asked.env.get("OMP_NUM_THREADS")
+    if said is not None and not (said.isdecimal() and int(said)):
+        yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
+        return
+    # With GPUs, processes keep to the one thread that Accelerate gives them.
+    fair = 1 if of_torch().gpus else max(1, cores // asked.local)
+    each = int(said) if said else fair
+    found = f"{asked.local} process(es) x {each} thread(s) on {cores} core(s)"
+    if allowed is not None and allowed < min(cores, asked.local * each):
+        advice = f"set OMP_NUM_THREADS={max(1, int(allowed) // asked.local)}"
+        yield warning("threads", f"{found}, of which this container may use {allowed:.1f}", advice)
+    elif asked.local > cores:
+        yield warning("threads", f"{found}: processes wait for each other", "start fewer, or take a larger machine")
+    elif asked.local * each > cores:
+        yield warning("threads", f"{found}: they wait for each other", f"set OMP_NUM_THREADS={fair}")
+    else:
+        yield ok("threads", found)
+
+
+def quota() -> float | None:
+    """The processors that a container may use at a time; None if that is not limited."""
+    try:
+        most, period = QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if most == "max" else int(most) / int(period)
+
+
+def files(asked: Asked) -> Iterable[Finding]:
+    """How many files a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
+    if hard != resource.RLIM_INFINITY and hard < PLENTY:
+        advice += f" (the system allows {hard}: raise it in /etc/security/limits.conf)"
+    if soft != resource.RLIM_INFINITY and soft < FEW:
+        yield failure("files", found, advice)
+    elif soft != resource.RLIM_INFINITY and soft < PLENTY // 4:
+        yield warning("files", found, advice)
+    else:
+        yield ok("files", found)
+
+
+GIB = 2**30
+# Checkpoints of a small model fit into the first; less than the second leaves nothing for logs and caches.
+ROOMY, FULL = 10 * GIB, GIB // 4
+SHARED = Path("/dev/shm")
+
+
+def folders(asked: Asked) -> Iterable[Finding]:
+    """Whether there is room where a run writes."""
+    for what, folder in _folders(asked).items():
+        place = existing(folder)
+        free = shutil.disk_usage(place).free
+        found = f"{what}: {folder}, {free / GIB:.1f} GiB free"
+        if not os.access(place, os.W_OK | os.X_OK):
+            yield failure("disk", f"{what}: {folder}, which this user may not write", "name another folder")
+        elif free < FULL:
+            yield failure("disk", found, "make room, or name a folder on another disk")
+        elif free < ROOMY:
+            yield warning("disk", found, "a checkpoint of AdamW takes 12 bytes a trained parameter, and `keep` stay")
+        else:
+            yield ok("disk", found)
+
+
+def shared_memory(asked: Asked) -> Iterable[Finding]:
+    """Whether processes can share memory; a container has 64 MiB unless told otherwise."""
+    from finetune.distributed.native_ops.needed_ops import shared_bytes
+
+    advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
+    if not SHARED.is_dir():
+        yield failure("shared memory", f"there is no {SHARED}", f"mount a tmpfs there; {advice}")
+        return
+    free, needs = shutil.disk_usage(SHARED).free, shared_bytes(asked.launch, asked.local)
+    found = f"{free / GIB:.2f} GiB free"
+    if free < needs:
+        yield failure("shared memory", f"{found}; this launch maps {needs / GIB:.2f} GiB", advice)
+    elif free < GIB:
+        yield warning("shared memory", f"{found}; NCCL and workers that tokenise may need more", advice)
+    else:
+        yield ok("shared memory", found)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    place = folder.absolute()
+    return next(p for p in (place, *place.parents) if p.is_dir())
+
+
+def _folders(asked: Asked) -> dict[str, Path]:
+    recipe, home = asked.recipe, Path(asked.env.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    found = {
+        "run directory": Path(recipe.output.dir if recipe else "runs"),
+        "data cache": Path(recipe.data.cache_dir if recipe else ".cache/finetune"),
+        "hub cache": Path(asked.env.get("HF_HUB_CACHE", home / "hub")),
+    }
+    for key, value in flat(asked.launch.ds_config if asked.launch else {}).items():
+        if key.endswith(".nvme_path"):
+            found[key] = Path(value)
+    return found
+
+
+# There where NVIDIA's kernel module is loaded.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def gpus(asked: Asked) -> Iterable[Finding]:
+    """Whether torch sees the GPUs, and whether there is one for each process."""
+    import torch
+
+    here = of_torch()
+    if here.gpus:
+        yield ok("GPUs", f"{here.gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    elif DRIVER.exists():
+        yield warning(
+            "GPUs",
+            f"NVIDIA's driver is loaded, but torch {torch.__version__} sees no GPU",
+            f"install a build of torch for GPUs (this one is for CUDA {torch.version.cuda}), and look at "
+            f"CUDA_VISIBLE_DEVICES, which is {asked.env.get('CUDA_VISIBLE_DEVICES', 'not set')}",
+        )
+    else:
+        yield ok("GPUs", f"none; processes compute on the CPU and talk by gloo (torch {torch.__version__})")
+    if asked.launch is not None:
+        check_devices(asked.launch, here, asked.local)
+
+
+def dtypes(asked: Asked) -> Iterable[Finding]:
+    """A product in every dtype that a run may compute in."""
+    gpu = of_torch().gpus > 0
+    sound = []
+    for name in ("float32", "bfloat16", *(["float16"] if gpu else [])):
+        if product(name, "cuda" if gpu else "cpu") == 8.0:
+            sound.append(name)
+        else:
+            yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
+    yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
+    slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
+    if slow:
+        yield warning("dtypes", slow, "`precision: fp32`, or `auto`, which is fp32 here")
+
+
+def product(dtype: str, device: str) -> float:
+    """An element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
+    import torch
+
+    try:
+        ones = torch.ones(8, 8, dtype=getattr(torch, dtype), device=device)
+        return float((ones @ ones)[0, 0])
+    except RuntimeError:
+        return float("nan")
+
+
+def ops(asked: Asked) -> Iterable[Finding]:
+    """The ops that the launch needs; without a launch file all that any could need."""
+    from finetune.distributed.native_ops import needed_ops
+
+    found = needed_ops.look(asked.launch)
+    needed = failure if asked.launch is not None else warning
+    for op in found:
+        if op.lacking is not None:
+            what, install = op.lacking
+            yield needed("native ops", f"{op.name}, for {op.used_by}, cannot be compiled: {what}", install)
+        elif op.locked:
+            yield warning(
+                "native ops",
+                f"{op.name}: there is a build lock",
+                "wait if it is being built; else the next run, or `finetune ops`, removes it",
+            )
+        elif not op.built:
+            yield warning(
+                "native ops",
+                f"{op.name}, for {op.used_by}, is not compiled yet: about {op.build_s:.0f} s on 2 cores",
+                "run `finetune ops` ahead, or let the first run do it",
+            )
+    ready = [op.name for op in found if op.built and not op.locked and op.lacking is None]
+    yield ok(
+        "native ops", f"compiled: {', '.join(ready)}" if ready else "none needed" if not found else "none compiled"
+    )

@@ -1,0 +1,223 @@
+"""Where processes meet: ports, names, clocks, the hub, and two processes that really add up a tensor."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
+from finetune.distributed.device_selection import of_torch
+from finetune.utils.hub_access import is_cached, unreachable
+
+
+def port(asked: Asked) -> Iterable[Finding]:
+    """Whether the port that the launch file names is free."""
+    named = asked.foreseen.get("main_process_port") if asked.foreseen else 0
+    if asked.machines > 1 and asked.foreseen and asked.foreseen.get("machine_rank") != 0:
+        yield ok("port", f"{named} on the first machine; look there")
+    elif is_free(named):
+        yield ok("port", f"{named} is free" if named else "there are free ones")
+    elif named == 0:
+        yield failure("port", "no port of this machine can be bound", "look at its firewall, and at `ip link` for lo")
+    elif asked.machines > 1:
+        yield failure("port", f"{named} is taken", "name another main_process_port, the same on all machines")
+    else:
+        yield warning("port", f"{named} is taken, and another run may meet there", "give --main_process_port 0")
+
+
+def is_free(number: int) -> bool:
+    """Whether a port can be bound; 0 is any."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", number))
+        except OSError:
+            return False
+    return True
+
+
+def hostname(asked: Asked) -> Iterable[Finding]:
+    """Whether this machine's name is an address that others reach; gloo tells them that one."""
+    name, several = socket.gethostname(), asked.machines > 1
+    # NCCL goes by interfaces, not by names.
+    bad = failure if several and not of_torch().gpus else warning
+    advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
+    found = addresses(name)
+    if not found:
+        yield bad("hostname", f"{name} has no address", advice)
+    elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
+        yield bad("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
+    else:
+        yield ok("hostname", f"{name} is {', '.join(found)}")
+
+
+def first_machine(asked: Asked) -> Iterable[Finding]:
+    """Whether the machine where all meet is there, and is the one that it should be."""
+    if asked.foreseen is None or asked.machines == 1:
+        yield ok("machines", "one")
+        return
+    named, rank = asked.foreseen.get("main_process_ip"), asked.foreseen.get("machine_rank")
+    advice = "give --main_process_ip with an address of the first machine, the same on all"
+    found = addresses(named) if named else []
+    ours = bool(set(found) & own_addresses())
+    if not found:
+        yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
+    elif all(map(is_loopback, found)):
+        yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
+    elif (rank == 0) != ours:
+        is_here = "is an address of this machine" if ours else "is no address of this machine"
+        yield failure(
+            "machines", f"this is machine {rank}, but main_process_ip {named} {is_here}", f"{advice}, or --machine_rank"
+        )
+    else:
+        what = (
+            "the first one is this" if ours else f"the first one, {named}, is known; whether it answers shows the start"
+        )
+        yield ok("machines", f"{asked.machines}; {what}")
+
+
+def clock(asked: Asked) -> Iterable[Finding]:
+    """Whether this machine's clock can be right; logs of several machines, and certificates, need that."""
+    now, newest = time.time(), max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
+    if now < newest:
+        found = f"it says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC, before its files were written"
+        yield warning("clock", found, "set it; certificates of the hub look invalid else")
+    elif asked.machines > 1 and not is_synchronised():
+        yield warning("clock", "the kernel does not know it to be synchronised", "run an NTP client on all machines")
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)))
+
+
+def is_synchronised() -> bool:
+    """Whether the kernel says that a time server steers the clock.
+
+    Source: adjtimex(2); without modes it only reads, and 5 is TIME_ERROR: not synchronised.
+    """
+    buffer = ctypes.create_string_buffer(512)
+    return bool(ctypes.CDLL(None).adjtimex(buffer) != 5)
+
+
+def addresses(name: str) -> list[str]:
+    """The addresses of a host; none if it is not known."""
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine's interfaces."""
+    return {address.address for entries in psutil.net_if_addrs().values() for address in entries}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is only this machine's own."""
+    return address.startswith("127.") or address == "::1"
+
+
+# Two of torch's imports on a slow disk fit; a collective that hangs does not hold up the report for longer.
+LIMIT_S = 120.0
+
+# They meet by a file, so that a port which is taken is another check's finding.
+SCRIPT = """
+import datetime, sys, torch
+backend, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+torch.distributed.init_process_group(
+    backend, init_method=f"file://{file}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+values = torch.full((1024,), rank + 1.0, device=device)
+torch.distributed.all_reduce(values)
+assert values.eq(3.0).all(), f"1 + 2 is {values[0].item()}"
+torch.distributed.destroy_process_group()
+"""
+
+
+def all_reduce(asked: Asked) -> Iterable[Finding]:
+    """An all-reduce over two processes of this machine."""
+    backend = "nccl" if of_torch().gpus > 1 else "gloo"
+    start = time.monotonic()
+    problem = pair(SCRIPT, backend, asked.env, LIMIT_S)
+    if problem is None:
+        yield ok(
+            "all-reduce", f"two processes agree by {backend}, in {time.monotonic() - start:.1f} s with their start"
+        )
+    else:
+        advice = (
+            "look at hostname, interfaces and firewall; GLOO_SOCKET_IFNAME=lo (NCCL_SOCKET_IFNAME) takes the local one"
+        )
+        yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)
+
+
+def pair(script: str, backend: str, env: Mapping[str, str], limit_s: float) -> str | None:
+    """Runs a script as two ranks; what went wrong, or None. None of them is left when it returns."""
+    # What a launcher has put there would start something else.
+    own = {name: value for name, value in env.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{rank}.log") for rank in (0, 1)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                words = [sys.executable, "-c", script, backend, str(rank), str(Path(folder, "meet"))]
+                with log.open("wb") as output:
+                    # A group of its own, so that whatever it starts ends with it.
+                    started = subprocess.Popen(words, env=own, stdout=output, stderr=output, start_new_session=True)
+                ranks.append(started)
+            return _wait(ranks, logs, time.monotonic() + limit_s, limit_s)
+        finally:
+            for process in ranks:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(ranks: list["subprocess.Popen[bytes]"], logs: list[Path], deadline: float, limit_s: float) -> str | None:
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.returncode not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for rank, (process, log) in enumerate(zip(ranks, logs, strict=True)):
+        if process.poll() not in (None, 0):
+            lines = log.read_text(errors="replace").strip().splitlines()
+            return f"rank {rank} ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}"
+    waiting = [str(rank) for rank, process in enumerate(ranks) if process.returncode is None]
+    return f"rank {' and '.join(waiting)} had not ended after {limit_s:.0f} s" if waiting else None
+
+
+def reach(asked: Asked) -> Iterable[Finding]:
+    """Whether what the recipe names on the hub can be had: from there, or from the cache."""
+    problem = unreachable(asked.env)
+    wanted = list(dict.fromkeys(_names(asked.recipe))) if asked.recipe else []
+    missing = [name for kind, name in wanted if not is_cached(asked.env, kind, name)]
+    names = ", ".join(name for _, name in wanted)
+    advice = "let it be reached, or fill HF_HOME on another machine and bring it here, or name local directories"
+    if problem is None:
+        yield ok("hub", f"it can be reached{f', for {names}' if names else ''}")
+    elif missing:
+        yield failure("hub", f"{problem}, and not in the cache: {', '.join(missing)}", advice)
+    elif asked.recipe is None:
+        yield warning("hub", f"{problem}: names on it must be in the cache", advice)
+    else:
+        yield ok(
+            "hub", f"{problem}; the recipe needs nothing of it" + (f" but {names}, which is cached" if names else "")
+        )
+
+
+def _names(recipe: Recipe) -> Iterable[tuple[str, str]]:
+    """What a recipe names on the hub: a kind, as the cache's folders have it, and a name."""
+    for name in (recipe.model.name, recipe.tokenizer.name):
+        if name is not None and not Path(name).exists():
+            yield "models", name
+    for source in (*recipe.data.train, *recipe.data.validation):
+        if source.hub is not None:
+            yield "datasets", source.hub

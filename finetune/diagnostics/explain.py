@@ -1,0 +1,140 @@
+"""`finetune explain`: for every effective value of both planes who set it, what that overrode, and what it means.
+
+Imports no torch: it answers at once. What contradicts itself is an error here as in a run, by the same functions.
+"""
+
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.config.provenance import Origin, Setting, Value
+from finetune.config.recipe import hint, recipe_layers, validate_recipe
+from finetune.diagnostics import recipe_values
+from finetune.distributed import device_selection
+from finetune.distributed.launch import launch_values
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.resolve_config import agree
+from finetune.utils.errors import RecipeError
+
+
+def explain_values(
+    recipe_file: str,
+    overrides: Sequence[str],
+    config_file: str | None,
+    options: Mapping[str, str],
+    env: Mapping[str, str],
+) -> list[Value]:
+    """Every effective value of both planes.
+
+    Args:
+        options: Options of the launcher that differ from the launch file.
+        env: The environment that the launch would be started in.
+
+    Raises:
+        FinetuneError: As a run would.
+    """
+    trees = recipe_layers(recipe_file, overrides)
+    recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides))
+    foreseen, here = read_launch_environment(config_file, options, env), device_selection.of_driver()
+    settled = agree(recipe, foreseen.launch, here, foreseen.env)
+    derived = {"precision": launch_values.precision(settled, here)} if recipe.precision == "auto" else {}
+    return [
+        *recipe_values.values(recipe, recipe_file, overrides, trees, derived),
+        *launch_values.values(recipe, foreseen, settled, here, env),
+    ]
+
+
+def select_values(values: Sequence[Value], key: str) -> list[Value]:
+    """The values that a key names: one, or those of a section; one that is not in force, without settings.
+
+    Raises:
+        RecipeError: If there is no such key, with the nearest.
+    """
+    found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
+    # Sections that are no key, such as `derived`.
+    found = found or [value for value in values if value.section == key]
+    if not found and (off := recipe_values.off(key)) is not None:
+        found = [off]
+    if not found:
+        known = list(dict.fromkeys([*(value.key for value in values), *recipe_values.all_keys()]))
+        same = [name for name in known if name.rsplit(".", 1)[-1] == key]
+        near = f", did you mean {' or '.join(same)}?" if same else hint(key, known)
+        raise RecipeError(f"There is no key '{key}'{near or '.'} `finetune explain RECIPE --all` lists all.")
+    return found
+
+
+# Longer values are cut in the table; a key's own page has them whole.
+_WIDEST = 36
+
+
+def as_json(values: Sequence[Value]) -> str:
+    """A list of objects, one a key."""
+    return json.dumps([_object(value) for value in values], indent=2, default=str)
+
+
+def _object(value: Value) -> dict[str, Any]:
+    *overrode, last = value.settings or (None,)
+    return {
+        "key": value.key,
+        "section": value.section,
+        "value": last.value if last else None,
+        "layer": last.layer if last else None,
+        "place": last.place if last else None,
+        "overrode": [vars(setting) for setting in overrode if setting],
+        "unit": value.unit or None,
+        "meaning": value.meaning,
+    }
+
+
+def page(value: Value) -> str:
+    """Everything about one key."""
+    *overrode, last = value.settings or (None,)
+    lines = [f"{value.key} = {_plain(last.value)}" if last else f"{value.key} is not in force: its section is left out"]
+    if last is not None:
+        lines.append(f"  set by      {_who(last)}")
+    for number, setting in enumerate(setting for setting in reversed(overrode) if setting):
+        lines.append(f"  {'instead of' if number == 0 else '':<10}  {_plain(setting.value)}, {_who(setting)}")
+    if value.unit:
+        lines.append(f"  unit        {value.unit}")
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    text = textwrap.wrap(value.meaning, width - 14) or ["-"]
+    return "\n".join([*lines, f"  meaning     {text[0]}", *(f"{'':14}{line}" for line in text[1:])])
+
+
+def table(values: Sequence[Value]) -> str:
+    """A table by section: key, value with its unit, who set it, and what that overrode."""
+    blocks = []
+    for section in dict.fromkeys(value.section for value in values):
+        rows = [_cells(value) for value in values if value.section == section and value.settings]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        blocks.append("\n".join([section, *(f"  {line}".rstrip() for line in padded)]))
+    return "\n\n".join(blocks)
+
+
+def _cells(value: Value) -> tuple[str, ...]:
+    *overrode, last = value.settings
+    # That nothing was given before is no news.
+    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in reversed(overrode) if s.value is not None]
+    where = last.place if last.layer in ("recipe file", "launch file", "ds_config") and last.place else _who(last)
+    return (
+        value.key,
+        f"{_cut(_plain(last.value))} [{value.unit}]" if value.unit else _cut(_plain(last.value)),
+        where,
+        f"instead of {', '.join(before)}" if before else "",
+    )
+
+
+def _who(setting: Setting) -> str:
+    return f"{setting.layer}: {setting.place}" if setting.place else setting.layer
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -1,0 +1,265 @@
+"""Whether two finished runs took one path: step by step, and tensor by tensor at the end."""
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+
+from finetune.diagnostics.parity.finished_run import Finished
+
+# Learning rates are a pure function of the step; another machine's cosine may differ in its last digit.
+_SAME_RATE = 1e-12
+
+# A sum of losses of at least 8 that was rounded to bf16, which keeps 8 binary digits, is a multiple of 1/16.
+_ROUNDED_TO = 1 / 16
+
+# So many steps are needed before chance is ruled out: an fp32 sum is such a multiple about once in a thousand times.
+_FEWEST_SUMS = 3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative differences that are normal; see docs/parity.md."""
+
+    kind: str
+    loss: float
+    first_norm: float
+    """Of the first gradient norm: nothing that was rounded before has grown in it."""
+    norm: float
+    weights: float
+
+
+_FP32 = Tolerance("fp32", 1e-4, 1e-4, 1e-4, 1e-4)
+_HALF = Tolerance("16 bit", 1e-2, 1e-3, 1e-2, 1e-2)
+# A matrix that begins at nought is all updates: what bf16 rounds otherwise is a large part of it.
+_HALF_ADAPTERS = Tolerance("adapters in 16 bit", 5e-3, 1e-3, 0.1, 0.2)
+
+
+def tolerance(one: dict[str, Any], other: dict[str, Any]) -> Tolerance:
+    """What may differ between two runs of these `run.json`, by the coarser of their precisions."""
+    if one["precision"] == other["precision"] == "fp32":
+        return _FP32
+    adapters = all(facts["identity"].get("lora.rank") is not None for facts in (one, other))
+    return _HALF_ADAPTERS if adapters else _HALF
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from another."""
+
+    one: Finished
+    other: Finished
+    allowed: Tolerance
+    steps: dict[int, dict[str, float]]
+    """By step, counted from 1: relative differences of `loss` and `grad_norm`."""
+    first: str | None
+    """The first step that differs, and in what."""
+    tensor: tuple[str, float] | None
+    """The tensor that is farthest apart at the end, and how far; None where weights are not compared."""
+    reasons: list[str]
+    """Why the two are no one path; none if they are."""
+    notes: list[str]
+    """What else differs, or was not compared."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two took one path."""
+        return not self.reasons
+
+    def worst(self, key: str) -> float | None:
+        """The largest relative difference of `loss` or `grad_norm` at any step; None if no step is common."""
+        return max((differences[key] for differences in self.steps.values()), default=None)
+
+
+def compare(one: Finished, other: Finished) -> Comparison:
+    """Compares two runs at the steps that both have logged, and at the end."""
+    allowed = tolerance(one.facts, other.facts)
+    common = sorted(one.steps.keys() & other.steps.keys())
+    steps = {
+        step: {key: relative(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
+        for step in common
+    }
+    first = next((found for step in common if (found := _difference(one, other, step, steps[step], allowed))), None)
+    reasons = [first] if first is not None else []
+    if not common:
+        reasons.append("no step is logged in both; run them with log.every_steps=1")
+    if one.last != other.last:
+        reasons.append(f"{one.name} ended at step {one.last}, {other.name} at step {other.last}")
+    if _rounded(other) and not _rounded(one):
+        reasons.append(f"the losses of {other.name} are rounded: each sum is a whole number of sixteenths, as in bf16")
+    notes = [*_other_recipe(one, other), *_other_dtypes(one, other)]
+    tensor: tuple[str, float] | None = None
+    if not (one.weights and other.weights):
+        notes.append("weights are not compared: one of the runs has no folder `model` with any")
+    elif one.last == other.last:
+        distances, lacking = _weights(one, other)
+        if lacking:
+            reasons.append(f"the models have other tensors, or of other shapes: {lacking}")
+        apart = {name: far for name, far in distances if not far <= allowed.weights}
+        if silent := _inert(one, other, apart):
+            notes.append(_effect_of_eps(one, {name: apart[name] for name in silent}))
+            distances = [pair for pair in distances if pair[0] not in silent]
+        tensor = max(distances, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1], default=None)
+        if tensor is not None and not tensor[1] <= allowed.weights:
+            reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
+    return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
+
+
+def _inert(one: Finished, other: Finished, names: Collection[str]) -> set[str]:
+    """The biases among these tensors that could be anything along the line between both runs."""
+    biases = [name for name in names if name.endswith("bias")]
+    if not biases:
+        return set()
+    # Transformers takes seconds to import, and is seldom needed.
+
+    return among(one, other, biases)
+
+
+def _effect_of_eps(run: Finished, apart: dict[str, float]) -> str:
+    facts, worst = run.facts["identity"], max(apart, key=lambda name: apart[name])
+    more = f" (the farthest of {len(apart)} such biases)" if len(apart) > 1 else ""
+    eps = f"eps {facts['optim.args.eps']:g}" if "optim.args.eps" in facts else "its default eps"
+    return (
+        f"tensor {worst} is {apart[worst]:.1e} apart at the end{more}, which is no drift: the network computes the "
+        "same with any value in between and far beyond. Its gradient is 0 but for rounding, and "
+        f"{facts.get('optim.name')} with {eps} divides rounding by rounding. With optim.args.eps=1e-6 it stays"
+    )
+
+
+def relative(left: float | None, right: float | None) -> float:
+    """The difference by the first value; infinite if just one of the two is not finite, which is written as None."""
+    if left is None or right is None:
+        return 0.0 if left is right else math.inf
+    return abs(left - right) / max(abs(left), 1e-30)
+
+
+def _difference(
+    one: Finished, other: Finished, step: int, differences: dict[str, float], allowed: Tolerance
+) -> str | None:
+    """What is another in a step, in the order in which one follows from the other; None if nothing is."""
+    left, right = one.steps[step], other.steps[step]
+
+    def said(what: str, of: str, to: str) -> str:
+        return f"step {step}: {what} {of} in {one.name}, {to} in {other.name}"
+
+    if step in one.rows and step in other.rows and one.rows[step] != other.rows[step]:
+        return said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
+    if left["tokens"] != right["tokens"]:
+        return said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
+    if relative(left["lr"], right["lr"]) > _SAME_RATE:
+        return said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
+    limits = {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}
+    for key, limit in limits.items():
+        if not differences[key] <= limit:
+            values = (str(value) if value is None else f"{value:.7g}" for value in (left[key], right[key]))
+            return f"{said(f'{key} is', *values)}: {differences[key]:.1e} apart ({limit:.0e} allowed)"
+    return None
+
+
+def _rounded(run: Finished) -> bool:
+    """Whether every loss looks as if its sum had gone through bf16, whatever the tolerance would let pass."""
+    sums = []
+    for step, line in run.steps.items():
+        before = run.steps[step - 1]["tokens"] if step - 1 in run.steps else 0 if step == 1 else None
+        if before is not None and line["loss"] is not None:
+            sums.append(line["loss"] * (line["tokens"] - before) / _ROUNDED_TO)
+    return len(sums) >= _FEWEST_SUMS and all(abs(value - round(value)) < 1e-6 for value in sums)
+
+
+def _other_recipe(one: Finished, other: Finished) -> Iterator[str]:
+    left, right = one.facts["identity"], other.facts["identity"]
+    keys = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
+    if keys:
+        yield f"the recipes differ in {', '.join(keys)}"
+
+
+def _other_dtypes(one: Finished, other: Finished) -> Iterator[str]:
+    left, right = one.facts["runs"], other.facts["runs"]
+    for key in ("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"):
+        # One process sums nothing over processes.
+        if left[key] != right[key] and None not in (left[key], right[key]):
+            yield f"{key}: {_flat(left[key])} in {one.name}, {_flat(right[key])} in {other.name}"
+
+
+def _flat(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _weights(one: Finished, other: Finished) -> tuple[list[tuple[str, float]], str]:
+    """The distance of each tensor, and the names of those that have no counterpart. Reads a pair at a time."""
+    with ExitStack() as opened:
+        places: list[dict[str, Any]] = []
+        for run in (one, other):
+            files = [opened.enter_context(safe_open(file, framework="pt")) for file in run.weights]
+            places.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
+        left, right = places
+        distances, lacking = [], sorted(left.keys() ^ right.keys())
+        for name in sorted(left.keys() & right.keys()):
+            a, b = left[name].get_tensor(name), right[name].get_tensor(name)
+            if a.shape != b.shape:
+                lacking.append(name)
+            else:
+                distances.append((name, distance(a, b)))
+    return distances, ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+
+
+def distance(one: Any, other: Any) -> float:
+    """The norm of two tensors' difference by the first one's norm; infinite if a number in either is not finite.
+
+    Elements below 1e-3 on average count as that large: biases whose gradient is nought but for rounding, such as
+    those of attention's keys, hold nothing but noise.
+    """
+    one, other = one.double(), other.double()
+    size = max(one.norm().item(), 1e-3 * one.numel() ** 0.5, 1e-30)
+    apart = float((one - other).norm().item() / size)
+    # No comparison finds NaN the largest, wherever it stands.
+    return apart if math.isfinite(apart) else math.inf
+
+
+# What scores move by if a bias is moved by 1 on average. Rounding makes it 1e-6.
+_NOTHING = 1e-3
+
+
+def among(one: Finished, other: Finished, biases: Collection[str]) -> set[str]:
+    """Those of the biases that can be moved far, from one run's value towards the other's, without changing scores.
+
+    Far, so that what is a small part of the difference would show. None where the network cannot be opened.
+    """
+    folder = one.directory / "model"
+    if not (folder / "config.json").is_file():
+        return set()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    cls: Any = getattr(transformers, (config.architectures or ["none"])[0], None)
+    if cls is None:
+        return set()
+    network = cls.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    parameters = dict(network.named_parameters())
+    ids = (torch.arange(2 * 24).view(2, 24) * 5 + 1) % config.get_text_config().vocab_size
+    found = set()
+    with torch.no_grad():
+        before = network(input_ids=ids).logits
+        for name in biases:
+            if name not in parameters:
+                continue
+            away = _read(other, name).float() - parameters[name]
+            kept = parameters[name].clone()
+            parameters[name].add_(away / away.square().mean().sqrt())
+            moved = (network(input_ids=ids).logits - before).norm() / before.norm()
+            parameters[name].copy_(kept)
+            if moved <= _NOTHING:
+                found.add(name)
+    return found
+
+
+def _read(run: Finished, name: str) -> torch.Tensor:
+    for file in run.weights:
+        with safe_open(file, framework="pt") as opened:
+            if name in opened.keys():  # noqa: SIM118
+                tensor: torch.Tensor = opened.get_tensor(name)
+                return tensor
+    raise KeyError(name)

@@ -1,0 +1,166 @@
+"""The same recipe under one launch config after the other, each in a run directory of its own."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.recipe import dump_recipe, hint, validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics.parity import small_model
+from finetune.diagnostics.parity.finished_run import Finished, read
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.launcher import command
+from finetune.distributed.resolve_config import derive_accumulation
+from finetune.utils.atomic_files import write_text
+from finetune.utils.errors import BackendError, FinetuneError, RecipeError
+from finetune.utils.repository import ROOT
+
+# What `finetune.diagnostics.fault_injection` can plant.
+FAULTS = {
+    "mean-of-means": "each micro-batch's loss is divided by its own targets, and the means are averaged",
+    "lost-rank": "the last rank's rows are dropped",
+    "scheduler": "the learning rate's schedule goes on by one step a rank",
+    "bf16-loss": "the loss of each micro-batch is rounded to bf16",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A launch config."""
+
+    name: str
+    file: Path
+    num_processes: int
+
+
+def find(names: str) -> list[Config]:
+    """The launch configs that are named, the reference first.
+
+    Args:
+        names: Names of `accelerate_configs/`, or files, with commas between them.
+
+    Raises:
+        RecipeError: If fewer than two are named, or one twice.
+        BackendError: If one is no launch file.
+    """
+    words = [word for word in names.split(",") if word]
+    if len(words) < 2:
+        raise RecipeError(f"--on {names}: name two launch configs at least, such as `--on single,ddp`.")
+    found = [_config(word) for word in words]
+    twice = [config.name for config in found if [other.name for other in found].count(config.name) > 1]
+    if twice:
+        raise RecipeError(f"--on {names}: {twice[0]} is named twice. Name each launch config once.")
+    return found
+
+
+def _config(word: str) -> Config:
+    shipped = ROOT / "accelerate_configs"
+    file = Path(word)
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        here = Path("accelerate_configs") / f"{word}.yaml"
+        file = here if here.is_file() else shipped / f"{word}.yaml"
+    known = sorted(path.stem for path in shipped.glob("*.yaml"))
+    if not file.is_file():
+        raise BackendError(
+            f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
+        )
+    return Config(file.stem, file, read_launch_environment(str(file), {}, os.environ).launch.num_processes)
+
+
+def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: int, shrink: bool) -> dict[str, Path]:
+    """Writes the recipe of each run, the same but for the directory; nothing is launched yet.
+
+    Raises:
+        RecipeError: If the batch does not fit the processes of a launch config, or the model cannot be shrunk.
+    """
+    if steps < 1:
+        raise RecipeError(f"--steps {steps}: take one step at least.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"--to: cannot make the folder {folder}: {error.strerror or error}. Give another.") from error
+    for config in configs:
+        if (folder / config.name).exists():
+            raise RecipeError(f"--to: {folder / config.name} is there already. Give a new folder, or remove it.")
+    tree = recipe.model_dump(mode="json")
+    if shrink:
+        tree = small_model.shrink(recipe, tree)
+    tree |= {"length": {"steps": steps}, "sample": None, "resume": {"mode": "never"}}
+    for section, values in _QUIET.items():
+        tree[section] = {**tree[section], **values}
+    if "Adam" in recipe.optim.name and ":" not in recipe.optim.name:
+        given = recipe.optim.args
+        tree["optim"]["args"] = {**given, "eps": max(float(given.get("eps", 0.0)), _LEAST_EPS)}
+    written = {}
+    for config in configs:
+        tree["output"] = {"dir": str(folder / config.name), "overwrite": False, "save_model": True}
+        asked = validate_recipe(tree)
+        try:
+            derive_accumulation(asked, config.num_processes)
+        except RecipeError as error:
+            raise RecipeError(f"{config.name}: {error}") from error
+        written[config.name] = folder / f"{config.name}.yaml"
+        write_text(written[config.name], dump_recipe(asked))
+    return written
+
+
+# Every step is written down, and nothing is done that is not compared.
+_QUIET: dict[str, dict[str, Any]] = {
+    "log": {"every_steps": 1, "trackers": []},
+    "eval": {"every_steps": None, "at_end": False},
+    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False},
+}
+
+
+# Adam divides gradients by their own size: a weight whose gradient is nought but for rounding would go wherever that
+# says, on every backend elsewhere. With the usual 1e-8, two such weights of 2,048 are a tensor 1e-4 away.
+_LEAST_EPS = 1e-6
+
+
+def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]) -> Finished:
+    """Launches one run, waits for its end, and reads it.
+
+    Args:
+        fault: One of `FAULTS`, planted in its processes.
+
+    Raises:
+        BackendError: If it fails; it has said why.
+    """
+    say(f"\n{config.name}: {config.num_processes} process(es), {config.file}" + (f", with {fault}" if fault else ""))
+    words = command(
+        str(config.file),
+        [],
+        [fault, str(recipe)] if fault else [str(recipe)],
+        module="finetune.diagnostics.fault_injection" if fault else None,
+    )
+    code = _wait(words)
+    if code:
+        raise BackendError(
+            f"The run under {config.file} ended with exit code {code}, as it says above, so that there is nothing to "
+            f"compare. Its recipe is {recipe}; leave {config.name} out of --on, or mend what it names."
+        )
+    try:
+        return read(directory, config.name)
+    except FinetuneError as error:
+        raise BackendError(f"The run under {config.file} left nothing to compare: {error}") from error
+
+
+def _wait(words: list[str]) -> int:
+    """Runs a command to its end, its output on this one's stderr; ended ourselves, we end it first."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,143 @@
+"""What a comparison of runs looks like: for people, and as JSON."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from finetune.diagnostics.parity.compare import Comparison
+from finetune.diagnostics.parity.finished_run import Finished
+
+# Steps that a table shows; of more, some that lie evenly between the first and the last.
+_MOST_STEPS = 24
+
+
+def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Tables and a verdict. All comparisons have the same reference."""
+    yield from _columns(_runs(comparisons))
+    yield "rank 0's shares of parameters and optimiser; the fullest rank's peak; the largest relative differences"
+    yield ""
+    yield from _columns(_steps(comparisons))
+    yield ""
+    for comparison in comparisons:
+        name, allowed = comparison.other.name, comparison.allowed
+        for note in comparison.notes:
+            yield f"note: {name}: {note}"
+        if comparison.holds:
+            yield f"{name}: the path of {comparison.one.name} (within what is normal in {allowed.kind})"
+        for reason in comparison.reasons:
+            yield f"DRIFT: {name}: {reason}"
+
+
+def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The same as plain values; see docs/parity.md for what they are."""
+    runs = [comparisons[0].one, *(comparison.other for comparison in comparisons)]
+    return {
+        "holds": all(comparison.holds for comparison in comparisons),
+        "reference": comparisons[0].one.name,
+        "runs": {
+            run.name: {
+                "directory": str(run.directory),
+                "precision": run.facts["precision"],
+                "runs": run.facts["runs"],
+                "tokens_per_s": run.tokens_per_s,
+                "peak_memory_gib": run.peak_memory_gib,
+                "steps": [
+                    {key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+                    for line in run.steps.values()
+                ],
+            }
+            for run in runs
+        },
+        "comparisons": {
+            comparison.other.name: {
+                "holds": comparison.holds,
+                "allowed": vars(comparison.allowed),
+                "loss": _finite(comparison, "loss"),
+                "grad_norm": _finite(comparison, "grad_norm"),
+                "tensor": _tensor(comparison),
+                "first": comparison.first,
+                "reasons": comparison.reasons,
+                "notes": comparison.notes,
+            }
+            for comparison in comparisons
+        },
+    }
+
+
+def _finite(comparison: Comparison, key: str) -> float | None:
+    """The worst difference; None if just one of two values was finite, or no step is common."""
+    worst = comparison.worst(key)
+    return worst if worst is not None and worst != float("inf") else None
+
+
+def _tensor(comparison: Comparison) -> dict[str, Any] | None:
+    """The tensor that is farthest apart; its difference is None if it holds numbers that are not finite."""
+    if comparison.tensor is None:
+        return None
+    name, difference = comparison.tensor
+    return {"name": name, "difference": difference if math.isfinite(difference) else None}
+
+
+def _runs(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    head = ["", "what runs", "shares", "masters/weights/sums/products/loss", "tokens/s", "GiB"]
+    table = [[*head, "loss", "norm", "weights", "verdict"]]
+    table.append([*_facts(comparisons[0].one), "", "", "", "reference"])
+    for comparison in comparisons:
+        tensor = comparison.tensor and comparison.tensor[1]
+        worst = [_short(value) for value in (comparison.worst("loss"), comparison.worst("grad_norm"), tensor)]
+        table.append([*_facts(comparison.other), *worst, "same path" if comparison.holds else "DRIFT"])
+    return table
+
+
+def _facts(run: Finished) -> list[str]:
+    runs = run.facts["runs"]
+    outputs = runs["output_dtypes"]
+    product = outputs.get("Linear") or outputs.get("Conv1D")
+    dtypes = (runs["parameter_dtypes"], runs["model_dtypes"], runs["reduce_dtype"], product, outputs.get("loss"))
+    rate, memory = run.tokens_per_s, run.peak_memory_gib
+    return [
+        run.name,
+        f"{runs['kind']} x{runs['world_size']}, {runs['communication'] or runs['device']}",
+        f"{runs['parameter_fraction']:.0%} {runs['optimizer_fraction']:.0%}",
+        "/".join(map(_dtype, dtypes)),
+        "–" if rate is None else f"{rate:,.0f}",
+        "–" if memory is None else f"{memory:.2f}",
+    ]
+
+
+def _dtype(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_dtype, value))
+    return "–" if value is None else str(value).replace("bfloat", "bf").replace("float", "fp")
+
+
+def _steps(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """The reference at each step, and how far the others are from it."""
+    one = comparisons[0].one
+    names = [f"{comparison.other.name} {what}" for comparison in comparisons for what in ("loss", "norm")]
+    table = [["step", "lr", "tokens", "loss", "grad norm", *names]]
+    shown = sorted(one.steps)
+    if len(shown) > _MOST_STEPS:
+        shown = [shown[round(i * (len(shown) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
+    for step in shown:
+        line = one.steps[step]
+        figures = ["not finite" if line[key] is None else f"{line[key]:.5f}" for key in ("loss", "grad_norm")]
+        away = [
+            _short(comparison.steps.get(step, {}).get(key))
+            for comparison in comparisons
+            for key in ("loss", "grad_norm")
+        ]
+        table.append([str(step), f"{line['lr']:.3g}", f"{line['tokens']:,}", *figures, *away])
+    return table
+
+
+def _short(difference: float | None) -> str:
+    if difference is None:
+        return "–"
+    return "0" if difference == 0 else f"{difference:.0e}"
+
+
+def _columns(table: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

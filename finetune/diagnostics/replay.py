@@ -1,0 +1,238 @@
+"""Takes one step of a run again: the same rows, the same random numbers, the same weights, on one process.
+
+The order of rows is a function of seed and position, and randomness one of seed, step and micro-batch, so that the
+weights are all that has to be restored: from the nearest checkpoint before the step, and by the steps from there.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.checkpoint import integrity, row_ledger
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics.parity.compare import relative, tolerance
+from finetune.diagnostics.parity.finished_run import read_facts
+from finetune.optim import lr_schedule
+from finetune.training import evaluation
+from finetune.training.build_run import Run, build_run
+from finetune.training.loop import train_step
+from finetune.utils.atomic_files import read_lines
+from finetune.utils.errors import CheckpointError, RecipeError
+
+# Of a row's text, so many characters are shown.
+_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the batch."""
+
+    number: int
+    targets: int
+    loss: float
+    """The sum over its targets, computed alone and without dropout, before the step."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was taken again."""
+
+    step: int
+    """Counted from 1."""
+    start: str
+    """Where the weights came from."""
+    position: int
+    micro_batches: list[tuple[str, float, list[Row]]]
+    """Where each ran, its loss sum, and its rows."""
+    now: dict[str, float | None]
+    """`loss`, `grad_norm`, `lr` and `tokens`; None for what is not finite."""
+    then: dict[str, float | None] | None
+    """The same as the run has written it down; None if that step was not logged."""
+    incident: dict[str, Any] | None
+    """The line of `incidents.jsonl`, if the run skipped the step."""
+    differences: list[str]
+    """In what it is not the step that the run took."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.differences
+
+    def lines(self) -> Iterator[str]:
+        """Lines for people."""
+        yield f"step {self.step}, positions from {self.position}; weights: {self.start}"
+        for index, (where, loss, rows) in enumerate(self.micro_batches):
+            targets = sum(row.targets for row in rows)
+            yield f"micro-batch {index + 1} ({where}): loss sum {loss:.4f} over {targets:,} targets"
+            for row in rows:
+                mean = row.loss / max(1, row.targets)
+                yield f"  row {row.number}: {row.targets:,} targets, {mean:.4f} each without dropout: {row.text}"
+        yield f"{'':<11}{'now':>16}{'then':>16}{'apart':>10}"
+        for key, value in self.now.items():
+            then = self.then[key] if self.then is not None else None
+            written = _number(then) if self.then is not None else "not logged"
+            apart = f"{relative(then, value):.0e}" if self.then is not None else ""
+            yield f"{key:<11}{_number(value):>16}{written:>16}{apart:>10}"
+        if self.incident is not None:
+            yield f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}"
+        for difference in self.differences:
+            yield f"DRIFT: {difference}"
+        if self.holds:
+            yield "this is the step that the run took"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:,.7g}"
+
+
+def replay(directory: Path, number: int) -> Replayed:
+    """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
+
+    Raises:
+        RecipeError: If there is no such run or step, or the recipe would read other data or another model by now.
+        CheckpointError: If its files cannot be read, or no checkpoint before the step is left of a run that did not
+            begin from nothing.
+    """
+    facts = read_facts(directory)
+    entry = _entry(directory, number)
+    start = _nearest(directory, facts, number - 1)
+    with tempfile.TemporaryDirectory(prefix="finetune-replay-") as folder:
+        recipe = _recipe(directory, facts, start, Path(folder))
+        run = build_run(recipe, quiet=True)
+        _check_identity(directory, facts["identity"], run.identity)
+        for step in range(run.begin.step, number - 1):
+            _take(run, step)
+        replayed = _look(run, directory, facts, number, str(start or "the first ones"), entry)
+        run.backend.close()
+    return replayed
+
+
+def _entry(directory: Path, number: int) -> row_ledger.Used:
+    """What the ledger says of a step."""
+    first = last = 0
+    for entry in row_ledger.used(directory):
+        last = entry.step + 1
+        first = first or last
+        if last == number:
+            return entry
+    raise RecipeError(f"--step {number}: {directory} has taken steps {first} to {last}. Give one of them.")
+
+
+def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
+    """The newest whole checkpoint of at most so many steps, or None for the beginning of the run.
+
+    Raises:
+        CheckpointError: If the run began from another one's checkpoint, and that is gone.
+    """
+    for folder in integrity.list_checkpoints(directory / "checkpoints"):
+        if (integrity.step_of(folder) or 0) <= most:
+            try:
+                integrity.verify(folder)
+            except CheckpointError:
+                continue
+            return folder
+    begun = facts["starts"][0]
+    if not begun["from_step"]:
+        return None
+    if begun["from_step"] <= most and (Path(begun["resumed_from"]) / "manifest.json").is_file():
+        return Path(begun["resumed_from"])
+    raise CheckpointError(
+        f"{directory} began at step {begun['from_step']} from {begun['resumed_from']}, and no whole checkpoint of at "
+        f"most {most} steps is left. Replay a later step, or bring that checkpoint back."
+    )
+
+
+def _recipe(directory: Path, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
+    """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
+    recipe = load_recipe(directory / "recipe.yaml")
+    given = {
+        "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
+        # What may not differ is compared afterwards, and said in other words.
+        "resume": recipe.resume.model_copy(
+            update={"mode": str(start) if start else "never", "allow": tuple(facts["identity"])}
+        ),
+        "log": recipe.log.model_copy(update={"trackers": ()}),
+        "sample": None,
+        # What `auto` was there.
+        "precision": facts["precision"],
+    }
+    return recipe.model_copy(update=given)
+
+
+def _check_identity(directory: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    different = [key for key in then if key != "precision" and then[key] != now.get(key)]
+    if different:
+        raise RecipeError(
+            f"{directory} cannot be replayed: its recipe.yaml now gives another {', '.join(different)}. Bring back the "
+            "files that the run read, and start where it was started, since their paths count from there."
+        )
+
+
+def _take(run: Run, step: int) -> Any:
+    """A step as the loop takes it."""
+    lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
+    return train_step(run, step)
+
+
+def _look(
+    run: Run, directory: Path, facts: dict[str, Any], number: int, start: str, entry: row_ledger.Used
+) -> Replayed:
+    step, micro = number - 1, run.recipe.batch.rows
+    processes = next(s["processes"] for s in reversed(facts["starts"]) if s["from_step"] <= step)
+    grid = entry.rows.reshape(-1, micro)
+    rows = [[_row(run, int(row)) for row in part] for part in grid]
+    taken = _take(run, step)
+    losses, signs = taken.losses.double(), taken.signs.read()
+    now = {
+        "loss": losses.sum().item() / max(1.0, signs[0]),
+        "grad_norm": taken.norm.read()[0],
+        "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
+        "tokens": run.targets.item(),
+    }
+    finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
+    logged = {line["step"]: line for line in read_lines(directory / "metrics.jsonl") if "grad_norm" in line}
+    then = {key: logged[number][key] for key in now} if number in logged else None
+    allowed = tolerance(facts, facts)
+    limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
+    differences = []
+    if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
+        differences.append("the ledger's checksum is not that of these rows: the run has read others")
+    for key, limit in limits.items() if then is not None else ():
+        assert then is not None
+        if not relative(then[key], finite[key]) <= limit:
+            differences.append(f"{key} is {_number(finite[key])}, and was {_number(then[key])} ({limit:.0e} allowed)")
+    incidents = directory / "incidents.jsonl"
+    told = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
+    if (number in told) != (finite["grad_norm"] is None):
+        differences.append("the gradient is finite, and was not" if number in told else "the gradient is not finite")
+    where = [
+        f"rank {index % processes} of {processes}, its number {index // processes + 1}" for index in range(len(grid))
+    ]
+    parts = list(zip(where, losses.tolist(), rows, strict=True))
+    return Replayed(number, start, entry.position, parts, finite, then, told.get(number), differences)
+
+
+def _row(run: Run, number: int) -> Row:
+    rows = run.data.train
+    assert rows is not None
+    batch = rows.batch(np.array([number]))
+    run.model.eval()
+    with torch.no_grad():
+        loss = run.model(run.task.loss_sum, evaluation.to_device(batch, run.backend.device)).item()
+    run.model.train()
+    return Row(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
+
+
+def _text(run: Run, batch: dict[str, torch.Tensor]) -> str:
+    """A row in characters where it has some, shortened; else the shapes of its tensors."""
+    if run.data.tokenizer is None or "input_ids" not in batch:
+        return ", ".join(f"{name} {list(values.shape[1:])}" for name, values in batch.items())
+    text = " ".join(run.data.tokenizer.decode(batch["input_ids"][0].tolist()).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"

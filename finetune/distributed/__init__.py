@@ -1,0 +1,1 @@
+"""Where the run happens: with `planning`, the only package that knows one backend from another."""

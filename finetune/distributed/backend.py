@@ -1,0 +1,420 @@
+"""One process of a run, the same way whatever runs underneath.
+
+The loop sees a `Backend`: it prepares a model, says the gradient norm, sums over ranks, and gathers weights.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import deepspeed_config, held_memory, init_accelerator, verify_launch
+from finetune.distributed.held_memory import Memory
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.native_ops import native_ops
+from finetune.distributed.native_ops.needed_ops import needed_ops
+from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.state import state_transfer, tensor_shards
+from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.verify_launch import RuntimeReport
+from finetune.utils.errors import BackendError
+
+
+@dataclass
+class Backend:
+    """One process's view of where the run happens."""
+
+    accelerator: Accelerator
+    launch: Launch
+    precision: str
+    """What the network computes in: fp32, bf16 or fp16."""
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+    reduce_dtype: str = "fp32"
+    """What gradients are summed over processes in: fp32 or bf16."""
+    model: nn.Module | None = None
+    """What `prepare` made of the model, and of the optimiser."""
+    optimizer: Any = None
+    num_weights: int = 0
+    """Of the prepared model, each packed one counted."""
+    unproven: bool = True
+    """Whether nobody has looked yet at the gradients of a micro-batch."""
+
+    @classmethod
+    def start(cls, recipe: Recipe, asked: Launch, settled: ResolvedConfig, *, quiet: bool = False) -> "Backend":
+        """Starts the process group and the accelerator that the launch asks for.
+
+        Raises:
+            BackendError: If this machine cannot run it.
+        """
+        native_ops.ensure(needed_ops(asked), quiet=quiet)
+        accelerator = init_accelerator.start(asked, recipe, settled)
+        if accelerator.num_processes != asked.num_processes:
+            raise BackendError(
+                f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
+                f"sees {accelerator.num_processes}: each would train alone and overwrite the others. Start it with "
+                "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
+            )
+        return cls(accelerator, asked, settled.precision, settled.accumulation, recipe.optim.reduce_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def world(self) -> int:
+        """Data-parallel processes."""
+        return int(self.accelerator.num_processes)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products are computed in."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether the launch asks for the lighter way: the network's weights in 16 bit, all of them."""
+        lighter = self.launch.uses_fsdp and self.launch.mixed_precision in ("bf16", "fp16")
+        return lighter or self._casts_weights()
+
+    def facts(self) -> dict[str, Any]:
+        """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
+        asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
+        return {"launch": asked, "ds_config": getattr(self.accelerator, "deepspeed_config", None)}
+
+    def loading(self, pretrained: bool) -> AbstractContextManager[None]:
+        """The context to build the model in; see `start.loading`."""
+        return init_accelerator.loading(self.launch, pretrained)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Wraps model and optimiser for what was asked; weights are the same on every backend afterwards.
+
+        Raises:
+            BackendError: If the model has tensors without storage, or parameters went missing on the way.
+        """
+        if any(p.is_meta for p in model.parameters()):
+            raise BackendError(
+                "The model is on the meta device and has no weights to train. Materialise it first, as "
+                "finetune.models.init_weights.init_weights does."
+            )
+        if self.casts_weights and any(hasattr(p, "packed_weights") for p in model.parameters()):
+            raise BackendError(
+                f"{self.launch.ds_place or self.launch.file} asks for weights in 16 bit, and a cast would destroy "
+                'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
+                "recipe's precision already has products computed in 16 bit."
+            )
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+        packed = [getattr(p, "packed_weights", None) for p in model.parameters()]
+        self.num_weights = sum(size if inside is None else inside for size, inside in zip(sizes, packed, strict=True))
+        before = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self.launch.uses_deepspeed:
+            deepspeed_config.fit_to_model(
+                self.accelerator.deepspeed_plugin.deepspeed_config,
+                hidden_size=deepspeed_config.width_of(model),
+                parameter_sizes=sizes,
+                place=self.launch.ds_place,
+            )
+            init_accelerator.match_shards(model)
+            if self.launch.offload_params == "nvme":
+                init_accelerator.shard_in_own_dtype(model, self.accelerator.deepspeed_plugin.deepspeed_config)
+        if self.launch.kind == "ddp":
+            # Constants such as rotary frequencies are the same everywhere; only what is learned beside weights is sent.
+            kept = model.state_dict().keys()
+            learned = any(name in kept for name, _ in model.named_buffers())
+            self.accelerator.ddp_handler.broadcast_buffers = learned
+        wrapped, prepared = self.accelerator.prepare(model, optimizer)
+        if self.launch.kind == "zero3":
+            init_accelerator.plan_gathers_by_training(wrapped)
+        if self.launch.kind == "ddp" and self.reduce_dtype == "bf16":
+            wrapped.register_comm_hook(None, init_accelerator.sum_in_bf16)
+        if self.launch.uses_fsdp:
+            distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
+            if len(distinct) != before:
+                raise BackendError(
+                    f"The optimiser had {before} parameters and holds {len(distinct)} distinct ones after sharding: "
+                    "some would never be trained. This is a fault of the installed accelerate; use the version of "
+                    "constraints.txt."
+                )
+            if self.launch.sync_each_batch:
+                # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
+                wrapped.set_reduce_scatter_unused_params(True)
+        self.model, self.optimizer = wrapped, prepared
+        return wrapped, prepared
+
+    def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
+        """Reads back what runs; see `prove.prove`."""
+        proof = verify_launch.verify(
+            self.accelerator,
+            self.launch,
+            self.precision,
+            model,
+            optimizer,
+            self.accumulation,
+            init_accelerator.REDUCED[self.reduce_dtype],
+            rehearse,
+        )
+        return replace(proof, num_parameters=self.num_weights)
+
+    def memory(self, model: nn.Module, state_bytes: float) -> Memory:
+        """What this rank holds from step to step; see `memory.measure`."""
+        self._reshard()
+        return held_memory.measure(self.launch, model, self.accumulation, state_bytes)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context that the network computes in, inside the one that the wrapper provides.
+
+        Sharded backends free weights after use, so casts of them must not be cached for the whole forward pass.
+        """
+        if not self.launch.sharded or self.precision == "fp32" or self._casts_weights():
+            # Not a disabled autocast, which would switch off the wrapper's.
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
+
+    def _casts_weights(self) -> bool:
+        """Whether DeepSpeed itself turns the network's weights into 16 bit, and autocast would get in its way."""
+        if not self.launch.uses_deepspeed:
+            return False
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
+
+    @contextmanager
+    def micro_batch(self, model: Any, *, last: bool) -> Iterator[None]:
+        """The context of the forward and backward pass of one of a step's micro-batches.
+
+        Gradients are summed over ranks after the last one, or after each where the backend cuts them or is told to.
+
+        Raises:
+            BackendError: If gradients turn out to be held otherwise than was asked, or to be missing where that would
+                not leave weights as they are; nothing has been trained then.
+        """
+        self.accelerator.sync_gradients = last
+        with (
+            verify_launch.check_all_used(self.launch, model, self.optimizer, holds=not last)
+            if self.unproven
+            else nullcontext()
+        ):
+            if last:
+                yield
+            elif self.launch.uses_fsdp and self.launch.sync_each_batch:
+                # Between copies of a hybrid shard, sums still cross once a step.
+                model.set_requires_all_reduce(False)
+                yield
+                model.set_requires_all_reduce(True)
+            else:
+                with self.accelerator.no_sync(model):
+                    yield
+        if self.unproven and self.launch.uses_fsdp and not last:
+            held_memory.prove_gradients(self.launch, model)
+        self.unproven = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one of a step's micro-batches, of which each is divided by their number."""
+        if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
+            self.accelerator.backward(loss)
+        else:
+            # What Accelerate does, which looks for an optional package on the disk at each call.
+            (loss / self.accumulation).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
+        """Clips the gradients and returns their global norm from before; DeepSpeed has clipped by then.
+
+        Call it at the end of a window only, on every rank.
+        """
+        if self.launch.uses_deepspeed:
+            # Not accelerator.clip_grad_norm_, which reads the value to the host at once.
+            norm: Any = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
+        else:
+            self.accelerator.unscale_gradients()
+            norm = _total_norm([p.grad for p in model.parameters() if p.grad is not None], self.device)
+            if max_norm is not None:
+                nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return torch.as_tensor(norm, dtype=torch.float32)
+
+    def step(self, optimizer: Any, norm: torch.Tensor) -> None:
+        """The optimiser's step, unless the gradient norm is not finite: then nothing of it reaches the weights.
+
+        DeepSpeed and loss scaling decide alike by themselves, the former in the backward pass.
+        """
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
+            optimizer.step()
+        elif getattr(inner, "_step_supports_amp_scaling", False) and not _makes_momenta(inner):
+            # The kernel itself skips, as it does under loss scaling, so that the host need not wait.
+            inner.grad_scale, inner.found_inf = None, (~norm.isfinite()).float()
+            inner.step()
+        elif bool(norm.isfinite()):
+            inner.step()
+
+    def clear(self, optimizer: Any) -> None:
+        """Clears the gradients once the optimiser has stepped."""
+        if self.keeps_gradients:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay in place from step to step, as views of buckets that are there anyway.
+
+        Made anew where micro-batches add up under DDP, they would be there twice until the last micro-batch.
+        """
+        return self.launch.kind == "ddp" and self.accumulation > 1
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that gradients may overflow now and then (fp16)."""
+        return self.precision == "fp16"
+
+    def steps_in_backward(self) -> bool:
+        """Whether the backward pass that ends a window also runs the optimiser (DeepSpeed)."""
+        return self.launch.uses_deepspeed
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest over all ranks, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        return values
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, in place; every rank must call it."""
+        if self.world > 1:
+            torch.distributed.broadcast(values, src=0)
+        return values
+
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value, as JSON has it, on every rank; every rank must call it."""
+        text = json.dumps(value).encode()
+        size = int(self.broadcast(torch.tensor([len(text)], device=self.device)).item())
+        content = torch.tensor(list(text) if self.is_main else [0] * size, dtype=torch.uint8, device=self.device)
+        return json.loads(bytes(self.broadcast(content).tolist()))
+
+    def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
+        """This rank's piece of every trainable parameter and its optimiser state, one at a time; see `state.read`."""
+        self._reshard()
+        return state_transfer.read(self.launch, network, optimizer)
+
+    def sizes(self, network: nn.Module) -> dict[str, int]:
+        """Elements of each trainable parameter, whole, by name."""
+        return state_transfer.sizes(network)
+
+    def read_rest(self, network: nn.Module) -> Iterator[tuple[str, Shard]]:
+        """What a network has beside its trainable parameters, one at a time, as `read_state` gives it.
+
+        Keys are `frozen/NAME` and, for buffers that belong to the weights, `buffer/NAME`.
+        """
+        for name, parameter in network.named_parameters():
+            if not parameter.requires_grad:
+                yield f"frozen/{name}", state_transfer.frozen(self.launch, parameter)
+        kept = network.state_dict().keys()
+        for name, buffer in network.named_buffers():
+            if name in kept:
+                yield f"buffer/{name}", tensor_shards.undivided(buffer)
+
+    def write_state(
+        self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
+    ) -> None:
+        """The inverse, into a freshly prepared model and optimiser; see `state.write`."""
+        self._reshard()
+        state_transfer.write(self.launch, network, optimizer, keys, load)
+
+    def scaler_state(self) -> dict[str, float | int] | None:
+        """The loss scale and how long it has held; None where the loss is not scaled."""
+        return state_transfer.scaler_state(self.accelerator, self.launch)
+
+    def set_scaler_state(self, saved: dict[str, float | int] | None) -> None:
+        """The inverse of `scaler_state`."""
+        state_transfer.set_scaler_state(self.accelerator, self.launch, saved)
+
+    def _reshard(self) -> None:
+        if self.launch.uses_fsdp and self.model is not None:
+            state_transfer.reshard(self.model)
+
+    def full_parameters(
+        self, network: nn.Module, *, trained_only: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
+
+        Every rank must run through it, in step.
+
+        Args:
+            network: The network inside the prepared model.
+        """
+        self._reshard()
+        trained = state_transfer.read(self.launch, network, self.optimizer, parameters_only=True)
+        others = () if trained_only else network.named_parameters()
+        rest = ((name, state_transfer.frozen(self.launch, p)) for name, p in others if not p.requires_grad)
+        for key, piece in itertools.chain(trained, rest):
+            whole = piece.gather()
+            yield key.removeprefix(f"{state_transfer.PARAMETER}/"), whole.cpu().clone() if self.is_main else None
+
+    def wait(self) -> None:
+        """Returns once every rank has called it."""
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Ends trackers and the process group; leaving without it makes gloo's exit noisy."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+
+@torch.no_grad()
+def _total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The norm of all gradients over all ranks, a scalar in fp32; every rank must call it."""
+    here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            summed = tuple(Partial() if place.is_shard() else place for place in gradient.placements)
+            here[gradient.device_mesh, summed].append(gradient.to_local())
+        else:
+            here[()].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for where, tensors in here.items():
+        square = _square(tensors)
+        total += (DTensor.from_local(square, *where).full_tensor() if where else square).to(device)
+    return total.sqrt().float()
+
+
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of all squares, in fp64.
+
+    On CPUs torch 2.13 adds squares one after the other in fp32: of nine million values the norm is 3e-4 too small, and
+    that of each rank's shards by another share. So it adds those of a row only.
+    """
+    if tensors[0].device.type != "cpu":
+        return nn.utils.get_total_norm(tensors).double().square()
+    rows = (torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim > 1 else tensor for tensor in tensors)
+    return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]).square().sum()
+
+
+def _makes_momenta(optimizer: Any) -> bool:
+    """Whether a step makes the momenta of torch's fused SGD, from memory as it is found: a skipped one leaves that.
+
+    Source: torch 2.13, `torch/optim/sgd.py::_fused_sgd`.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(group["momentum"] and not optimizer.state.get(group["params"][0]) for group in optimizer.param_groups)

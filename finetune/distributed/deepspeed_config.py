@@ -1,0 +1,223 @@
+"""What a rank would hold under a launch, from the shapes of a network alone: before anything is launched.
+
+Its counterpart, `memory.py`, reads the same four figures back from what runs.
+"""
+
+import copy
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from finetune.config.provenance import places
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch import launch_file, launch_keys
+from finetune.utils.errors import BackendError
+
+
+def width_of(model: nn.Module) -> int:
+    """The model's hidden size: what it says, or the largest matrix side of a model that says nothing."""
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
+    if width is not None:
+        return int(width)
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in model.parameters()]
+    return max((side for shape in shapes if len(shape) >= 2 for side in shape), default=64)
+
+
+# Shipped configs say "auto" where the recipe decides.
+AUTO = "auto"
+
+# What of the recipe decides a value.
+DECIDES = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x processes)",
+    "gradient_clipping": "optim.clip_norm",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+}
+
+
+def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
+    """The config that a launch file, or the environment, names: where it is, and what it says.
+
+    Args:
+        path: As it is named; see `launch_file.find`.
+        file: The launch file.
+
+    Raises:
+        BackendError: If it cannot be read, or holds keys that DeepSpeed does not know.
+    """
+    place = launch_file.find(path, file)
+    try:
+        config = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except (OSError, ValueError) as error:
+        raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
+    known = launch_keys.deepspeed()
+    problems = [] if known is None else list(launch_keys.unknown(config, known))
+    if problems:
+        lines = places(place)
+        said = [
+            f"{place}:{lines[key]}: {key}: {what}" if key in lines else f"{place}: {key}: {what}"
+            for key, what in problems
+        ]
+        raise BackendError.of(f"The DeepSpeed config {place}", said)
+    return str(place), config
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key '{next(name for name in names if names.count(name) > 1)}' is given twice")
+    return found
+
+
+def complete(
+    config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
+) -> dict[str, Any]:
+    """The configuration with every value that the recipe decides filled in.
+
+    Args:
+        config: As written, with `auto` or nothing where the recipe decides.
+        precision: `fp32`, `bf16` or `fp16`.
+        accumulation: Micro-batches an optimiser step and process.
+        world: Data-parallel processes.
+        place: Where the config is written, for messages.
+
+    Raises:
+        BackendError: If it contradicts the recipe, with both places.
+    """
+    config = copy.deepcopy(config)
+    batch, clip = recipe.batch, recipe.optim.clip_norm
+    values: dict[str, Any] = {
+        "train_batch_size": batch.rows * accumulation * world,
+        "train_micro_batch_size_per_gpu": batch.rows,
+        "gradient_accumulation_steps": accumulation,
+        # Absent means 1.0 to DeepSpeed; 0.0 is its word for off.
+        "gradient_clipping": 0.0 if clip is None else clip,
+        "fp16.enabled": precision == "fp16",
+    }
+    if precision == "bf16" and _get(config, "bf16.enabled") in (None, AUTO):
+        _autocast_bf16(config)
+    values["bf16.enabled"] = precision == "bf16" and not _get(config, "torch_autocast.enabled")
+    contradictions = []
+    for key, value in values.items():
+        written = _get(config, key)
+        if written in (None, AUTO):
+            _set(config, key, value)
+        elif written != value:
+            contradictions.append(f"{place} says {key}: {written}, the recipe's {DECIDES[key]} makes it {value}")
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
+    if _get(config, "torch_autocast.enabled") and precision != "bf16":
+        contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
+    if contradictions:
+        advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
+        raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
+    # Gradients are summed over micro-batches in fp32, and over ranks in what the recipe says; DeepSpeed's default is
+    # the model's dtype.
+    for key, value in (
+        ("data_types.grad_accum_dtype", "fp32"),
+        ("communication_data_type", recipe.optim.reduce_dtype),
+    ):
+        if _get(config, key) in (None, AUTO):
+            _set(config, key, value)
+    _offload_needs_adamw(config, recipe, place)
+    return config
+
+
+def _autocast_bf16(config: dict[str, Any]) -> None:
+    """bf16 as on every other backend: fp32 weights, cast where an operation profits, in place.
+
+    DeepSpeed's own bf16 mode makes weights, norms and the residual stream bf16; a config that says
+    `bf16.enabled: true` gets it.
+    """
+    section = config.setdefault("torch_autocast", {})
+    section.setdefault("enabled", True)
+    section.setdefault("dtype", "bfloat16")
+    # The modules whose gradients would be reduced in bf16 as well.
+    section.setdefault("lower_precision_safe_modules", [])
+
+
+def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:
+    """Accelerate swaps any optimiser for DeepSpeed's CPU Adam under offload, so only AdamW may be asked for."""
+    device = _get(config, "zero_optimization.offload_optimizer.device") or "none"
+    if device == "none":
+        return
+    if recipe.optim.name != "AdamW":
+        raise BackendError(
+            f"{place} offloads the optimiser to {device}, where only AdamW runs; the recipe's optim.name is "
+            f"{recipe.optim.name}, which would be replaced by Adam without a word. Set optim.name to AdamW, or take a "
+            "launch config without offload."
+        )
+    if recipe.optim.args.get("amsgrad"):
+        raise BackendError(f"{place} offloads the optimiser to {device}, where optim.args.amsgrad is not offered.")
+
+
+def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int], place: str) -> None:
+    """Fills in the sizes that depend on the model, in place.
+
+    Args:
+        hidden_size: The model's width.
+        parameter_sizes: Elements of each parameter.
+        place: Where the config is written, for messages.
+
+    Raises:
+        BackendError: If the config says `auto` where nothing can fill it in.
+    """
+    section = config["zero_optimization"]
+    sizes = list(parameter_sizes)
+    bucket = max(hidden_size * hidden_size, 1_000_000)
+    # Small parameters stay whole on each rank, which saves latency; but never so many that the model is not
+    # really sharded any more (of a tiny model nearly every parameter is small).
+    threshold = 10 * hidden_size
+    if sum(size for size in sizes if size < threshold) > 0.01 * sum(sizes):
+        threshold = 0
+    for key, value in (
+        ("reduce_bucket_size", bucket),
+        ("allgather_bucket_size", bucket),
+        ("stage3_prefetch_bucket_size", int(0.9 * bucket)),
+        ("stage3_param_persistence_threshold", threshold),
+    ):
+        if section.get(key) == AUTO:
+            section[key] = value
+    parameters = section.get("offload_param") or {}
+    if parameters.get("buffer_size") == AUTO:
+        # A buffer holds one parameter on its way to or from the disk; DeepSpeed aligns it.
+        parameters["buffer_size"] = max(sizes) + 1024
+    unknown = sorted(_autos(config))
+    if unknown:
+        raise BackendError(
+            f'{place} says "auto" for {", ".join(unknown)}, which neither recipe nor model decides. Write a value, or '
+            "remove the key to take DeepSpeed's default."
+        )
+
+
+def _autos(config: dict[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield prefix + key
+
+
+def _get(config: dict[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if not isinstance(node, dict):
+            return None
+        node = node.get(part)
+    return node
+
+
+def _set(config: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        config = config.setdefault(part, {})
+    config[last] = value

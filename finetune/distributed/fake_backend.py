@@ -1,0 +1,146 @@
+"""A backend on one process, whose other ranks are only imagined: what it wraps and allocates is real.
+
+Communication goes to torch's fake process group, which answers at once. Under fake tensors this takes neither a GPU nor
+memory. Only for a process that does nothing else: it changes what libraries do.
+"""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.resolve_config import resolve_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Accelerate's variables: what the user's shell says of another launch must not reach this one.
+_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def closed(launch: Launch) -> str:
+    """Why a launch cannot be imagined; empty if it can."""
+    if launch.uses_deepspeed:
+        return "DeepSpeed cannot run without its other ranks"
+    if launch.offload_params != "none":
+        return "FSDP2 offloads from a GPU only"
+    return ""
+
+
+def stand_in(launch: Launch) -> Launch:
+    """What is imagined for a launch: itself, or, if it is closed, one of its processes without a backend.
+
+    The latter has no file. Its kind says how casts of weights are kept: not, where layers are gathered and freed.
+    """
+    if not closed(launch):
+        return launch
+    return Launch(kind="fsdp" if launch.sharded else "single", num_processes=launch.num_processes)
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """The environment of rank 0 of a launch, on a machine without GPUs."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
+    # So that the figures are the same on every machine.
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if launch.file is None or launch.num_processes == 1:
+        return {key: value for key, value in env.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    ranks = str(launch.num_processes)
+    env |= read_launch_environment(launch.file, {}, {}).exported
+    env |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": "0", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    if launch.replicate > 1:
+        env["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(launch.replicate)
+        env["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(launch.num_processes // launch.replicate)
+    return env
+
+
+def start(recipe: Recipe, launch: Launch) -> Backend:
+    """Rank 0 of a launch that `stand_in` has made."""
+    if launch.file is None:
+        share = recipe.batch.global_size // launch.num_processes
+        recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
+        one = Launch(kind="single", num_processes=1)
+        backend = Backend.start(recipe, one, resolve_config(recipe, one), quiet=True)
+        # Its autocast is that of the launch.
+        return _still(replace(backend, launch=launch))
+    if launch.num_processes > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store: Any = FakeStore()
+        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=launch.num_processes)
+        _let_fake_tensors_pass()
+    return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
+
+
+def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    """`Backend.prepare`, of a model of fake tensors."""
+    for number, parameter in enumerate(model.parameters()):
+        # By which Accelerate finds the optimiser's parameters again; fake ones have none.
+        known: Any = parameter
+        known.data_ptr = lambda number=number: number
+    wrapped, prepared = backend.prepare(model, optimizer)
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        wrapped.register_comm_hook(None, _arrived)
+        inner: Any = wrapped
+        inner.reducer = _Arranged(wrapped.reducer)
+    return wrapped, prepared
+
+
+def _still(backend: Backend) -> Backend:
+    """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there."""
+    backend.accelerator.device_placement = False
+    backend.unproven = False
+    return backend
+
+
+class _Arranged:
+    """A reducer whose buckets stay as they are: real ones are arranged anew once, as large as before, by values.
+
+    Source: torch 2.13, `Reducer::rebuild_buckets` in `csrc/distributed/c10d/reducer.cpp`.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _arrived(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A bucket as if it had been summed: the process group's own answer holds no tensor."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _let_fake_tensors_pass() -> None:
+    """Puts aside what reads values while a model is wrapped.
+
+    Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
+    compare and send; meshes of ranks are tensors themselves.
+    """
+    import torch.distributed.fsdp._fully_shard._fsdp_init as sharding
+    import torch.nn.parallel.distributed as copies
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    parallel: Any = copies
+    parallel._verify_param_shape_across_processes = lambda *_, **__: True
+    parallel._sync_module_states = lambda *_, **__: None
+    shards: Any = sharding
+    mesh: Callable[..., Any] = shards.init_device_mesh
+
+    def really(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return mesh(*arguments, **options)
+
+    shards.init_device_mesh = really

@@ -1,0 +1,112 @@
+"""GPUs as data sheets have them, and those of a user's own."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from finetune.utils.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is known of a device."""
+
+    name: str
+    part: str
+    """Of the name that torch calls it by."""
+    memory_gib: float
+    """What programs can have: what is sold, less what error correction and the driver keep."""
+    bf16_tflops: float
+    """Dense matrix products in bf16, without sparsity."""
+    bandwidth_tbs: float
+    """Of its memory, in 10^12 bytes a second."""
+    link_gbs: float
+    """To another GPU of the same machine, each way, in 10^9 bytes a second."""
+    watts: float
+    """Its thermal design power."""
+
+
+# Makers' data sheets, which give links as the sum of both ways; memory as torch.cuda reports it, rounded down.
+# H100, H200: https://www.nvidia.com/en-us/data-center/h100/, https://www.nvidia.com/en-us/data-center/h200/
+# B200: https://www.nvidia.com/en-us/data-center/dgx-b200/ (figures of 8, divided)
+# A100: https://www.nvidia.com/en-us/data-center/a100/
+# A10G: https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+# L4, L40S: https://www.nvidia.com/en-us/data-center/l4/, https://www.nvidia.com/en-us/data-center/l40s/ (halved: the
+# sheets count with sparsity)
+# RTX: appendix A of https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (bf16 with
+# fp32 sums)
+# MI300X: https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+# Those without a link of their own talk over PCIe: generation 4 x16 is 32, generation 5 x16 is 64 GB/s each way.
+_KNOWN = (
+    Gpu("h100-80gb", "H100", 79.0, 989.0, 3.35, 450.0, 700.0),
+    Gpu("h100-pcie-80gb", "H100 PCIe", 79.0, 756.0, 2.0, 64.0, 350.0),
+    Gpu("h100-nvl-94gb", "H100 NVL", 93.0, 835.0, 3.9, 300.0, 400.0),
+    Gpu("h200-141gb", "H200", 139.0, 989.0, 4.8, 450.0, 700.0),
+    Gpu("b200-180gb", "B200", 178.0, 2250.0, 8.0, 900.0, 1000.0),
+    Gpu("a100-80gb", "A100", 79.0, 312.0, 2.04, 300.0, 400.0),
+    Gpu("a100-40gb", "A100", 39.0, 312.0, 1.555, 300.0, 400.0),
+    Gpu("a10g-24gb", "A10G", 22.0, 70.0, 0.6, 32.0, 300.0),
+    Gpu("l4-24gb", "L4", 22.0, 121.0, 0.3, 32.0, 72.0),
+    Gpu("l40s-48gb", "L40S", 44.0, 362.0, 0.864, 32.0, 350.0),
+    Gpu("rtx3090-24gb", "RTX 3090", 23.5, 71.0, 0.936, 32.0, 350.0),
+    Gpu("rtx4090-24gb", "RTX 4090", 23.5, 165.0, 1.008, 32.0, 450.0),
+    Gpu("mi300x-192gb", "MI300X", 191.0, 1307.0, 5.3, 448.0, 750.0),
+)
+_OWN = {
+    "memory": "memory_gib",
+    "bf16": "bf16_tflops",
+    "bandwidth": "bandwidth_tbs",
+    "link": "link_gbs",
+    "watts": "watts",
+}
+
+
+def of_device(name: str) -> Gpu | None:
+    """The GPU that torch calls so, such as `NVIDIA H100 PCIe`; None if it is not known."""
+    found = [gpu for gpu in _KNOWN if re.search(rf"\b{gpu.part}\b", name)]
+    return max(found, key=lambda gpu: len(gpu.part), default=None)
+
+
+def find(text: str) -> Gpu:
+    """A GPU by name, such as `h100-80gb`, or of figures, such as `memory=24,bf16=70`; both may be given.
+
+    Raises:
+        RecipeError: If there is no such GPU, or a figure cannot be read.
+    """
+    first, *rest = text.split(",")
+    named = "=" not in first
+    known = {gpu.name: gpu for gpu in _KNOWN}
+    if named and first not in known:
+        close = difflib.get_close_matches(first, known, n=1, cutoff=0.4)
+        raise RecipeError(
+            f"--gpu: there is no '{first}'" + (f", did you mean '{close[0]}'?" if close else ".") + " Known are "
+            f"{', '.join(known)}; of others give figures: memory=GIB,bf16=TFLOPS,bandwidth=TB/s,link=GB/s,watts=W."
+        )
+    figures = _figures(rest if named else text.split(","))
+    if named:
+        return _with(known[first], figures)
+    if not {"memory_gib", "bf16_tflops"} <= figures.keys():
+        raise RecipeError(f"--gpu: '{text}' must say memory (GiB) and bf16 (TFLOP/s) at least: memory=24,bf16=70.")
+    # What is not said: no fast links, and the power of a large card.
+    return _with(Gpu("your own", "", 0.0, 0.0, 1.0, 32.0, 300.0), figures)
+
+
+def _with(gpu: Gpu, figures: dict[str, float]) -> Gpu:
+    return Gpu(gpu.name, gpu.part, **{**{key: getattr(gpu, key) for key in _OWN.values()}, **figures})
+
+
+def _figures(words: list[str]) -> dict[str, float]:
+    found = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if key not in _OWN or not 0.0 < number < 1e9:
+            raise RecipeError(
+                f"--gpu: cannot read '{word}'. Figures are {', '.join(f'{k}=NUMBER' for k in _OWN)}, in GiB, TFLOP/s, "
+                "TB/s, GB/s each way and W, all above 0."
+            )
+        found[_OWN[key]] = number
+    return found

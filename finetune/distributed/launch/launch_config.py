@@ -1,0 +1,335 @@
+"""What the launch plane asks for, read before anything is started, and refused where it cannot come true.
+
+A worker sees the launch file only through environment variables, and some files leave none: `use_cpu: true`
+or `distributed_type: 'NO'` with two processes start plain processes that know of nothing. So the launcher's
+own command line, which is the parent process's, is read as well, and the two are compared.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.distributed import deepspeed_config
+from finetune.distributed.launch import launch_file, launch_key_docs
+from finetune.utils import orphan_watch
+from finetune.utils.errors import BackendError
+
+# The kinds that the toolkit runs, in the words of its own launch files.
+KINDS = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was asked for: by the launch file where there is one, else by the environment alone."""
+
+    kind: str
+    """One of `KINDS`."""
+    num_processes: int
+    file: str | None = None
+    """The launch file as the user named it, or None (torchrun, or a plain `python`)."""
+    num_threads: int | None = None
+    """CPU threads a process, if the user did not choose: cores / processes on this machine."""
+    replicate: int = 1
+    """Hybrid shard: copies of the sharded model."""
+    reshard: bool = True
+    """FSDP2: whether weights are freed again between forward and backward."""
+    sync_each_batch: bool | None = None
+    """FSDP2, with several micro-batches a step: whether gradients are reduce-scattered after each of them, or held
+    whole until the last. None leaves it to the forecast: whole where that fits."""
+    offload_params: str = "none"
+    """Where parameters rest: none, cpu or nvme."""
+    offload_optimizer: str = "none"
+    """Where optimiser state rests: none, cpu or nvme."""
+    sharded_init: bool = False
+    """ZeRO-3: whether pretrained weights are sharded while they load."""
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    """The DeepSpeed configuration as written, `auto` included."""
+    ds_place: str = ""
+    """Where it is written, for messages."""
+    mixed_precision: str = "no"
+    """What the launch plane says of precision. The recipe decides, so anything but its value is refused; with its
+    value, FSDP gathers and computes with copies of the weights in it, instead of casting inside operations."""
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind in ("fsdp", "hsdp", "zero3")
+
+    @property
+    def cuts_state(self) -> bool:
+        """Whether a tensor, or what an optimiser keeps for it, may lie on several ranks in parts."""
+        return self.sharded or self.uses_deepspeed
+
+    @property
+    def flattens(self) -> bool:
+        """Whether optimisers get parts of flat buffers, in which tensors have lost their shapes."""
+        return self.uses_deepspeed
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        return self.kind.startswith("zero")
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return self.kind in ("fsdp", "hsdp")
+
+    def holds_whole_gradients(self, accumulation: int) -> bool:
+        """Whether a rank holds gradients of whole parameters while a step's micro-batches add up."""
+        if self.uses_fsdp:
+            return accumulation > 1 and not self.sync_each_batch
+        return self.kind not in ("zero2", "zero3")
+
+    def defers(self, accumulation: int) -> bool:
+        """Whether it is open when gradients of a step's micro-batches are summed over ranks, and so the forecast's."""
+        return self.uses_fsdp and accumulation > 1 and self.sync_each_batch is None
+
+
+def read_launch() -> Launch:
+    """Reads what was asked for from the launcher's command line, its file, and the environment.
+
+    Raises:
+        BackendError: If file and processes contradict each other, or it asks for what is not offered.
+    """
+    import torch
+
+    env = dict(os.environ)
+    if not torch.cuda.is_available():
+        # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    world = int(env.get("WORLD_SIZE", "1"))
+    arguments = _launcher_arguments()
+    file, config = _launch_file(arguments)
+    if file is not None:
+        check_file(file, config, arguments, world)
+        # Accelerate reads the section, but exports only what it knows itself.
+        env = {**env, **own_variables(getattr(config, "fsdp_config", None) or {})}
+    elif arguments is not None and (arguments.num_processes or world) != world:
+        raise BackendError(
+            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
+            "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
+            "accelerate_configs/ddp.yaml."
+        )
+    if arguments is not None and arguments.deepspeed_config_file:
+        # Of the command line: it counts from where that was given, not from the launch file.
+        env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
+    return of_worker(env, world, file, _threads(arguments))
+
+
+def own_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of this toolkit's own keys of `fsdp_config`, which Accelerate does not export."""
+    named = {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
+    keys = {name.removeprefix("fsdp_config."): str(launch_key_docs.FSDP[name].variable) for name in launch_key_docs.OWN}
+    return {variable: str(named[key]).lower() for key, variable in keys.items() if named.get(key) is not None}
+
+
+def of_worker(env: Mapping[str, str], world: int, file: str | None, num_threads: int | None) -> Launch:
+    """What a worker is asked for, by the environment that it has.
+
+    Args:
+        env: The worker's environment.
+        world: Processes over all machines.
+        file: The launch file, which has been checked, if there is one.
+        num_threads: See `Launch`.
+
+    Raises:
+        BackendError: If it contradicts itself, or asks for what is not offered.
+    """
+    if file is None and world > 1 and "LOCAL_RANK" not in env:
+        raise BackendError(
+            f"WORLD_SIZE is {world}, but this process has no LOCAL_RANK: it was not started by a launcher. Start "
+            "it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
+        )
+    if _truthy(env.get("ACCELERATE_USE_CPU")) and (world > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
+        raise BackendError(
+            "ACCELERATE_USE_CPU is set, which makes Accelerate ignore sharding and offload and start plain CPU "
+            "processes. Unset it: without a GPU the same launch files run on gloo by themselves."
+        )
+    common: dict[str, Any] = {
+        "num_processes": world,
+        "file": file,
+        "num_threads": num_threads,
+        "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
+    }
+    return of_environment(env, common)
+
+
+def of_environment(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
+    """What a worker's environment asks for.
+
+    Args:
+        common: The fields that every kind of launch has.
+
+    Raises:
+        BackendError: If it asks for what is not offered.
+    """
+    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")) and not _uses(env, "FSDP"):
+        raise BackendError(
+            f"{common['file'] or 'The environment'} asks for a parallelism_config, which only FSDP reads. Set "
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or take parallelism_config out."
+        )
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BackendError(
+            f"{common['file'] or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
+            "which is not offered here. Take it out and set `model.compile: true` in the recipe."
+        )
+    if _uses(env, "DEEPSPEED"):
+        return _deepspeed(env, common)
+    if _uses(env, "FSDP"):
+        return _fsdp(env, common)
+    return Launch(kind="single" if common["num_processes"] == 1 else "ddp", **common)
+
+
+def _uses(env: Mapping[str, str], name: str) -> bool:
+    return _truthy(env.get(f"ACCELERATE_USE_{name}"))
+
+
+def _truthy(value: str | None) -> bool:
+    return (value or "").lower() in ("1", "true", "yes", "on")
+
+
+def _launcher_arguments() -> Any | None:
+    """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
+    rest = orphan_watch.accelerate_arguments()
+    if rest is None:
+        return None
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(rest)
+
+
+def _launch_file(arguments: Any | None) -> tuple[str | None, Any]:
+    if arguments is None:
+        return None, None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    path = arguments.config_file
+    if path is None:
+        if not os.path.isfile(default_config_file):
+            return None, None
+        path = default_config_file
+    launch_file.read(str(path))
+    return str(path), load_config_from_file(arguments.config_file)
+
+
+def check_file(file: str, config: Any, arguments: Any, world: int) -> None:
+    """Compares a launch file with what started; Accelerate itself falls back without a word."""
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    asked = arguments.num_processes or config.num_processes or 1
+    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        raise BackendError(
+            f"{file} asks for distributed_type {kind}, which is not offered. Use NO, MULTI_GPU, FSDP or DEEPSPEED; "
+            "without a GPU these run on gloo, so MULTI_CPU is not needed."
+        )
+    if (config.use_cpu or arguments.cpu) and (kind != "NO" or asked > 1):
+        raise BackendError(
+            f"{file} asks for {kind} on {asked} processes and also for `use_cpu` (or --cpu), and Accelerate would "
+            "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
+            "file runs on gloo by itself."
+        )
+    if kind == "NO" and asked > 1:
+        raise BackendError(
+            f"{file} asks for {asked} processes with distributed_type 'NO', which starts one. Set distributed_type "
+            "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
+        )
+    if world != asked:
+        raise BackendError(
+            f"{file} asks for {asked} processes, but {world} run. Start it with `accelerate launch "
+            f"--config_file {file}`, and name another number with --num_processes."
+        )
+
+
+def _threads(arguments: Any | None) -> int | None:
+    """Threads a process should use, unless the user chose: Accelerate exports one thread unasked."""
+    import psutil
+
+    if arguments is not None and arguments.num_cpu_threads_per_process is not None:
+        return None
+    try:
+        before = psutil.Process().parent()
+        environ = before.environ() if before is not None and arguments is not None else dict(os.environ)
+    except psutil.Error:
+        return None
+    return threads_each(environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def threads_each(environ: Mapping[str, str], local: int) -> int | None:
+    """Threads for each of `local` processes on this machine; None where the user's environment says."""
+    return None if "OMP_NUM_THREADS" in environ else max(1, len(os.sched_getaffinity(0)) // local)
+
+
+def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
+    place = common["file"] or "the environment"
+    if env.get("FSDP_VERSION", "1") != "2":
+        raise BackendError(
+            f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
+            "deprecated and keeps no fp32 masters): set `fsdp_version: 2` under fsdp_config."
+        )
+    if _truthy(env.get("FSDP_ACTIVATION_CHECKPOINTING")):
+        raise BackendError(
+            f"{place} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
+            "on wrong gradients. Take it out and set `model.gradient_checkpointing: true` in the recipe."
+        )
+    replicate = 1
+    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        sizes = {n: int(env.get(f"PARALLELISM_CONFIG_{n}_SIZE", "1")) for n in ("TP", "CP", "SP")}
+        if any(size > 1 for size in sizes.values()):
+            raise BackendError(
+                f"{place} asks for tensor, context or sequence parallelism ({sizes}), which is not offered. Leave "
+                "those at 1; dp_shard_size and dp_replicate_size are."
+            )
+        replicate = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+        shard = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+        if replicate * shard != common["num_processes"]:
+            raise BackendError(
+                f"{place} asks for {replicate} copies of {shard} shards, which takes {replicate * shard} processes, "
+                f"but {common['num_processes']} run. Make dp_replicate_size x dp_shard_size equal num_processes."
+            )
+    said = env.get("FSDP_SYNC_EACH_BATCH", "auto")
+    if said not in ("auto", "true", "false"):
+        raise BackendError(
+            f"{place} says fsdp_sync_each_batch: {said}. Write true (gradients are reduce-scattered after each "
+            "micro-batch), false (held whole until the last one of a step) or auto (whole where the forecast fits)."
+        )
+    offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    return Launch(
+        kind="hsdp" if replicate > 1 else "fsdp",
+        replicate=replicate,
+        reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+        sync_each_batch={"true": True, "false": False}.get(said),
+        offload_params=offload,
+        offload_optimizer=offload,
+        **common,
+    )
+
+
+def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
+    named = common["file"] or "The environment"
+    place = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if place == "none":
+        raise BackendError(
+            f"{named} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
+            "launch file itself are not read. Name a JSON file under deepspeed_config, such as ds_configs/zero2.json."
+        )
+    if common["mixed_precision"] != "no":
+        raise BackendError(
+            f"{named} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
+            f"config. Take it out: the recipe's precision decides, and {place} can say how."
+        )
+    place, config = deepspeed_config.read(place, common["file"])
+    section = config.get("zero_optimization")
+    stage = section.get("stage") if isinstance(section, dict) else None
+    if stage not in (1, 2, 3):
+        raise BackendError(
+            f"{place} asks for ZeRO stage {stage}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
+            "data parallelism use accelerate_configs/ddp.yaml."
+        )
+    assert isinstance(section, dict)
+    return Launch(
+        kind=f"zero{stage}",
+        offload_params=str((section.get("offload_param") or {}).get("device", "none")),
+        offload_optimizer=str((section.get("offload_optimizer") or {}).get("device", "none")),
+        sharded_init=stage == 3 and _truthy(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
+        ds_config=config,
+        ds_place=place,
+        **common,
+    )

@@ -1,0 +1,159 @@
+"""What a launch will ask of its workers, worked out without starting one, and without torch.
+
+`accelerate launch` tells its workers by environment variables. What it would export for a launch file is worked out
+here; from there on it is what a worker does: `launch.check_file`, `launch.of_worker`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from finetune.distributed.launch import launch_config, launch_file, launch_key_docs
+from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.errors import BackendError
+
+# What Accelerate exports only where the launch file says so, or says anything else than its default.
+_IF_WRITTEN = ("deepspeed_config.zero3_init_flag", *launch_key_docs.OWN)
+_IF_CHOSEN = ("gpu_ids", "debug")
+_NUMBERS = ("num_processes", "machine_rank", "main_process_port", "max_restarts")
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What a launch would ask for."""
+
+    launch: Launch
+    env: dict[str, str]
+    """The environment of a worker."""
+    exported: dict[str, str]
+    """The part of it that the launcher sets."""
+    written: dict[str, Any]
+    """The launch file, by dotted keys."""
+    options: dict[str, Any]
+    """The launcher's options."""
+    local: int
+    """Processes on this machine."""
+
+    def get(self, key: str) -> Any:
+        """The value of a key outside the sections: option, file or default."""
+        return self.options.get(key, self.written.get(key, launch_key_docs.KNOWN[key].default))
+
+
+def read_launch_environment(
+    config_file: str | None, options: Mapping[str, str], env: Mapping[str, str]
+) -> LaunchEnvironment:
+    """Works out what a launch would ask of its workers.
+
+    Args:
+        config_file: The launch file; None: a plain `python scripts/train.py`, or whatever `env` says.
+        options: The launcher's options that differ from the file.
+        env: The launcher's environment.
+
+    Raises:
+        BackendError: As a run would: the file cannot be used, or contradicts itself or the environment.
+    """
+    if config_file is None:
+        if options:
+            raise BackendError(f"--{next(iter(options))} is an option of a launch: name its file by --config_file.")
+        world, local = (int(env.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        asked = launch_config.of_worker(env, world, None, launch_config.threads_each(env, local))
+        return LaunchEnvironment(asked, dict(env), {}, {}, {}, local)
+    written, chosen = launch_file.read(config_file), _typed(options)
+    kind = str(written["distributed_type"])
+    asked_for = chosen.get("num_processes", written.get("num_processes", 1 if kind == "NO" else None))
+    if asked_for is None:
+        raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
+    machines = int(written.get("num_machines") or 1)
+    local = 1 if kind == "NO" else int(asked_for) // machines
+    config = SimpleNamespace(
+        distributed_type=kind, num_processes=asked_for, use_cpu=bool(written.get("use_cpu", False))
+    )
+    arguments = SimpleNamespace(num_processes=chosen.get("num_processes"), cpu=False)
+    launch_config.check_file(config_file, config, arguments, local * machines)
+    exported = _exported(kind, written)
+    if kind != "NO":
+        exported |= {"WORLD_SIZE": str(local * machines), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
+    worker = {**env, **exported}
+    asked = launch_config.of_worker(worker, local * machines, config_file, launch_config.threads_each(env, local))
+    return LaunchEnvironment(asked, worker, exported, written, chosen, local)
+
+
+# The key of hybrid shard's copies.
+_COPIES = "parallelism_config.parallelism_config_dp_replicate_size"
+
+
+def num_copies(file: Path) -> int:
+    """Copies of the model that a launch file asks for, each cut among ranks of its own.
+
+    Raises:
+        BackendError: If it is no launch file.
+    """
+    return int(launch_file.read(str(file)).get(_COPIES, 1))
+
+
+def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
+    """What a launch file asks for on any number of processes, whatever this machine and its environment are.
+
+    Args:
+        processes: Instead of the file's.
+        replicate: Hybrid shard: copies of the model, instead of the file's.
+
+    Raises:
+        BackendError: If it is no launch file, or asks for what is not offered.
+    """
+    written = launch_file.read(str(file))
+    kind = str(written["distributed_type"])
+    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        raise BackendError(
+            f"{file} is no launch file that can be planned: its distributed_type is {kind}, offered are NO, "
+            "MULTI_GPU, FSDP and DEEPSPEED. Name a folder of launch files such as accelerate_configs/."
+        )
+    if int(written.get(_COPIES, 1)) > 1:
+        written[_COPIES] = replicate or written[_COPIES]
+        written[_COPIES.replace("replicate", "shard")] = processes // int(written[_COPIES])
+    common = {
+        "num_processes": processes,
+        "file": str(file),
+        "mixed_precision": str(written.get("mixed_precision", "no")),
+    }
+    return launch_config.of_environment(_exported(kind, written), common)
+
+
+def _typed(options: Mapping[str, str]) -> dict[str, Any]:
+    for name, value in options.items():
+        if name in _NUMBERS and not value.isdecimal():
+            raise BackendError(f"--{name} takes a whole number, got {value}.")
+    return {name: int(value) if name in _NUMBERS else value for name, value in options.items()}
+
+
+def groups(kind: str, written: Mapping[str, Any]) -> dict[str, launch_key_docs.Key]:
+    """The keys that a launch of a kind, in Accelerate's words, listens to."""
+    known = dict(launch_key_docs.GENERAL)
+    if kind == "FSDP":
+        known |= launch_key_docs.FSDP
+    if kind == "DEEPSPEED":
+        known |= launch_key_docs.DEEPSPEED
+    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
+        known |= launch_key_docs.PARALLELISM
+    return known
+
+
+def _exported(kind: str, written: Mapping[str, Any]) -> dict[str, str]:
+    """What `accelerate launch` exports for a launch file.
+
+    Source: accelerate 1.15, `utils/launch.py`, for the variables that this toolkit reads.
+    """
+    flags = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
+    found = {flags[kind]: "true"} if kind in flags else {}
+    if kind == "NO":
+        found["ACCELERATE_USE_CPU"] = str(bool(written.get("use_cpu", False)))
+    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for name, key in groups(kind, written).items():
+        value = written.get(name, key.default)
+        silent = (name in _IF_WRITTEN and name not in written) or (name in _IF_CHOSEN and value == key.default)
+        if key.variable is not None and value is not None and not silent:
+            found[key.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found

@@ -1,0 +1,248 @@
+"""How fast collectives are between the processes of a launch, beside what a ring could do.
+
+Definitions are those of nccl-tests (doc/PERFORMANCE.md): `algbw` is a collective's bytes by its time, `busbw` is that
+times what a ring's links must carry for each of those bytes. Letters: `n` processes.
+"""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.utils.atomic_files import write_json
+from finetune.utils.errors import BackendError, RecipeError
+
+# What `--json` writes; changes with what its keys mean.
+FORMAT = 1
+
+# How long a size is repeated, and how often at least.
+_LEAST_S, _LEAST_TIMES, _WARMUPS = 0.2, 3, 2
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A collective as a ring does it."""
+
+    hops: Callable[[int], float]
+    """Of `n`: transfers that follow one another, each with a link's latency."""
+    share: Callable[[int], float]
+    """Of `n`: the bytes that each link carries, by the collective's bytes."""
+
+
+# Bytes are those of the buffer that holds everything: of the input where it is reduced, of the output of all-gather.
+RINGS = {
+    "broadcast": Ring(lambda n: n - 1, lambda n: 1.0),
+    "all_reduce": Ring(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
+    "all_gather": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
+    "reduce_scatter": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A collective of one size."""
+
+    bytes: int
+    seconds: float
+    """Of one call, on the rank where it took longest."""
+    algbw: float
+    """Bytes a second."""
+    busbw: float
+    """Bytes a second and link, as a ring would have carried them."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A ring's link: `seconds = hops * latency_s + share * bytes / bandwidth`."""
+
+    latency_s: float
+    bandwidth: float
+    """Bytes a second."""
+
+    def seconds(self, ring: Ring, processes: int, size: int) -> float:
+        """What a collective of so many bytes takes."""
+        return ring.hops(processes) * self.latency_s + ring.share(processes) * size / self.bandwidth
+
+
+def fit(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
+    """The link with which rings come nearest to what was measured, in relative squares.
+
+    A latency below nought, which noise can give, becomes nought, and the bandwidth is fitted alone.
+    """
+    # Each row divided by its time: sizes count alike, whether they take microseconds or seconds.
+    rows = [(ring.hops(processes) / s.seconds, ring.share(processes) * s.bytes / s.seconds) for ring, s in measured]
+    hh = sum(h * h for h, _ in rows)
+    hb = sum(h * b for h, b in rows)
+    bb = sum(b * b for _, b in rows)
+    h1, b1 = sum(h for h, _ in rows), sum(b for _, b in rows)
+    determinant = hh * bb - hb * hb
+    latency, per_byte = 0.0, b1 / bb
+    if determinant > 1e-12 * hh * bb:
+        both = (h1 * bb - b1 * hb) / determinant, (b1 * hh - h1 * hb) / determinant
+        if min(both) > 0:
+            latency, per_byte = both
+    return Line(latency, 1 / per_byte)
+
+
+def sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
+    """Bytes from `first` to `last`, each `factor` times the one before, made to divide by ranks and fp32 numbers.
+
+    Raises:
+        RecipeError: If there are none.
+    """
+    if not (0 < first <= last and factor > 1):
+        raise RecipeError(
+            f"Sizes from {first} to {last} bytes by factors of {factor}: give --min-bytes of at least 1, --max-bytes "
+            "that are no fewer, and a --factor of at least 2."
+        )
+    unit, found = 4 * processes, []
+    while first <= last:
+        found.append(max(unit, first // unit * unit))
+        first *= factor
+    return sorted(set(found))
+
+
+def measure(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
+    """Measures every collective on every size; every rank must call it."""
+    return {name: [_measure(name, size, device) for size in wanted] for name in RINGS}
+
+
+def _measure(name: str, size: int, device: torch.device) -> Size:
+    processes = distributed.get_world_size()
+    # Sums of noughts stay what they are, however often.
+    whole = torch.zeros(size // 4, device=device)
+    part = torch.zeros(size // 4 // processes, device=device)
+    call: Callable[[], Any] = {
+        "broadcast": lambda: distributed.broadcast(whole, src=0),
+        "all_reduce": lambda: distributed.all_reduce(whole),
+        "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),
+    }[name]
+    for _ in range(_WARMUPS):
+        call()
+    times = _times(_time(call, 1, device), device)
+    longest = torch.tensor([_time(call, times, device) / times], dtype=torch.float64, device=device)
+    distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
+    seconds = longest.item()
+    return Size(size, seconds, size / seconds, size / seconds * RINGS[name].share(processes))
+
+
+def _time(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Seconds of so many calls in a row, begun by all ranks together."""
+    distributed.barrier()
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _times(seconds: float, device: torch.device) -> int:
+    """How often to repeat a call that took so long, the same on all ranks."""
+    agreed = torch.tensor([seconds], dtype=torch.float64, device=device)
+    distributed.all_reduce(agreed, op=distributed.ReduceOp.MAX)
+    return max(_LEAST_TIMES, int(_LEAST_S / agreed.item()))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
+    """Measures on the processes that this one was launched with.
+
+    Args:
+        wanted: Smallest and largest size in bytes (None: what suits the device), and the factor between sizes.
+        file: Where rank 0 writes the result as JSON.
+
+    Returns:
+        What people read, on rank 0; None elsewhere.
+
+    Raises:
+        BackendError: If there is one process only, or they cannot meet.
+        RecipeError: If there are no such sizes, or the file cannot be written.
+    """
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+    if world < 2:
+        raise BackendError("A single process has nobody to talk to. Take two at least, such as `--processes 2`.")
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu and local >= torch.cuda.device_count():
+        raise BackendError(
+            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Take "
+            f"--processes {torch.cuda.device_count()}."
+        )
+    first, last, factor = wanted
+    asked = sizes(first, last or (2**30 if gpu else 2**24), factor, world)
+    if gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
+    try:
+        found = measure(asked, device)
+        machines = _machines(device)
+        if distributed.get_rank():
+            return None
+        result = describe(found, processes=world, machines=machines, device=device)
+        if file is not None:
+            try:
+                write_json(file, result)
+            except OSError as error:
+                raise RecipeError(f"--json: cannot write {file}: {error.strerror or error}.") from error
+        return list(lines(result))
+    finally:
+        distributed.destroy_process_group()
+
+
+def _machines(device: torch.device) -> int:
+    """How many machines the processes are on, by their names."""
+    own = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
+    names = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=device)
+    distributed.all_gather_into_tensor(names, torch.tensor([own], device=device))
+    return len(set(names.tolist()))
+
+
+def describe(found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device) -> dict[str, Any]:
+    """What was measured and what fits it, as docs/comms.md says."""
+    pairs = {name: [(RINGS[name], size) for size in rows] for name, rows in found.items()}
+    gpu = device.type == "cuda"
+    return {
+        "format": FORMAT,
+        "backend": "nccl" if gpu else "gloo",
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "processes": processes,
+        "machines": machines,
+        "link": vars(fit([pair for rows in pairs.values() for pair in rows], processes)),
+        "collectives": {
+            name: {**vars(fit(rows, processes)), "sizes": [vars(size) for _, size in rows]}
+            for name, rows in pairs.items()
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """Lines for people: each size, and what a ring of the fitted links would take."""
+    n, link = result["processes"], Line(**result["link"])
+    yield f"{result['backend']} on {n} processes, {result['machines']} machine(s), {result['device']}; float32"
+    heads = ("bytes", "time us", "algbw GB/s", "busbw GB/s", "ring us", "of ring")
+    yield f"{'collective':<15}" + "".join(f"{head:>13}" for head in heads)
+    for name, rows in result["collectives"].items():
+        for row in rows["sizes"]:
+            ring = link.seconds(RINGS[name], n, row["bytes"])
+            yield (
+                f"{name:<15}{row['bytes']:>13,}{row['seconds'] * 1e6:>13,.1f}{row['algbw'] / 1e9:>13.3f}"
+                f"{row['busbw'] / 1e9:>13.3f}{ring * 1e6:>13,.1f}{ring / row['seconds']:>13.0%}"
+            )
+        yield f"{name:<15}fits {rows['latency_s'] * 1e6:,.1f} us a hop and {rows['bandwidth'] / 1e9:.3f} GB/s"
+    yield f"ring: links of {link.latency_s * 1e6:,.1f} us a hop and {link.bandwidth / 1e9:.3f} GB/s, which fit best"

@@ -1,0 +1,1 @@
+"""DeepSpeed's native ops, compiled on the machine that runs them."""

@@ -1,0 +1,98 @@
+"""A board where the ranks of a launch leave notes for each other before they form a process group."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from finetune.utils import errors
+
+# Added to the names under which ranks meet, so that processes which ranks start can form a group of their own.
+TRIAL = "FINETUNE_TRIAL"
+
+_numbers = itertools.count()
+
+_hosted: list[Any] = []
+"""The store that this process hosts, kept to its end: ranks that are ahead may ask it for the process group already."""
+
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class RendezvousStore:
+    """Notes by name, as JSON has them. The launcher keeps them where it can, else rank 0."""
+
+    def __init__(self, rank: int, world: int, patience: timedelta) -> None:
+        """
+        Args:
+            patience: How long to wait for a note.
+        """
+        distributed: Any = torch.distributed
+        self.number = next(_numbers)
+        """Of the boards of this process; the same on every rank."""
+        if world == 1:
+            self._store: Any = distributed.HashStore()
+            self._store.set_timeout(patience)
+            return
+        hosts = os.environ.get(_AGENT) != "True" and rank == 0
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # `multi_tenant`: the process group of this very process shares the port later on.
+        store = distributed.TCPStore(
+            *place, is_master=hosts, timeout=patience, wait_for_workers=False, multi_tenant=hosts
+        )
+        if hosts:
+            _hosted.append(store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(TRIAL, "")
+        self._store = distributed.PrefixStore(f"finetune/board-{attempt}-{self.number}", store)
+
+    def write(self, name: str, note: Any) -> None:
+        """Leaves a note."""
+        self._store.set(name, json.dumps(note))
+
+    def has(self, name: str) -> bool:
+        """Whether somebody has left it."""
+        return bool(self._store.check([name]))
+
+    def read(self, name: str) -> Any:
+        """A note; waits for it."""
+        return json.loads(self._store.get(name))
+
+
+def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
+    """What rank 0 makes, as JSON has it, on every rank; every rank calls it, and the others do not call `make`.
+
+    Args:
+        patience: How long ranks wait for each other.
+
+    Raises:
+        FinetuneError: What `make` raises on rank 0, on every rank.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return make()
+    notes = RendezvousStore(rank, world, patience)
+    if rank == 0:
+        note: dict[str, Any] = {}
+        try:
+            note = {"made": make()}
+        except errors.FinetuneError as error:
+            note = {"error": type(error).__name__, "text": str(error)}
+        notes.write("made", note)
+        for other in range(1, world):
+            notes.read(f"read by {other}")  # the notes may end with this process
+    else:
+        note = notes.read("made")
+        notes.write(f"read by {rank}", True)
+    if "error" in note:
+        raise getattr(errors, note["error"])(note["text"])
+    return note["made"]
+
+
+def apart(name: str) -> dict[str, str]:
+    """The environment of a process that a rank starts and that meets those of other ranks, and not the ranks."""
+    env = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_ERROR_FILE"}
+    # The store is there already.
+    return env | {TRIAL: name, _AGENT: "True"}

@@ -1,0 +1,176 @@
+"""What follows from recipe and launch together, settled and checked before data is read or anything is started."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.recipe import divisors
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import deepspeed_config, device_selection
+from finetune.distributed.device_selection import Devices
+from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.errors import BackendError, RecipeError
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What neither plane says alone."""
+
+    precision: str
+    """What the network computes in: fp32, bf16 or fp16."""
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+    ds_config: dict[str, Any]
+    """The DeepSpeed config, completed from the recipe; empty for other backends."""
+
+
+def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
+    """Settles precision, accumulation and DeepSpeed's values.
+
+    Args:
+        env: A worker's environment.
+
+    Raises:
+        RecipeError: If the batch does not come out even, or a tracker is not installed.
+        BackendError: If the planes contradict each other, or this machine cannot run what is asked.
+    """
+    settled = agree(recipe, launch, device_selection.of_torch(), env)
+    check_trackers(recipe)
+    return settled
+
+
+def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
+    """`settle` on given devices and for a worker's environment, without torch.
+
+    Raises:
+        RecipeError: If the batch does not come out even.
+        BackendError: If the planes contradict each other, or the devices cannot run what is asked.
+    """
+    check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
+    precision = _pick_precision(recipe, here)
+    accumulation = derive_accumulation(recipe, launch.num_processes)
+    _check_planes(recipe, launch, precision, accumulation, env)
+    config: dict[str, Any] = {}
+    if launch.uses_deepspeed:
+        config = deepspeed_config.complete(
+            launch.ds_config,
+            recipe=recipe,
+            precision=precision,
+            accumulation=accumulation,
+            world=launch.num_processes,
+            place=launch.ds_place,
+        )
+    return ResolvedConfig(precision, accumulation, config)
+
+
+def derive_accumulation(recipe: Recipe, world: int) -> int:
+    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
+
+    Raises:
+        RecipeError: If it does not come out even, with the sizes that do.
+    """
+    batch = recipe.batch
+    if recipe.length.steps == 0:
+        return 1  # nothing is trained, so there is no global batch to fill
+    if batch.global_size % (batch.rows * world) == 0:
+        return batch.global_size // (batch.rows * world)
+    share = batch.global_size // world if batch.global_size % world == 0 else 0
+    fits = divisors(share) if share else []
+    advice = (
+        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
+        if fits
+        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
+    )
+    raise RecipeError(
+        f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
+        f"processes = {batch.rows * world}. {advice}"
+    )
+
+
+def _pick_precision(recipe: Recipe, here: Devices) -> str:
+    """`fp32`, `bf16` or `fp16`: what the recipe asks for, `auto` settled by the device.
+
+    Raises:
+        BackendError: If this machine cannot compute in it.
+    """
+    if recipe.precision == "auto":
+        return "bf16" if here.gpus and here.bf16 else "fp32"
+    if recipe.precision == "fp16" and not here.gpus:
+        raise BackendError(
+            "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling, and it would "
+            "silently run as fp32 on some backends and without scaling on others. Set `precision: bf16` or `fp32`."
+        )
+    if recipe.precision == "bf16" and not here.bf16:
+        raise BackendError("The recipe asks for precision bf16, which this GPU does not have. Set it to fp16 or fp32.")
+    return recipe.precision
+
+
+def check_devices(launch: Launch, here: Devices, local: int) -> None:
+    """Refuses what this machine's devices cannot run with `local` processes.
+
+    Raises:
+        BackendError: With what is missing.
+    """
+    place = launch.file or "The launch environment"
+    if here.gpus:
+        if local > here.gpus:
+            raise BackendError(
+                f"{place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
+                f"Set num_processes (or --num_processes) to {here.gpus}."
+            )
+    elif launch.uses_fsdp and launch.offload_params != "none":
+        raise BackendError(
+            f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
+            "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
+        )
+
+
+def _check_planes(
+    recipe: Recipe, launch: Launch, precision: str, accumulation: int, env: Mapping[str, str] = os.environ
+) -> None:
+    """Refuses values of the launch plane that are the recipe's to say."""
+    mixed = {"fp32": "no"}.get(precision, precision)
+    if launch.kind == "zero3" and recipe.model.gradient_checkpointing == "selective":
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, which gathers weights inside of what "
+            "`model.gradient_checkpointing: selective` recomputes. Set it to true or false, or take another launch "
+            "config, such as accelerate_configs/fsdp.yaml."
+        )
+    if recipe.model.fp8 and precision != "bf16":
+        came = " on this machine" if recipe.precision == "auto" else ""
+        raise RecipeError(
+            f"model.fp8 needs bf16 for all that is not computed in fp8, and precision is {precision}{came}. Set "
+            "`precision: bf16`, or model.fp8 to false."
+        )
+    if recipe.model.fp8 and launch.kind == "zero3" and not recipe.model.gradient_checkpointing:
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, and `model.fp8` would keep its gathered "
+            "weights, all of them and in fp32, from the forward to the backward pass. Set "
+            "`model.gradient_checkpointing: true`, with which those of one layer are kept at a time, or take another "
+            "launch config, such as accelerate_configs/fsdp.yaml."
+        )
+    if launch.mixed_precision not in ("no", mixed):
+        raise BackendError(
+            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {launch.mixed_precision}, the "
+            f"recipe says precision: {precision}. The recipe decides: take mixed_precision out of the launch config."
+        )
+    exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if exported not in ("auto", "1", str(accumulation)):
+        raise BackendError(
+            f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
+            f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
+        )
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Accelerate drops a tracker that is not installed with a warning; whoever asked for it would miss it."""
+    from accelerate.tracking import get_available_trackers
+
+    installed = sorted(str(getattr(t, "value", t)) for t in get_available_trackers())
+    absent = [name for name in recipe.log.trackers if name not in installed]
+    if absent:
+        raise RecipeError(
+            f"log.trackers: {', '.join(absent)} cannot be used; installed here: {', '.join(installed) or 'none'}. "
+            "Install it with pip, or take it out: metrics.jsonl is written in any case."
+        )

@@ -1,0 +1,1 @@
+"""Trained state, one tensor at a time, from any backend to any other."""

@@ -1,0 +1,89 @@
+"""What of a tensor of the state lies on this rank, and how pieces get to the rank that keeps the whole."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.utils.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's piece of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    local: torch.Tensor
+    """The piece, as one dimension, on its device. It is live: to be copied before the next one is asked for."""
+    begin: int
+    """Where the piece begins in the whole tensor, as one dimension."""
+    ranks: tuple[int, ...]
+    """The ranks that have the whole tensor among them; empty if each rank has all of it."""
+    gather: Callable[[], torch.Tensor]
+    """The whole tensor, on the device; all of these ranks must call it."""
+
+
+def undivided(tensor: torch.Tensor) -> Shard:
+    """A tensor that each rank has all of."""
+    whole = tensor.detach()
+    return Shard(tuple(whole.shape), whole.reshape(-1), 0, (), lambda: whole)
+
+
+def of(tensor: Any) -> Shard:
+    """The piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all."""
+    if not hasattr(tensor, "device_mesh"):
+        return undivided(tensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sharded = [index for index, placement in enumerate(placements) if placement.is_shard()]
+    if len(sharded) != 1 or placements[sharded[0]].dim != 0:
+        raise BackendError(f"A tensor of {tuple(tensor.shape)} is sharded as {placements}, not along its rows.")
+    _, offset = _place(tensor)
+    row = tensor.numel() // max(1, tensor.shape[0])
+    ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
+    local = tensor.detach().to_local().reshape(-1)
+
+    def gather() -> torch.Tensor:
+        # Shards that rest in host memory are gathered where the process group is.
+        whole: torch.Tensor = tensor.detach().to(mesh.device_type).full_tensor()
+        return whole
+
+    return Shard(tuple(tensor.shape), local, offset[0] * row, ranks, gather)
+
+
+def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """What of a whole tensor belongs to this rank if it is sharded as another is; a view."""
+    if not hasattr(like, "device_mesh"):
+        return whole
+    shape, offset = _place(like)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+class Exchange:
+    """Sends pieces from rank to rank, in host memory and in a process group of its own: training does not wait.
+
+    All ranks make one at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._group = distributed.new_group(backend="gloo")
+
+    def send(self, piece: torch.Tensor, rank: int) -> None:
+        """Sends a contiguous piece; returns once it has been taken."""
+        distributed.send(_bytes(piece), rank, group=self._group)
+
+    def receive(self, into: torch.Tensor, rank: int) -> None:
+        """Takes the next piece that a rank sends."""
+        distributed.recv(_bytes(into), rank, group=self._group)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

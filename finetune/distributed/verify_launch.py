@@ -1,0 +1,439 @@
+"""Reads back from the live objects what runs, and compares it with what was asked for.
+
+Accelerate falls back without a word in many places (CPU flags, missing launch files, ignored plugins). So
+nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devices are what is looked at.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.errors import BackendError
+
+# Where matrix products happen, and with them nearly all the arithmetic.
+_MATRIX_MODULES = ("Float8Linear", "Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
+
+# A rank may hold this much more than its share: padding, and parameters too small to be worth sharding.
+_SHARD_SLACK = 0.03
+
+
+@dataclass(frozen=True)
+class RuntimeReport:
+    """What runs, as read back from the live objects."""
+
+    kind: str
+    """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
+    world_size: int
+    replicas: int
+    """Hybrid shard: copies of the sharded model; otherwise 1."""
+    communication: str | None
+    """nccl, gloo, or None for one process."""
+    device: str
+    wrapper: str
+    """Class of the prepared model."""
+    num_parameters: int
+    parameter_fraction: float
+    """Share of the parameters that this rank holds between steps."""
+    optimizer_fraction: float
+    """Share of the optimiser's state that this rank holds."""
+    parameter_dtypes: tuple[str, ...]
+    """Of the trainable parameters as the optimiser updates them (the masters)."""
+    model_dtypes: tuple[str, ...]
+    """Of the parameters that the network computes with."""
+    reduce_dtype: str
+    """What gradients are summed over ranks in."""
+    offload_params: str
+    offload_optimizer: str
+    on_disk: tuple[float, float]
+    """Shares of parameters and of optimiser state that really rest on NVMe: small shards stay in host memory."""
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+    num_threads: int
+    due: tuple[float, float] | None = None
+    """FSDP2: the shares of parameters and of optimiser state that are this rank's by its rule, which is by whole rows;
+    of thin tensors some ranks hold more than others, or nothing."""
+    reshards: bool | None = None
+    """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
+    output_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What each kind of module put out in a real forward pass, and `loss`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """What matrix products came out in; None if the network has none of the known modules."""
+        return next((self.output_dtypes[name] for name in _MATRIX_MODULES if name in self.output_dtypes), None)
+
+    def line(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{self.kind} x{self.world_size}",
+            f"{self.wrapper} on {self.device}" + (f"/{self.communication}" if self.communication else ""),
+            f"{self.num_parameters:,} parameters, {self.parameter_fraction:.0%} here",
+            f"optimiser {self.optimizer_fraction:.0%} here",
+            f"masters {'+'.join(self.parameter_dtypes)}",
+            f"weights computed with {'+'.join(self.model_dtypes)}",
+            f"gradients summed in {self.reduce_dtype}",
+            f"products in {self.compute_dtype or 'a dtype not seen'}, loss in {self.output_dtypes.get('loss')}",
+            f"accumulation {self.accumulation}",
+        ]
+        if (self.offload_params, self.offload_optimizer) != ("none", "none"):
+            parts.append(f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}")
+        if "nvme" in (self.offload_params, self.offload_optimizer):
+            parts.append("on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk))
+        return ", ".join(parts)
+
+
+def verify(
+    accelerator: Accelerator,
+    launch: Launch,
+    precision: str,
+    model: nn.Module,
+    optimizer: Any,
+    accumulation: int,
+    reduced: torch.dtype,
+    rehearse: Callable[[], torch.Tensor],
+) -> RuntimeReport:
+    """Reads back what runs and compares it with the request.
+
+    Args:
+        reduced: What gradients are to be summed over ranks in.
+        rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
+
+    Raises:
+        BackendError: With every difference.
+    """
+    proof = _read(accelerator, launch, precision, model, optimizer)
+    proof = replace(proof, output_dtypes=_census(model, rehearse))
+    problems = list(_differences(proof, launch, accumulation, precision, _short(reduced)))
+    if problems:
+        raise BackendError(
+            f"What runs is not what {launch.file or 'the launch environment'} asks for: "
+            + "; ".join(problems)
+            + ". Nothing was trained. Check the launch file against accelerate_configs/, and ACCELERATE_* variables."
+        )
+    return proof
+
+
+@contextmanager
+def check_all_used(launch: Launch, model: Any, optimizer: Any, *, holds: bool) -> Iterator[None]:
+    """Proves that each trained tensor gets a gradient in the forward and backward pass inside, where that matters.
+
+    DDP waits for all gradients, and fails in the next pass. ZeRO, and FSDP2 where it sums after each micro-batch, take
+    those that are missing for zeros, with which an optimiser shrinks weights by weight decay. Others leave them as they
+    are, but torch 2.13 fails over units that FSDP2 never gathered, where it holds gradients to sum in another dtype.
+
+    Args:
+        holds: Whether it is not the step's last micro-batch, so that FSDP2 may hold its gradients.
+
+    Raises:
+        BackendError: With the parts that got none.
+    """
+    zeros = launch.uses_deepspeed or bool(launch.uses_fsdp and launch.sync_each_batch)
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if launch.uses_fsdp and holds and not zeros:
+        parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
+        named = {p._param_fqn.removeprefix("network.") for p in parameters if getattr(p, "reduce_dtype", None)}
+        trained = _leaves(launch, model)
+        gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
+        _refuse(unused(trained, gathered), "torch cannot hold their gradients")
+    if not (launch.kind == "ddp" or (zeros and decays)):
+        yield
+        return
+    trained = _leaves(launch, model)
+    # A unit that FSDP2 never gathered gets no zeros either.
+    used = {name for name, leaf in trained.items() if leaf is None}
+    hooks = [
+        leaf.register_hook(lambda _, name=name: used.add(name))  # type: ignore[no-untyped-call]
+        for name, leaf in trained.items()
+        if leaf is not None
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+    why = "DDP waits for the gradients of all" if launch.kind == "ddp" else "weight decay would shrink them here"
+    _refuse(unused(trained, used), why)
+
+
+def _leaves(launch: Launch, model: Any) -> dict[str, torch.Tensor | None]:
+    """What autograd gives the gradient of each trained tensor to; None for those that FSDP2 has never gathered."""
+    if not launch.uses_fsdp:
+        return {name: p for name, p in model.module.network.named_parameters() if p.requires_grad}
+    parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
+    return {
+        p._param_fqn.removeprefix("network."): getattr(p, "_unsharded_param", None)
+        for p in parameters
+        if p.sharded_param.requires_grad
+    }
+
+
+def _refuse(found: list[str], why: str) -> None:
+    if found:
+        shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
+        raise BackendError(
+            f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
+            "(model.freeze, by these names), give no adapters to it (lora.targets), or, where each batch uses other "
+            "parts, take accelerate_configs/fsdp.yaml with fsdp_sync_each_batch: false and sums in fp32."
+        )
+
+
+def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
+    """The names of modules none of whose trained tensors is used, and of single tensors of others."""
+    found: dict[str, None] = {}
+    for name in trained:
+        if name not in used:
+            words = name.split(".")
+            above = (".".join(words[:count]) for count in range(1, len(words)))
+            found[next((top for top in above if not any(n.startswith(f"{top}.") for n in used)), name)] = None
+    return list(found)
+
+
+def _differences(
+    proof: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
+) -> Iterator[str]:
+    """Each difference between request and reality, as a clause."""
+    for name, asked, runs in (
+        ("kind", launch.kind, proof.kind),
+        ("number of processes", launch.num_processes, proof.world_size),
+        ("replicas", launch.replicate, proof.replicas),
+        ("gradient accumulation", accumulation, proof.accumulation),
+        ("offload of parameters", launch.offload_params, proof.offload_params),
+        ("offload of the optimiser", launch.offload_optimizer, proof.offload_optimizer),
+    ):
+        if asked != runs:
+            yield f"{name}: asked {asked}, runs {runs}"
+    if proof.reshards not in (None, launch.reshard):
+        yield f"resharding after the forward pass: asked {launch.reshard}, runs {proof.reshards}"
+    # A ds config can ask for gradients in 16 bit as well.
+    said = launch.ds_config.get("communication_data_type") not in (None, "auto")
+    if proof.world_size > 1 and proof.reduce_dtype != reduced and not said:
+        yield f"gradients: asked to be summed in {reduced}, are summed in {proof.reduce_dtype}"
+    shards = launch.num_processes // launch.replicate
+    want_parameters = 1 / shards if launch.sharded else 1.0
+    want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
+    if launch.sharded and proof.due is not None:
+        want_parameters, want_optimizer = proof.due
+    for name, want, have in (
+        ("parameters held by a rank", want_parameters, proof.parameter_fraction),
+        ("optimiser state held by a rank", want_optimizer, proof.optimizer_fraction),
+    ):
+        if abs(want - have) > _SHARD_SLACK and not _tiny(proof, want, have):
+            yield f"{name}: asked {want:.1%}, holds {have:.1%}"
+    if set(proof.parameter_dtypes) != {"float32"}:
+        yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
+    want_compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    if proof.compute_dtype not in (None, want_compute):
+        yield f"matrix products: asked {want_compute}, come out in {proof.compute_dtype}"
+    if proof.output_dtypes["loss"] != "float32":
+        yield (
+            f"the loss must leave the model as float32, is {proof.output_dtypes['loss']} (a task's loss_sum "
+            "computes it from logits.float() with reduction='sum')"
+        )
+
+
+def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
+    """The dtype that each kind of module puts out in a forward pass, and that of the loss."""
+    seen: dict[str, str] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        # A head that puts out the loss says nothing of products.
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() > 1:
+            name = type(module).__name__.removeprefix("FSDP")
+            seen[name] = _short(output.dtype)
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if not any(True for _ in m.children())]
+    try:
+        loss = rehearse()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {**dict(sorted(seen.items())), "loss": _short(loss.dtype)}
+
+
+def _tiny(proof: RuntimeReport, want: float, have: float) -> bool:
+    """A model of a few thousand parameters cannot be cut evenly; it must only not be held whole."""
+    return proof.num_parameters < 10_000 and want < 1.0 and have < 1.0
+
+
+def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any) -> RuntimeReport:
+    distributed = torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if distributed else 1
+    common: dict[str, Any] = {
+        "on_disk": (0.0, 0.0),
+        "world_size": world,
+        "communication": torch.distributed.get_backend() if distributed else None,
+        "device": accelerator.device.type,
+        "wrapper": type(model).__name__,
+        "num_threads": torch.get_num_threads(),
+    }
+    if hasattr(model, "zero_optimization_stage"):
+        return _read_deepspeed(model, common)
+    parameters = list(model.parameters())
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    common |= {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "parameter_dtypes": _dtypes(masters),
+        "accumulation": accelerator.gradient_accumulation_steps,
+    }
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        return _read_fsdp(model, parameters, masters, common)
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    return RuntimeReport(
+        kind="ddp" if wrapped else "single",
+        replicas=1,
+        parameter_fraction=1.0,
+        optimizer_fraction=1.0,
+        model_dtypes=_dtypes(parameters),
+        reduce_dtype="bfloat16" if wrapped and _halves_gradients(model) else "float32",
+        offload_params="none",
+        offload_optimizer="none",
+        **common,
+    )
+
+
+def _halves_gradients(model: Any) -> bool:
+    """Whether DDP sends gradients in bf16."""
+    return "bf16" in str(model._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> RuntimeReport:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+    from torch.distributed.tensor import DTensor, Shard
+
+    def held(tensors: list[Any]) -> float:
+        here: int = sum(local(t).numel() for t in tensors)
+        return here / max(1, sum(int(t.numel()) for t in tensors))
+
+    def due(tensors: list[Any]) -> float:
+        shards = common["world_size"] // replicas
+        # The mesh of hybrid shard is (replicas, shards), in the order of the ranks.
+        rank = torch.distributed.get_rank() % shards
+        here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+        return float(here / max(1, sum(t.numel() for t in tensors)))
+
+    sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
+    mesh = sharded[0].device_mesh if sharded else None
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    # The root and the units at the model's ends stay gathered in any case; it is the layers that are asked about.
+    layers = getattr(model, "_no_split_modules", ())
+    units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in units if isinstance(m, FSDPModule)]
+    reshards = any(g._reshard_after_forward for g in groups if g is not None) if groups else None
+    policies = {type(s._fsdp_param_group.offload_policy) for s in states(model)}
+    policy = next(s._fsdp_param_group.mp_policy for s in states(model))
+    compute = policy.param_dtype
+    # Where parameters rest on the CPU while the process computes elsewhere, they are offloaded.
+    offload = "cpu" if CPUOffloadPolicy in policies else "none"
+    return RuntimeReport(
+        kind=("hsdp" if replicas > 1 else "fsdp") if sharded else "unsharded",
+        replicas=replicas,
+        parameter_fraction=held(parameters),
+        optimizer_fraction=held(masters),
+        model_dtypes=_dtypes(parameters) if compute is None else (_short(compute),),
+        reduce_dtype=_short(policy.reduce_dtype or policy.param_dtype or torch.float32),
+        offload_params=offload,
+        offload_optimizer=offload,
+        due=(due(parameters), due(masters)),
+        reshards=reshards,
+        **common,
+    )
+
+
+def rows_of(rows: int, rank: int, shards: int) -> int:
+    """How many of a tensor's rows FSDP2 gives to a rank: as many as `torch.chunk` does, which may be none.
+
+    Source: torch 2.13, `_chunk_with_empty` in `distributed/fsdp/_fully_shard/_fsdp_common.py`.
+    """
+    most = -(-rows // shards)
+    return max(0, min(most, rows - rank * most))
+
+
+def states(model: nn.Module) -> list[Any]:
+    """FSDP2's state of each sharded unit that owns parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return [s for s in states if s._fsdp_param_group is not None]
+
+
+def _read_deepspeed(engine: Any, common: dict[str, Any]) -> RuntimeReport:
+    stage = engine.zero_optimization_stage()
+    inner = engine.optimizer
+    parameters = list(engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    if stage == 3:
+        # A persistent parameter stays whole on every rank although it also has a partition.
+        local = [
+            p.ds_numel if getattr(p, "ds_persist", False) else p.ds_tensor.ds_numel
+            for p in parameters
+            if hasattr(p, "ds_tensor")
+        ]
+        masters = inner.fp32_partitioned_groups_flat
+        # Not read off the masters themselves: on NVMe they are empty between steps.
+        master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
+    else:
+        local = sizes
+        masters = inner.single_partition_of_fp32_groups
+        master_sizes = [m.numel() for m in masters]
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
+    if stage == 3:
+        common["on_disk"] = _on_disk(parameters, inner)
+    return RuntimeReport(
+        kind=f"zero{stage}",
+        replicas=1,
+        num_parameters=sum(sizes),
+        parameter_fraction=sum(local) / max(1, sum(sizes)),
+        optimizer_fraction=sum(master_sizes) / max(1, trainable),
+        parameter_dtypes=_dtypes(masters),
+        model_dtypes=_dtypes(parameters),
+        reduce_dtype=_short(engine.communication_data_type),
+        offload_params=_rests(_swaps(parameters), inner.offload_param) if stage == 3 else "none",
+        offload_optimizer=_rests(inner.swap_optimizer, inner.offload_optimizer)
+        if stage == 3
+        else _rests(False, inner.cpu_offload),
+        accumulation=engine.gradient_accumulation_steps(),
+        **common,
+    )
+
+
+def _swaps(parameters: list[Any]) -> bool:
+    """Whether parameters have a swapper to NVMe."""
+    return any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
+
+
+def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
+    """Shares of parameters and optimiser state that rest on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
+    shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+    marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
+    held = sum(size for size, mark in marks if mark == "nvme")
+    groups = list(enumerate(inner.fp16_partitioned_groups_flat_numel))
+    swapped = sum(size for index, size in groups if inner._swappable_optimizer_subgroup(index))
+    return held / max(1, sum(size for size, _ in marks)), swapped / max(1, sum(size for _, size in groups))
+
+
+def _rests(on_disk: bool, offloaded: bool) -> str:
+    return "nvme" if on_disk else "cpu" if offloaded else "none"
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
+def _dtypes(tensors: Any) -> tuple[str, ...]:
+    return tuple(sorted({_short(t.dtype) for t in tensors}))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

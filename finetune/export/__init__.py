@@ -1,0 +1,1 @@
+"""Trained weights put to use: found, merged, written, verified, opened."""

@@ -1,0 +1,86 @@
+"""Validation loss and perplexity of an opened network on files."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.data import prepare
+from finetune.export.load_model import Opened
+from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.utils.errors import DataError, RecipeError
+
+_LONGEST = 1024
+
+# How problems with data name what to change in a recipe, and what that is on the command line.
+_FLAGS = {
+    r"(`path` in )?data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
+    r"(the source's )?`text_field`": "--text-field",
+    r"Set chat\.template to [^.]*\.": "Open the run itself, which has one, or leave --chat out.",
+}
+
+
+def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None, chat: bool = False) -> Recipe:
+    """How the files are read: as the run's own data if it is one, else as packed documents.
+
+    Args:
+        chat: They hold conversations, though it is no run that says so.
+    """
+    longest = min(_LONGEST, opened.longest or _LONGEST)
+    tree: dict[str, Any] = {"data": {"sequence_length": longest}}
+    origin: dict[str, Any] = {}
+    if opened.recipe is not None:
+        own = opened.recipe.model_dump(mode="json")
+        tree = {"data": own["data"]}
+        if own["chat"] is not None:
+            # The template was saved with the tokenizer; its file may be gone.
+            tree["chat"] = {**own["chat"], "template": None}
+        # Fields and formats are those that the run has learned from.
+        origin = (tree["data"]["train"] or tree["data"]["validation"] or [{}])[0]
+    about = {"sample": None, "hub": None, "hub_config": None, "revision": None, "limit": None, "weight": 1.0}
+    origin = {**origin, **{key: value for key, value in about.items() if key in origin}}
+    if chat:
+        tree.setdefault("chat", {})
+    if text_field is not None:
+        origin["text_field"] = text_field
+    tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
+    tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
+    return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
+
+
+@contextmanager
+def told_in_flags() -> Iterator[None]:
+    """Says of problems with the data which flag to change, where a recipe's reader is told the key."""
+    try:
+        yield
+    except (DataError, RecipeError) as error:
+        text = str(error)
+        for key, flag in _FLAGS.items():
+            text = re.sub(key, flag, text)
+        raise type(error)(text) from error
+
+
+def score(opened: Opened, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
+    """Mean loss per target over all rows of the recipe's validation files.
+
+    Raises:
+        DataError: If the files cannot be read or hold nothing.
+    """
+    rows = prepare.prepare_data(recipe).validation
+    if rows is None:
+        raise DataError("The files of --data hold no text to evaluate. Name others.")
+    loss, targets = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, len(rows), micro_size):
+            share = np.arange(begin, min(begin + micro_size, len(rows)))
+            batch = {name: tensor.to(opened.device) for name, tensor in rows.batch(share).items()}
+            loss += float(CAUSAL_LM.loss_sum(opened.network, batch).double())
+            targets += rows.num_targets(share)
+    mean = loss / max(1, targets)
+    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

@@ -1,0 +1,130 @@
+"""Finds what a run left: its recipe, its facts, and the weights of a step."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint import integrity
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.utils.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run, and the weights of one of its steps."""
+
+    run: Path
+    weights: Path
+    """A folder with a network's weights, or an adapter's."""
+    step: int | None
+    recipe: Recipe
+    facts: dict[str, Any]
+    """`run.json`; empty if the run has none."""
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps the run from deleting the checkpoint; close it when it has been read."""
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.weights.glob("*.safetensors"))
+
+    @property
+    def ends(self) -> list[str] | None:
+        """The tokens that the answers it learned end in, as text; None if it learned no conversations."""
+        train = (self.facts.get("data") or {}).get("train") or {}
+        chat = train.get("chat")
+        return None if chat is None else list(chat["ends"])
+
+
+# What lies in a run's directory and is read or written there.
+_NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports")
+
+
+def is_run(place: Path) -> bool:
+    """Whether a folder is a run's, or one of its checkpoints."""
+    return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
+
+
+def find(place: Path, step: int | None = None) -> Source:
+    """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
+
+    Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
+    run went on after that.
+
+    Raises:
+        CheckpointError: If there are none, or they are damaged.
+        RecipeError: If the recipe beside them cannot be read.
+    """
+    if _is_checkpoint(place):
+        if step is not None and step != integrity.step_of(place.resolve()):
+            raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
+        folder = place.resolve()
+        _check_links(folder.parent.parent)
+        return _source(folder.parent.parent, folder)
+    _check_links(place)
+    if not (place / "recipe.yaml").is_file():
+        raise CheckpointError(
+            f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
+            "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
+        )
+    root = place / "checkpoints"
+    if step is not None:
+        folder = root / integrity.name_of(step)
+        if not folder.is_dir():
+            there = ", ".join(str(integrity.step_of(path)) for path in reversed(integrity.list_checkpoints(root)))
+            raise CheckpointError(f"{place} has no checkpoint of step {step}. Its steps are {there or 'none'}.")
+        return _source(place, folder)
+    newest = next(iter(integrity.list_checkpoints(root)), None)
+    facts = _facts(place)
+    last = facts.get("length", {}).get("num_steps")
+    if "finished" in facts and (place / "model").is_dir() and (newest is None or integrity.step_of(newest) != last):
+        return Source(place, place / "model", last, load_recipe(place / "recipe.yaml"), facts)
+    if newest is None:
+        raise CheckpointError(
+            f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
+            "checkpoint (checkpoint.every_steps) or to its end."
+        )
+    return _source(place, newest)
+
+
+def _source(run: Path, folder: Path) -> Source:
+    if not (run / "recipe.yaml").is_file():
+        raise CheckpointError(
+            f"{folder} does not lie in its run's directory: {run} has no recipe.yaml, which says what the weights "
+            "are. Put it back below checkpoints/ of its run."
+        )
+    held = ExitStack()
+    try:
+        held.enter_context(integrity.reading(folder))
+        integrity.verify(folder)
+        step = integrity.read_state(folder)["step"]
+    except CheckpointError as error:
+        held.close()
+        raise CheckpointError(f"{error}. Name another step with --step.") from error
+    return Source(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held)
+
+
+def _check_links(run: Path) -> None:
+    """A run from elsewhere must not lead what is read and written to other places."""
+    for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a symbolic link, and links in a run directory are not followed. Put what it leads to in "
+                "its place."
+            )
+
+
+def _is_checkpoint(place: Path) -> bool:
+    return (place / "manifest.json").is_file() or integrity.step_of(place) is not None
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / 'run.json'} cannot be read: {error}. Restore it from a copy.") from error
+    return facts

@@ -1,0 +1,112 @@
+"""Lets an opened network write, word by word as it comes, until its end of text."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from finetune.export.load_model import Opened
+from finetune.models import prompts
+from finetune.models.lora_adapters import transformer
+from finetune.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the next token is chosen. Temperature 0 takes the likeliest."""
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """For transformers' `generate`."""
+        # All are given: whatever the model's own generation config says of sampling must not mix in.
+        sampling = {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k or 0,
+            "top_p": self.top_p or 1.0,
+        }
+        greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {**(sampling if self.temperature > 0 else greedy), "num_beams": 1, "repetition_penalty": 1.0}
+
+
+@dataclass
+class _Stream:
+    """Hands text on as soon as its characters are whole. What transformers calls a streamer."""
+
+    tokenizer: Any
+    write: Callable[[str], None]
+    told: str = ""
+    ids: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.prompt:  # which comes first
+            self.prompt = value.flatten().tolist()
+            return
+        self.ids += value.flatten().tolist()
+        self._hand_on(last=False)
+
+    def end(self) -> None:
+        self._hand_on(last=True)
+
+    def _hand_on(self, *, last: bool) -> None:
+        # Decoded with the prompt: some tokenizers drop a space at the beginning.
+        before = self.tokenizer.decode(self.prompt, skip_special_tokens=True)
+        whole = self.tokenizer.decode([*self.prompt, *self.ids], skip_special_tokens=True)[len(before) :]
+        if whole.endswith("\ufffd") and not last:
+            return
+        if whole.startswith(self.told):
+            self.write(whole[len(self.told) :])
+            self.told = whole
+
+
+def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str], None], *, chat: bool = False) -> str:
+    """Writes on after a prompt, or answers it, and returns what was written.
+
+    Args:
+        write: Is given each piece of text as it comes.
+        chat: Puts the prompt into the tokenizer's chat template, as a user's turn.
+
+    Raises:
+        DataError: If there is no chat template, or no room after the prompt.
+    """
+    section = opened.recipe.chat if opened.recipe is not None else None
+    variables = section.template_args if section is not None else {}
+    tokenizer = opened.tokenizer
+    ids = prompts.turn(tokenizer, prompt, variables) if chat else prompts.text(tokenizer, prompt)
+    room = manner.max_new_tokens if opened.longest is None else min(manner.max_new_tokens, opened.longest - len(ids))
+    if room < 1:
+        raise DataError(
+            f"The prompt has {len(ids)} tokens, and the model knows {opened.longest} positions. Shorten it."
+        )
+    network: Any = transformer(opened.network)
+    stream = _Stream(opened.tokenizer, write)
+    inputs = torch.tensor([ids], device=opened.device)
+    torch.manual_seed(manner.seed)
+    with torch.no_grad():
+        network.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=room,
+            eos_token_id=_ends(opened, network) or None,
+            pad_token_id=_padding(opened),
+            streamer=stream,
+            **manner.options(),
+        )
+    return stream.told
+
+
+def _ends(opened: Opened, network: Any) -> list[int]:
+    """All ends of text: the generation config's, the tokenizer's, and what the answers of a run end in."""
+    return prompts.ends(network.generation_config, opened.tokenizer, opened.ends)
+
+
+def _padding(opened: Opened) -> int:
+    found = (opened.tokenizer.pad_token_id, opened.tokenizer.eos_token_id, 0)
+    return next(int(token) for token in found if token is not None)

@@ -1,0 +1,144 @@
+"""Opens whatever holds a network: a run, a checkpoint, an adapter, an export, a model directory or a hub name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune.config.recipe_schema import Recipe
+from finetune.export import find_weights, merge, stop_tokens
+from finetune.models import lora_adapters, pretrained_files
+from finetune.tasks.task import TaskData
+from finetune.utils.errors import CheckpointError, RecipeError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A causal language model in evaluation mode, on the device that there is."""
+
+    network: nn.Module
+    tokenizer: Any
+    tokenizer_folder: str
+    recipe: Recipe | None
+    """The run's, if it is one."""
+    ends: tuple[int, ...] = ()
+    """Tokens at which it stops, besides those of its generation config and tokenizer."""
+    lines: tuple[str, ...] = ()
+    """What to report of its files."""
+
+    @property
+    def config(self) -> Any:
+        return lora_adapters.config_of(self.network)
+
+    @property
+    def longest(self) -> int | None:
+        """Positions that the network knows."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+
+def open_place(
+    name: str, *, step: int | None = None, base: str | None = None, exact: bool = False, trust_remote_code: bool = False
+) -> Opened:
+    """Opens a place; an adapter goes onto the base that it names.
+
+    Args:
+        step: Of a run, the checkpoint's step.
+        base: The base, if it does not lie where the run or adapter says.
+        exact: Computes in fp32, else in the type that the weights are stored in. Runs always compute in fp32.
+        trust_remote_code: Whether Python code that ships with the model may run. Of a run, its recipe says so.
+
+    Raises:
+        FinetuneError: If there is nothing to open, or it is no causal language model.
+    """
+    place = Path(name)
+    if find_weights.is_run(place):
+        return _run(place, step, base)
+    if step is not None:
+        raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
+    dtype = torch.float32 if exact else "auto"
+    try:
+        if (place / "adapter_config.json").is_file():
+            return _adapter(place, base, dtype, trust_remote_code)
+        if base is not None:
+            raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
+        if place.is_dir() and not (place / "config.json").is_file():
+            raise CheckpointError(
+                f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
+                "adapter_config.json or config.json. Name one that does."
+            )
+        model, weights = _plain(name, dtype, trust_remote_code)
+        return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines)
+    except (OSError, ValueError) as error:
+        if isinstance(error, (CheckpointError, RecipeError)):
+            raise
+        raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
+
+
+def _run(place: Path, step: int | None, base: str | None) -> Opened:
+    found = find_weights.find(place, step)
+    with found.held:
+        _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
+        folder = str(found.weights)
+        tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
+        recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
+        model = merge.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
+        return _ready(model, tokenizer, folder, found.recipe, stop_tokens.learned(found, tokenizer))
+
+
+def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> Opened:
+    told = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    _check_head(told.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {told.get('task_type')})")
+    name = base or told.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
+    model, weights = _plain(name, dtype, trusted, told.get("revision") if base is None else None)
+    own = any(place.glob("tokenizer*"))
+    folder = str(place) if own else name
+    adapted, tokenizer = lora_adapters.put_on(model, place), _tokenizer(folder, trusted)
+    return _ready(adapted, tokenizer, folder, None, stop_tokens.read(place), lines=weights.lines)
+
+
+def _plain(
+    name: str, dtype: torch.dtype | str, trusted: bool, revision: str | None = None
+) -> tuple[nn.Module, pretrained_files.Weights]:
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+    kinds = config.architectures or []
+    _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
+    model, weights = pretrained_files.load(
+        AutoModelForCausalLM, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
+    )
+    weights.check_values()
+    return model, weights
+
+
+def _check_head(fits: bool, what: str) -> None:
+    if not fits:
+        raise RecipeError(f"{what} is no causal language model: it neither writes text nor has a perplexity.")
+
+
+def _tokenizer(folder: str, trusted: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
+
+
+def _ready(
+    model: nn.Module,
+    tokenizer: Any,
+    folder: str,
+    recipe: Recipe | None,
+    stops: Sequence[int] = (),
+    lines: tuple[str, ...] = (),
+) -> Opened:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops), lines)

@@ -1,0 +1,229 @@
+"""Builds networks from what a run left: the one that was trained, and the one that is written."""
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from finetune.checkpoint.run_fingerprint import base_of
+from finetune.config.recipe_schema import Recipe
+from finetune.export.find_weights import Source
+from finetune.models import lora_adapters
+from finetune.models.lora_adapters import Head
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_base_model, build_meta_model, build_model
+from finetune.models.pretrained_files import lacking, names_of, stored_dtype, weights_folder
+from finetune.tasks.task import TaskData
+from finetune.tasks.task_lookup import find_task, head_of, task_config
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def source_head(source: Source) -> Head:
+    """What the network puts out.
+
+    Raises:
+        RecipeError: If the task is one of the user's own, whose networks only it can open.
+    """
+    head = head_of(source.recipe)
+    if head is None:
+        raise RecipeError(
+            f"task.name is '{source.recipe.task.name}', a task of your own, and nothing but its code can open its "
+            f"network in a fresh process. Exports are for causal_lm and sequence_classification; the weights lie in "
+            f"{source.weights}."
+        )
+    return head
+
+
+def data_of(source: Source, recipe: Recipe) -> tuple[TaskData, str | None]:
+    """The run's data, and why there are none: then there is a tokenizer only.
+
+    Args:
+        recipe: With the base at its place, beside which the tokenizer may lie.
+    """
+    try:
+        return find_task(recipe).build_data(recipe, True), None
+    except (FinetuneError, OSError) as error:
+        reason = " ".join(str(error).split())
+    trusted = recipe.model.trust_remote_code
+    there = any(source.weights.glob("tokenizer*"))
+    tokenizer = AutoTokenizer.from_pretrained(source.weights, trust_remote_code=trusted) if there else None
+    return TaskData(train=None, tokenizer=tokenizer), reason
+
+
+def with_base(source: Source, base: str | None) -> Recipe:
+    """The run's recipe, with its base at another place if that holds the same model.
+
+    Raises:
+        RecipeError: If it is another model than the run began with.
+    """
+    recipe = source.recipe
+    if recipe.model.name is None or recipe.lora is None:
+        if base is not None:
+            why = "trained all weights" if recipe.lora is None else "began from random weights, which its recipe draws"
+            raise RecipeError(f"--base is {base}, but {source.run} {why}, and needs no base. Leave --base out.")
+        return recipe
+    if base is not None:
+        section = recipe.model.model_copy(update={"name": base, "revision": None})
+        recipe = recipe.model_copy(update={"model": section})
+    recorded = source.facts.get("base")
+    if recorded is None:
+        raise CheckpointError(
+            f"{source.run / 'run.json'} does not say which base the run began with, so nothing can be merged onto it "
+            "safely. Restore the file from a copy."
+        )
+    try:
+        found = base_of(recipe)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"The base {recipe.model.name} cannot be read: {' '.join(str(error).split())}") from error
+    assert found is not None
+    # A folder of the hub's cache is named after the commit that it holds.
+    if recorded["digest"] not in (found["digest"], Path(found["name"]).resolve().name):
+        raise RecipeError(
+            f"{source.run} was trained on {recorded['name']} (digest {recorded['digest'][:16]}), but {found['name']} "
+            f"has other content (digest {found['digest'][:16]}): merged onto another base, an adapter says nothing "
+            "that training said. Name the one that it was trained on with --base."
+        )
+    return recipe
+
+
+def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool) -> nn.Module:
+    """The network as it was trained, in fp32, from the checkpoint and the base.
+
+    Args:
+        recipe: With the base to take.
+        quantised: Whether a base that was quantised in training is.
+    """
+    head = source_head(source)
+    if recipe.lora is None:
+        whole: nn.Module = _whole(source, recipe, head, torch.float32)
+        return whole.train(mode=False)
+    config = task_config(recipe, ready)
+    network: nn.Module
+    if quantised:
+        network = build_model(recipe, config, head)
+    else:
+        network = lora_adapters.attach(dequantised(build_base_model(_unquantised(recipe), config, head)), recipe, head)
+    lora_adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    return network.train(mode=False)
+
+
+def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
+    """The network with whatever was trained in its weights, in `dtype`.
+
+    Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
+    """
+    head = source_head(source)
+    if recipe.lora is None:
+        return lora_adapters.merge(_whole(source, recipe, head, stored_dtype(source.weights)), dtype)
+    recipe = _unquantised(recipe)
+    config = task_config(recipe, ready)
+    # Singular vectors are taken out of the weights, in their dtype.
+    exact = recipe.lora is not None and recipe.lora.init == "pissa"
+    at = torch.float32 if exact or recipe.model.name is None else stored_dtype(weights_folder(recipe.model))
+    network = dequantised(build_base_model(recipe, config, head, dtype=at))
+    adapted = lora_adapters.attach(network, recipe, head)
+    lora_adapters.fill(adapted, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    return lora_adapters.merge(adapted, dtype)
+
+
+def dequantised(network: PreTrainedModel) -> PreTrainedModel:
+    """The network itself, or with plain weights if it was stored quantised."""
+    if not is_quantised(network.config):
+        return network
+    whole: Any = network.dequantize()
+    if hasattr(whole.config, "quantization_config"):
+        del whole.config.quantization_config
+    # How packed weights were read; written back by it, plain ones would not be.
+    whole.__dict__.pop("_weight_conversions", None)
+    return whole
+
+
+def is_quantised(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, mapped.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or take another step.") from error
+
+
+def generation_of(recipe: Recipe) -> GenerationConfig:
+    """The base's generation config."""
+    try:
+        return GenerationConfig.from_pretrained(str(recipe.model.name), revision=recipe.model.revision)
+    except OSError:  # it has none
+        return GenerationConfig.from_model_config(resolve_model_config(recipe))
+
+
+def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
+    """The configuration of the network that is written."""
+    return task_config(recipe, ready) if recipe.lora is not None else resolve_model_config(_from(source, recipe))
+
+
+def base_folder(recipe: Recipe) -> Path | None:
+    """Where the base's files lie; None if there is none, or it is no longer here: only adapters need it."""
+    try:
+        return None if recipe.model.name is None else weights_folder(recipe.model)
+    except OSError:
+        return None
+
+
+def return_memory_at_once() -> None:
+    """Has the C library give each freed tensor's memory back, instead of keeping it in pieces of a growing heap.
+
+    Without this, merging a small model's many tensors held three copies of it. Where there is no such call, nothing
+    happens. Source: mallopt(3), M_MMAP_THRESHOLD.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(-3, 1 << 20)
+
+
+def free() -> None:
+    """Gives the memory of networks that are no longer needed back; they refer to themselves."""
+    gc.collect()
+
+
+def _unquantised(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
+
+
+def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    """A network of which everything was trained, from the folder that has it all."""
+    recipe = _from(source, recipe)
+    config = resolve_model_config(recipe)
+    _check_names(source, build_meta_model(config, head, trust_remote_code=recipe.model.trust_remote_code))
+    whole = build_base_model(recipe, config, head, dtype=dtype)
+    # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
+    whole.__dict__.pop("_weight_conversions", None)
+    return whole
+
+
+def _from(source: Source, recipe: Recipe) -> Recipe:
+    there = {"name": str(source.weights), "revision": None, "config": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
+
+
+def _check_names(source: Source, skeleton: nn.Module) -> None:
+    assert isinstance(skeleton, PreTrainedModel)
+    missing = lacking(skeleton, {name for file in source.files for name in names_of(file)})
+    if missing:
+        raise CheckpointError(
+            f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
+            "take another step."
+        )

@@ -1,0 +1,97 @@
+"""The model card that lies beside exported weights: base, recipe, data, figures, licence."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.checkpoint import row_ledger
+from finetune.config.recipe import dump_recipe
+from finetune.export.find_weights import Source
+
+_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
+
+
+def write(folder: Path, source: Source, kind: str, proof: list[str], base_folder: Path | None) -> None:
+    """Writes README.md.
+
+    Args:
+        proof: What was proved of the weights.
+        base_folder: Where the base's own card would lie.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    lines = ["---", *_head(source, kind, base_folder), "---", "", f"# {source.run.resolve().name}", ""]
+    recipe, facts = source.recipe, source.facts
+    lines += [_origin(source, kind), ""]
+    lines += ["## Data", "", *[f"- {_place(s)}" for s in recipe.data.train], ""]
+    lines += [f"- {key}: {value}" for key, value in _counts(facts).items()]
+    lines += ["", "## Figures", ""]
+    results = facts.get("results", {})
+    lines += [f"- {key}: {results[key]:.5g}" for key in _FIGURES if isinstance(results.get(key), (int, float))]
+    lines += [f"- {key}: {facts[key]}" for key in ("precision", "finished") if key in facts]
+    skipped = [step for step in row_ledger.skipped(source.run) if source.step is None or step.step <= source.step]
+    if skipped:
+        lines += ["", "## Skipped steps", "", "They changed no weight, since a loss or gradient was not finite.", ""]
+        lines += [f"- {step.line()}" for step in skipped]
+    lines += ["", "## Proof", "", *[f"- {line}" for line in proof]]
+    lines += ["", "## Recipe", "", "```yaml", dump_recipe(recipe).rstrip(), "```", ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _head(source: Source, kind: str, base_folder: Path | None) -> list[str]:
+    facts: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    name, notes = source.recipe.model.name, []
+    # The hub refuses a card whose base is a folder of somebody's machine.
+    if name is not None and _ON_HUB.fullmatch(name) and not Path(name).exists():
+        facts["base_model"] = name
+    elif name is not None:
+        notes.append("# base_model: say which; the run took it from a folder")
+    facts["pipeline_tag"] = "text-generation" if source.recipe.task.name == "causal_lm" else "text-classification"
+    licence = _licence(base_folder)
+    if not licence:
+        notes.append("# license: say which; the base's card names none")
+    return [*yaml.safe_dump({**facts, **licence}, sort_keys=False).rstrip().splitlines(), *notes]
+
+
+def _licence(base_folder: Path | None) -> dict[str, Any]:
+    """What the base's card says of its licence."""
+    card = None if base_folder is None else base_folder / "README.md"
+    if card is None or not card.is_file():
+        return {}
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n")
+    try:
+        told = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
+    except yaml.YAMLError:
+        return {}
+    wanted = ("license", "license_name", "license_link")
+    return {key: told[key] for key in wanted if key in told} if isinstance(told, dict) else {}
+
+
+def _origin(source: Source, kind: str) -> str:
+    recipe = source.recipe
+    base = (
+        f"`{recipe.model.name}`" if recipe.model.name else f"a {(recipe.model.config or {}).get('model_type')} network"
+    )
+    how = "All weights of" if recipe.lora is None else f"A LoRA adapter of rank {recipe.lora.rank} for"
+    if recipe.model.quantization is not None:
+        how = f"A QLoRA adapter of rank {recipe.lora.rank if recipe.lora else 0} ({recipe.model.quantization}) for"
+    written = {"adapter": "as an adapter", "merged": "merged, in fp32", "merged-16bit": "merged, in 16 bits"}[kind]
+    return f"{how} {base}, trained for {source.step} steps with finetune. Written {written}."
+
+
+def _place(origin: Any) -> str:
+    if origin.sample is not None:
+        return f"the built-in sample of {origin.sample}"
+    return f"`{origin.path or origin.hub}`" + (f", the first {origin.limit}" if origin.limit else "")
+
+
+def _counts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Plain figures of the data report."""
+    train = facts.get("data", {}).get("train") or {}
+    return {
+        key: value for key, value in train.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

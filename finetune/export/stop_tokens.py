@@ -1,0 +1,63 @@
+"""Where generation stops: at the tokenizer's end of text, at what a run's answers end in, and at what the base says."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.export.find_weights import Source
+from finetune.utils.errors import CheckpointError
+
+
+def learned(source: Source, tokenizer: Any) -> list[int]:
+    """The tokens that the answers which a run learned end in; none if it learned no conversations.
+
+    Raises:
+        CheckpointError: If the tokenizer does not know one of them.
+    """
+    if tokenizer is None or source.ends is None:
+        return []
+    known = tokenizer.get_vocab()
+    absent = [name for name in source.ends if name not in known]
+    if absent:
+        raise CheckpointError(
+            f"{source.run / 'run.json'} says that answers end in '{absent[0]}', which the tokenizer does not know. "
+            "Restore the run's tokenizer."
+        )
+    return [int(known[name]) for name in source.ends]
+
+
+def read(folder: Path) -> list[int]:
+    """The tokens at which the generation config in a folder stops; none if there is no such file.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        told = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore it.") from error
+    return [end for end in (told if isinstance(told, list) else [told]) if end is not None]
+
+
+def check(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
+    """Makes sure that what was written stops at these tokens, and at no other.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    found = read(folder)
+    if set(found) != set(ends):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "
+            f"{_named(tokenizer, ends)}: generation would not stop, or would too early. Set eos_token_id to "
+            f"{list(ends)}."
+        )
+
+
+def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+    names = [f"{i} ('{tokenizer.convert_ids_to_tokens(i)}')" if tokenizer is not None else str(i) for i in ids]
+    return ", ".join(names) or "nothing"

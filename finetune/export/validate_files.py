@@ -1,0 +1,128 @@
+"""Looks at written files before anything opens them: names, sizes, finite numbers, ties."""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from finetune.utils.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor that lies in a folder, mapped, one at a time.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or one that the index names is not there.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        absent = sorted(set(places.values()) - {file.name for file in files})
+        if absent:
+            raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    yield name, opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
+
+
+def check(
+    folder: Path,
+    expected: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    ties: dict[str, str],
+    infinite: Collection[str] = (),
+) -> int:
+    """Compares a folder's tensors with those that there have to be, and returns their bytes.
+
+    Args:
+        expected: Shapes by name; tied names may be missing.
+        infinite: Buffers that may hold infinities, such as causal masks.
+        ties: Of names that are one weight, the one that is not written and the one that is.
+
+    Raises:
+        CheckpointError: With the first thing that is wrong.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    twice: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors_of(folder):
+        fits = tensor.isnan().logical_not() if name in infinite else tensor.isfinite()
+        if tensor.is_floating_point() and not bool(fits.all()):
+            raise CheckpointError(
+                f"{folder}: {name} holds {int((~torch.isfinite(tensor)).sum()):,} numbers that are NaN or infinite"
+                f"{_beyond(tensor)}. Take a step before the weights broke (--step)."
+            )
+        if tensor.numel() == 0:
+            raise CheckpointError(f"{folder}: {name} is empty. What it was written from was never gathered.")
+        found[name], size = tuple(tensor.shape), size + tensor.nbytes
+        if name in ties or name in ties.values():
+            twice[name] = tensor
+    _check_names(folder, found, expected, ties)
+    for name, other in ties.items():
+        if name in twice and other in twice and not torch.equal(twice[name], twice[other]):
+            raise CheckpointError(
+                f"{folder}: {name} and {other} are one weight (tie_word_embeddings), but were written with different "
+                "values, of which only one would be read. Export it again, or set tie_word_embeddings to false."
+            )
+    _check_size(folder, found, size, dtype)
+    return size
+
+
+def _beyond(tensor: torch.Tensor) -> str:
+    return ", as fp16 ends at 65,504" if tensor.dtype == torch.float16 else ""
+
+
+def _check_names(
+    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ties: dict[str, str]
+) -> None:
+    if not found:
+        raise CheckpointError(f"{folder} holds no tensor: nothing was written.")
+    missing = sorted(set(expected) - set(found) - set(ties))
+    unexpected = sorted(set(found) - set(expected))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors are missing ({', '.join(missing[:3]) or 'none'}) and {len(unexpected)} "
+            f"unexpected ({', '.join(unexpected[:3]) or 'none'}). Export it again."
+        )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise CheckpointError(f"{folder}: {name} has shape {list(shape)}, not {list(expected[name])}.")
+
+
+def _check_size(folder: Path, found: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype) -> None:
+    wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
+    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    told = size
+    if (folder / INDEX).is_file():
+        told = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"]["total_size"]
+    # Headers take some hundred bytes a tensor.
+    if size != wanted or told != size or not size < on_disk < size + 4096 * (len(found) + 8):
+        raise CheckpointError(
+            f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {told:,}, where "
+            f"{len(found)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
+        )
+
+
+def check_adapter(tensors: dict[str, torch.Tensor], place: Path) -> None:
+    """Refuses an adapter that would change nothing.
+
+    Raises:
+        CheckpointError: If it is empty, or all that it multiplies by is nought.
+    """
+    if not tensors or not sum(tensor.numel() for tensor in tensors.values()):
+        raise CheckpointError(f"{place} holds no tensor: the adapter is empty. Take another step with --step.")
+    ends = [tensor for name, tensor in tensors.items() if ".lora_B" in name]
+    others = [name for name in tensors if ".lora_" not in name]
+    if ends and not others and not any(bool(tensor.any()) for tensor in ends):
+        raise CheckpointError(
+            f"{place}: all {len(ends)} lora_B matrices are nought, so the adapter changes nothing: nothing was "
+            "trained, or it was lost as it was saved. Take another step with --step."
+        )

@@ -1,0 +1,1 @@
+"""Networks: configurations, weights, adapters, quantization, attention, losses."""

@@ -1,0 +1,93 @@
+"""What is kept of a forward pass for the backward pass, and where: recomputed, offloaded, and layers compiled."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from finetune.models import attention
+from finetune.utils.errors import RecipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["selective"]) -> None:
+    """Has layers recompute their activations in the backward pass.
+
+    Raises:
+        RecipeError: If the architecture does not offer it.
+    """
+    if not how:
+        return
+    if not network.supports_gradient_checkpointing:
+        raise RecipeError(f"model.gradient_checkpointing: {type(network).__name__} does not offer it.")
+    # Recomputing re-entrantly needs inputs with gradients, which frozen embeddings do not give.
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    network.activation_checkpointing_enable(options)
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    name = operation.name().partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Matrix products, and attention by all of its kernels.
+_DEAR = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+}
+
+
+def offload_activations(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which activations of a device are kept in host memory."""
+    return nullcontext() if device.type == "cpu" else torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+def compile_layers(network: nn.Module, layers: set[str]) -> int:
+    """Compiles each layer by itself: one graph serves all, so that compiling takes as long as for one.
+
+    Only what a layer computes: hooks around it, by which backends gather its weights, stay as they are.
+
+    Args:
+        layers: Class names of the layers.
+
+    Returns:
+        How many there are.
+    """
+    attention.keep_eager()
+    # A backend may have made subclasses of them.
+    found = [module for module in network.modules() if any(c.__name__ in layers for c in type(module).__mro__)]
+    for layer in found:
+        forward: Callable[..., Any] = layer.forward
+        layer.forward = torch.compile(forward)
+    return len(found)
+
+
+class CompiledGraphs:
+    """Counts what `torch.compile` has compiled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def grew(self) -> bool:
+        """Whether something was compiled since the last call."""
+        from torch._dynamo.utils import counters
+
+        before, self.count = self.count, int(counters["stats"]["unique_graphs"])
+        return self.count > before

@@ -1,0 +1,230 @@
+"""Attention within documents that share a row, without a mask of all pairs of tokens.
+
+Letters: B rows, T tokens a row, D documents of a batch, H heads (K of keys), E a head's width.
+
+What tells documents apart goes where architectures take a mask: a whole number for each edge between them, which
+transformers passes on as it is. So every architecture that asks transformers' `AttentionInterface` for its attention
+can be packed, and what it recomputes in the backward pass is told the same.
+"""
+
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from finetune.utils.errors import RecipeError
+
+NAME = "packed"
+"""What transformers calls it; nothing of it is written into a model's files."""
+
+EDGES = "cu_seqlens"
+"""The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32."""
+
+# What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
+_MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
+# Layers that read nothing off a mask but documents and a window. Others choose keys by it (DeepSeek-V3.2).
+_TOLD_APART = {"full_attention", "sliding_attention"}
+
+
+def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bool) -> str:
+    """The implementation that a network is asked for.
+
+    Args:
+        asked: `model.attention` of the recipe; all but `auto` is taken as it is.
+        architectures: transformers' `AutoModelFor...` of what the network is to be.
+        told: Whether the task calls it with what `told_by` says.
+
+    Raises:
+        RecipeError: If it cannot use what is asked.
+    """
+    _register()
+    known, text = architectures._model_mapping, config.get_text_config()
+    # What a model brings as code of its own is not in the table.
+    network = known.get(type(config), None)
+    # Capped scores (Gemma 2) and sinks (GPT-OSS) only attention that writes them out can do.
+    written = not getattr(network, "_supports_sdpa", False) or getattr(text, "attn_logit_softcapping", None) is not None
+    if asked == NAME and written:
+        raise RecipeError(
+            f"model.attention is `{NAME}`, which {config.model_type} cannot use: its attention does more than scaled "
+            "dot products. Set model.attention to `eager`."
+        )
+    if asked != "auto":
+        return asked
+    if written:
+        return "eager"
+    masked = any(getattr(text, key, None) for key in _MASKED)
+    masked = masked or not _TOLD_APART.issuperset(getattr(text, "layer_types", None) or ())
+    return NAME if told and not masked and getattr(network, "_supports_attention_backend", False) else "sdpa"
+
+
+def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tensor]:
+    """The arguments that tell a network its documents apart; none where it looks at positions.
+
+    Of rows that are a document each there are no edges to tell, but that there are none: else transformers looks for
+    documents in the positions, for which the host has to wait for the device.
+    """
+    if network is None or network.config._attn_implementation != NAME:
+        return {}
+    if EDGES in batch:
+        return {"attention_mask": batch[EDGES].view(1, 1, 1, -1)}
+    ids, window = batch["input_ids"], getattr(network.config.get_text_config(), "sliding_window", None)
+    if "position_ids" in batch or (window is not None and window < ids.shape[1]):
+        return {}
+    told = {"attention_mask": torch.empty(1, 1, 1, 0, dtype=torch.int32, device=ids.device)}
+    if _counts_positions(type(network)):  # type: ignore[arg-type]
+        told["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+    return told
+
+
+@cache
+def _counts_positions(kind: type[Any]) -> bool:
+    """Whether an architecture counts positions from its mask, for an embedding that takes the mask (OPT, BioGPT)."""
+    modules = [
+        vars(sys.modules[base.__module__]) for base in kind.__mro__ if base.__module__.startswith("transformers.")
+    ]
+    embeddings = (x for names in modules for x in names.values() if isinstance(x, type) and issubclass(x, nn.Embedding))
+    return any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What the interface calls: `query` (B, H, T, E), `key` and `value` (B, K, T, E) to (B, T, H, E).
+
+    Without edges it is transformers' own.
+    """
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = None
+    if attention_mask is None or attention_mask.dtype != torch.int32:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    edges = attention_mask.view(-1)
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    if others.get("position_bias") is not None or not _has_kernel(query, value, dropout):
+        mask = _mask(edges, query.shape[0], query.shape[2], sliding_window)
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
+        )
+    # One document behind the other: (B T, heads, E).
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if query.is_cuda:
+        found = _by_kernel(q, k, v, edges, query.shape[2], scaling, sliding_window)
+    else:
+        found = _by_document(q, k, v, edges, dropout, scaling, sliding_window)
+    return found.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """CPUs take one document at a time. On a GPU that would make the host wait for the edges.
+
+    Source: torch, `mha_varlen_fwd` in `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`.
+    """
+    if not query.is_cuda:
+        return True
+    width = query.shape[3]
+    if query.dtype == torch.float32 or dropout or width > 256 or width % 8 or value.shape[3] != width:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    edges: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    lengths = edges.diff().tolist()
+    # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
+    documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
+    found = []
+    for document in documents:
+        q, k, v = (x.transpose(0, 1)[None] for x in document)
+        within = window is not None and q.shape[2] > window
+        one = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_band(q.shape[2], window or 0, q.device) if within else None,
+            dropout_p=dropout,
+            is_causal=not within,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        found.append(one[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    edges: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    before = -1 if window is None else window - 1
+    found = varlen_attn(
+        query,
+        key,
+        value,
+        edges,
+        edges,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Pairs of tokens of a document that see each other: (length, length) bool."""
+    whole = torch.ones(length, length, dtype=torch.bool, device=device)
+    return whole.tril().triu(1 - window)
+
+
+def _mask(edges: torch.Tensor, rows: int, length: int, window: int | None) -> torch.Tensor:
+    """The mask of all pairs, for what no kernel can do: (B, 1, T, T) bool."""
+    places = torch.arange(rows * length, device=edges.device, dtype=edges.dtype)
+    document = torch.searchsorted(edges[1:].contiguous(), places, right=True).view(rows, 1, length)
+    same = document.transpose(1, 2) == document
+    return (same & _band(length, length if window is None else window, edges.device))[:, None]
+
+
+def keep_eager() -> None:
+    """Has `torch.compile` pass over the loop over documents, whose lengths are others in each batch."""
+    global _by_document
+    _by_document = torch.compiler.disable(_by_document)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _register() -> None:
+    """Makes `NAME` known to transformers."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,273 @@
+"""The loss computed by a language model's head, some tokens at a time, so that all logits never exist at once.
+
+Letters: N tokens of a micro-batch, C of a chunk, h width, V vocabulary.
+
+The network's own `forward` runs; only its head, where targets have been left for it, puts out the loss in place of
+logits. So backends have the head's weight in place as for any module, and what comes before the head is the
+architecture's own. Where an architecture scales or caps logits behind its head, the loss is taken from logits; that
+what comes out is the loss is proved at every start (`rehearsal.check_loss`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from finetune.models.frozen_weights import StoredLinear
+
+IGNORED = -100
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LossHead:
+    """A head's `forward`, which computes the summed loss while it has targets, and else logits."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head = head
+        self._logits: Forward = head.forward
+        self.targets: torch.Tensor | None = None
+        """(N,) int64, -100 where there is nothing to learn."""
+        self.plants = False
+        """Whether it puts out `planted` in place of its own logits."""
+        self.planted: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, h) to (1, 1, 1) fp32 with targets, and to (B, T, V) without."""
+        if self.plants:
+            own = self._logits(hidden)
+            # As far apart as no first weights have them: a cap of small logits would not be seen.
+            values = torch.linspace(-60, 60, own.shape[-1], device=own.device).to(own.dtype)
+            self.planted = values.expand_as(own).contiguous()
+            return self.planted.clone()
+        if self.targets is None:
+            return self._logits(hidden)
+        head: Any = self._head
+        flat, dtype = hidden.flatten(0, -2), _products_in(hidden)
+        # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
+        if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
+            loss = loss_of(flat, head.weight, head.bias, self.targets, dtype)
+        else:
+            loss = _of_any_head(self._logits, flat, self.targets)
+        # A copy, not a view: wrappers that shard warn of views that leave a module.
+        return loss.reshape(1, 1, 1).clone()
+
+
+# Of modules that compute a product with `weight`, and nothing else.
+_PRODUCTS = (nn.Linear.forward, StoredLinear.forward)
+
+# What architectures call what they do to logits, and the value at which it changes nothing.
+_CHANGES = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "output_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
+}
+
+
+def fuse(network: PreTrainedModel | None) -> None:
+    """Has a transformer's head compute the loss, where logits are what the head puts out."""
+    head: Any = network.get_output_embeddings() if network is not None else None
+    if network is not None and isinstance(head, nn.Module) and not changes_logits(network.config):
+        head.forward = LossHead(head)
+
+
+def changes_logits(config: PretrainedConfig) -> bool:
+    """Whether an architecture says that it scales or caps logits behind its head."""
+    text = config.get_text_config()
+    return any(getattr(text, key, same) not in (same, None) for key, same in _CHANGES.items())
+
+
+def of_network(network: PreTrainedModel | None) -> LossHead | None:
+    """What `fuse` has put into a network."""
+    head = network.get_output_embeddings() if network is not None else None
+    forward: Any = getattr(head, "forward", None)
+    return forward if isinstance(forward, LossHead) else None
+
+
+def unfuse(network: PreTrainedModel) -> None:
+    """Undoes `fuse`."""
+    head: Any = network.get_output_embeddings()
+    del head.forward
+
+
+def rows_of_chunk(tokens: int, vocabulary: int) -> int:
+    """Tokens of a chunk.
+
+    Few enough that its fp32 logits take 64 MiB; but at least 128, since products with the head's weight are slow for
+    fewer, and at least an eighth of all, since the weight's gradient is gone over once a chunk.
+    """
+    return min(tokens, max(128, -(-tokens // 8), (1 << 24) // vocabulary))
+
+
+def loss_of(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
+
+    Gradients are computed on the way, one pass over each chunk, and only scaled by the backward pass. Products are
+    in `dtype`; softmax, loss, and the sum of the weight's gradient over chunks are in fp32.
+
+    `torch.nn.functional.linear_cross_entropy` does the same, but puts out the loss in the dtype of its inputs: rounded
+    to bf16 it is wrong by up to 4e-3.
+
+    Args:
+        hidden: (N, h).
+        weight: (V, h).
+        bias: (V,).
+        targets: (N,).
+        dtype: Of the products.
+    """
+    learns = torch.is_grad_enabled()
+    loss: torch.Tensor = _Chunked.apply(hidden, weight, bias, targets, dtype, learns)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Chunked(torch.autograd.Function):
+    """`loss_of`, with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        dtype: torch.dtype,
+        learns: bool,
+    ) -> torch.Tensor:
+        wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, ctx.kept = _one_pass(hidden, weight, bias, targets, dtype, wanted)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # The loss outlives its backward pass, and this node with it: what it kept would be there twice, as torch copies
+        # a gradient that somebody else holds.
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            raise RuntimeError("This loss has been differentiated before, and its gradients are gone.")
+        return *(None if t is None else t.mul_(gradients[0]) for t in kept), None, None, None
+
+
+def _one_pass(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The loss, and its gradients for hidden, weight and bias, where they are wanted."""
+    for_hidden, for_weight, for_bias = wanted
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    rows = rows_of_chunk(tokens, vocabulary)
+    x, w = hidden.to(dtype), weight.to(dtype)
+    make: dict[str, Any] = {"device": hidden.device}
+    loss = torch.zeros((), **make)
+    hidden_gradient = torch.empty_like(x) if for_hidden else None
+    weight_gradient = torch.empty(weight.shape, **make) if for_weight else None
+    bias_gradient = torch.zeros(vocabulary, **make) if for_bias else None
+    # Reused by all chunks: making them anew costs more than filling them.
+    products = torch.empty(rows, vocabulary, dtype=dtype, **make)
+    few = rows_in_cache(rows, vocabulary, hidden.device.type)
+    scratch = torch.empty(few if dtype != torch.float32 else 0, vocabulary, **make)
+    step = torch.empty(weight.shape if for_weight and dtype != torch.float32 and rows < tokens else 0, **make)
+    learned = targets != IGNORED
+    places, counts = torch.where(learned, targets, 0)[:, None], learned.float()[:, None]
+    for first in range(0, tokens, rows):
+        chunk = slice(first, min(first + rows, tokens))
+        product = products[: chunk.stop - first]
+        torch.mm(x[chunk], w.t(), out=product)
+        for begin in range(first, chunk.stop, few):
+            some = slice(begin, min(begin + few, chunk.stop))
+            of_some = product[some.start - first : some.stop - first]
+            p = of_some if dtype == torch.float32 else scratch[: some.stop - begin].copy_(of_some)
+            if bias is not None:
+                p.add_(bias)
+            loss += _score(p, places[some], counts[some], learns=any(wanted))
+            if bias_gradient is not None:
+                bias_gradient += p.sum(0)
+            if any(wanted) and p is not of_some:
+                of_some.copy_(p)
+        if hidden_gradient is not None:
+            torch.mm(product, w, out=hidden_gradient[chunk])
+        if weight_gradient is None:
+            continue
+        if dtype == torch.float32:
+            weight_gradient.addmm_(product.t(), x[chunk], beta=0 if first == 0 else 1)
+        elif first == 0:
+            weight_gradient.copy_(product.t() @ x[chunk])
+        else:
+            weight_gradient += step.copy_(product.t() @ x[chunk])
+    given = (hidden, weight, bias)
+    found = (hidden_gradient, weight_gradient, bias_gradient)
+    return loss, [None if f is None or t is None else f.to(t.dtype) for f, t in zip(found, given, strict=True)]
+
+
+def rows_in_cache(rows: int, vocabulary: int, device: str) -> int:
+    """Tokens of a chunk whose fp32 logits stay in a processor's cache from pass to pass.
+
+    On a GPU all of them: each pass is a kernel.
+    """
+    return max(1, min(rows, (1 << 19) // vocabulary)) if device == "cpu" else rows
+
+
+def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learns: bool) -> torch.Tensor:
+    """The summed loss of logits, which become their gradient in place, if that is wanted.
+
+    Args:
+        p: (N, V) fp32.
+        places: (N, 1), the targets.
+        counts: (N, 1), 1 where there is something to learn, else 0.
+    """
+    p.sub_(p.amax(1, keepdim=True))
+    score = p.gather(1, places)
+    total = p.exp_().sum(1, keepdim=True)
+    if learns:
+        # softmax - one-hot, and nothing for what is not learned.
+        p.mul_(counts / total).scatter_add_(1, places, -counts)
+    return ((total.log() - score) * counts).sum()
+
+
+def _of_any_head(logits: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The same for a head that is more than a product (adapters, packed weights): chunks are computed twice."""
+
+    def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return plain_loss(logits(hidden), targets)
+
+    loss = torch.zeros((), device=hidden.device)
+    rows = rows_of_chunk(hidden.shape[0], 1 << 17)
+    for some, wanted in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+        loss = loss + checkpoint(part, some, wanted, use_reentrant=False)
+    return loss
+
+
+def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
+
+    Args:
+        logits: (..., V).
+        targets: (...), -100 where there is nothing to learn.
+    """
+    return functional.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _products_in(hidden: torch.Tensor) -> torch.dtype:
+    """What a linear module would compute in."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

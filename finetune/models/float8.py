@@ -1,0 +1,99 @@
+"""Matrix products of linear modules in fp8, by torchao and through Accelerate.
+
+Each token's inputs, and its gradient, have a scale of their own, and so has each row of a weight (for the product with
+gradients, all of it): powers of two. So what a token gets does not depend on which others are computed beside it:
+documents of a row stay apart, and micro-batches and ranks change nothing. One scale for all of a tensor is faster, and
+breaks both. A weight's gradient, a sum over tokens, is a product in bf16.
+"""
+
+from dataclasses import replace
+from importlib import util
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models.quantization import as_autocast
+from finetune.utils.errors import RecipeError
+
+# As torchao names it.
+_SCALING = "rowwise_with_gw_hp"
+
+# The first GPUs with such products. Source: NVIDIA, CUDA C++ Programming Guide, compute capabilities.
+_CAPABILITY = (8, 9)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuses fp8 where it cannot be computed, before anything is read.
+
+    Raises:
+        RecipeError: With what is missing.
+    """
+    if not recipe.model.fp8:
+        return
+    if util.find_spec("torchao") is None:
+        raise RecipeError(
+            "model.fp8 needs torchao, which is not installed here. Install it by "
+            '`pip install -e ".[fp8]" -c constraints.txt`, or set model.fp8 to false.'
+        )
+    if recipe.model.fp8 == "emulated":
+        return
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found < _CAPABILITY:
+        here = "this machine has no GPU" if found is None else "this GPU's is {}.{}".format(*found)
+        raise RecipeError(
+            "model.fp8 is true, which needs a GPU of compute capability {}.{} or above; {}. Set it to false, or to "
+            "`emulated`, which computes the same on any device, slower than without fp8.".format(*_CAPABILITY, here)
+        )
+
+
+def convert(network: PreTrainedModel, how: bool | Literal["emulated"]) -> None:
+    """Has linear modules compute in fp8, in place; their weights stay the parameters that they are.
+
+    Not those at both ends, where rounding hurts most and where the head computes the loss itself; not frozen ones; and
+    not those with sides that 16 does not divide, which no kernel takes.
+    """
+    if not how:
+        return
+    from accelerate.utils.ao import convert_model_to_fp8_ao, filter_linear_layers, find_first_last_linear_layers
+    from torchao.float8 import Float8LinearConfig
+
+    ends, head = find_first_last_linear_layers(network), network.get_output_embeddings()
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear or module is head or not module.weight.requires_grad:
+            return False
+        return bool(filter_linear_layers(module, name, list(ends)))
+
+    config = replace(Float8LinearConfig.from_recipe_name(_SCALING), emulate=how == "emulated")
+    convert_model_to_fp8_ao(network, config, wanted)
+    for module in _converted(network):
+        # torchao's module heeds the autocast of GPUs only.
+        module.register_forward_pre_hook(as_autocast)
+
+
+def products(network: nn.Module, how: bool | Literal["emulated"]) -> dict[str, str]:
+    """What linear modules multiply in, for `run.json`; nothing where fp8 is not asked for.
+
+    Raises:
+        RecipeError: If fp8 is asked for and no module computes in it.
+    """
+    if not how:
+        return {}
+    found = len(_converted(network))
+    if not found:
+        raise RecipeError(
+            f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8. It takes trained "
+            "`nn.Linear`s, but the first and the last, with sides that 16 divides; GPT-2's `Conv1D` and the fused "
+            "experts of mixtures are none, and a task of your own has its network computed as it builds it (it may "
+            "call finetune.models.float8.convert). Set model.fp8 to false."
+        )
+    linear = sum(isinstance(module, nn.Linear) for module in network.modules())
+    return {"products": f"{'emulated ' if how == 'emulated' else ''}fp8 in {found} of {linear} linear modules"}
+
+
+def _converted(network: nn.Module) -> list[nn.Module]:
+    # By name: who asks may not have torchao.
+    return [module for module in network.modules() if type(module).__name__ == "Float8Linear"]

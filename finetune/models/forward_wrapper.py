@@ -1,0 +1,92 @@
+"""Wraps a network so that any function of it can run under any backend."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from finetune.models.lora_adapters import transformer
+
+
+class ForwardWrapper(nn.Module):
+    """Runs functions of a network inside `forward`, where every backend has the weights in place.
+
+    Sharded backends gather weights, and autocast and DDP do their part, only around `forward`. Computing the
+    loss inside it also means that just a scalar leaves the model: no backend casts or copies logits.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Where activations are kept."""
+        # What accelerate and its backends look up on the model that they are given.
+        known = transformer(network)
+        if known is not None:
+            self.config = known.config
+            self._no_split_modules = _units(network, known._no_split_modules or ())
+        whole = [m for m in network.modules() if type(m).__name__ in getattr(self, "_no_split_modules", ())]
+        # Embeddings inside a unit that is sharded as a whole: accelerate 1.15 would shard them twice.
+        self._inside_units = {id(part) for m in whole for part in m.modules()}
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(network, *args)`."""
+        with self.autocast(), self.keeping():
+            return function(self.network, *args)
+
+    # Sharding gives embeddings, last norm and head units of their own if it can find them.
+    base_model_prefix = "base_model"
+
+    @property
+    def base_model(self) -> nn.Module:
+        return getattr(transformer(self.network), "base_model", self.network)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self._own_unit("get_input_embeddings")
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self._own_unit("get_output_embeddings")
+
+    def _own_unit(self, getter: str) -> nn.Module | None:
+        known = transformer(self.network)
+        if known is None:
+            return None
+        module: nn.Module | None = getattr(known, getter)()
+        # Tied, both ends are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
+        ends = [end for end in (known.get_input_embeddings(), known.get_output_embeddings()) if end is not None]
+        return None if id(module) in self._inside_units or _shares(self.network, ends) else module
+
+    def tie_weights(self) -> None:
+        known = transformer(self.network)
+        if known is not None:
+            known.tie_weights()
+
+
+def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
+    """Classes of modules that can be sharded each as a whole, of those that an architecture names.
+
+    Some are of networks that are not there (the part of a model that sees), and some hold weights that others hold
+    as well (BERT's embeddings, tied to its head).
+    """
+    by_name: dict[str, list[nn.Module]] = {name: [] for name in names}
+    for module in network.modules():
+        by_name.get(type(module).__name__, []).append(module)
+    return [name for name, found in by_name.items() if found and not any(_shares(network, [unit]) for unit in found)]
+
+
+def _shares(network: nn.Module, parts: Sequence[nn.Module]) -> bool:
+    """Whether a module outside some parts of a network holds a parameter of theirs."""
+    inside = {id(module) for part in parts for module in part.modules()}
+    theirs = {id(p) for part in parts for p in part.parameters()}
+    others = (m for m in network.modules() if id(m) not in inside)
+    return any(id(p) in theirs for module in others for p in module.parameters(recurse=False))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The network inside a `ForwardWrapper` inside whatever a backend put around it."""
+    inner: Any = model
+    while not isinstance(inner, ForwardWrapper):
+        inner = inner.module
+    return inner.network

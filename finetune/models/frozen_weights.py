@@ -1,0 +1,136 @@
+"""Holds weights that are not trained in the dtype that they are stored in, and computes as if they were fp32.
+
+Casting such a weight up loses nothing, so this changes memory and no result.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune.models.module_matching import matching
+from finetune.utils.errors import RecipeError
+
+
+class StoredLinear(nn.Linear):
+    """A linear module whose frozen weight may be of another dtype than its inputs."""
+
+    compute_dtype = torch.float32
+    """Where peft looks up in which dtype it draws an adapter."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
+            return functional.linear(input, self.weight, self.bias)
+        return multiply(input, self.weight, self.bias, _cast)
+
+
+class StoredEmbedding(nn.Embedding):
+    """An embedding whose frozen weight may be 16 bit, but not what it puts out: that is added to in fp32."""
+
+    output_dtype = torch.float32
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).to(self.output_dtype)
+
+
+def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """See `multiply`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        read: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.read, ctx.bias_dtype = read, None if bias is None else bias.dtype
+        return functional.linear(input, read(weight, input.dtype), None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        (weight,), gradient = ctx.saved_tensors, gradients[0]
+        inputs = gradient @ ctx.read(weight, gradient.dtype) if ctx.needs_input_grad[0] else None
+        # Trained where a head shares its frozen weight with an embedding, but not its bias.
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return inputs, None, bias, None
+
+
+def multiply(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    read: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+) -> torch.Tensor:
+    """A linear function of a frozen weight that is read for each product, and not kept for the backward pass.
+
+    Args:
+        inputs: (..., in).
+        weight: As it is held.
+        bias: (out,).
+        read: Makes of a held weight the (out, in) matrix, in a dtype.
+    """
+    product: torch.Tensor = _Product.apply(inputs, weight, bias, read)  # type: ignore[no-untyped-call]
+    return product
+
+
+_STORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, nn.Embedding: StoredEmbedding}
+
+
+def freeze(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
+    """Ends the training of some modules, with all that is in them.
+
+    Args:
+        wanted: Names, or a regular expression; see `names.matching`.
+
+    Raises:
+        RecipeError: If there is no such module, or nothing would be left to train.
+    """
+    modules = {n: module for n, module in network.named_modules() if n and any(True for _ in module.parameters())}
+    for name in matching("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
+        modules[name].requires_grad_(False)
+    if not any(p.requires_grad for p in network.parameters()):
+        raise RecipeError(
+            f"model.freeze: {wanted!r} leaves nothing to train. Leave some modules out of it, or add a `lora` section "
+            "(which freezes the model by itself)."
+        )
+
+
+def cast_frozen(network: nn.Module, dtype: torch.dtype) -> None:
+    """Puts frozen linear modules and embeddings in `dtype`, and everything else in fp32, in place.
+
+    What other modules own stays fp32: norms and biases, which are small, and weights of classes that compute with
+    them in ways of their own.
+
+    Args:
+        dtype: That the weights are stored in, so that nothing is lost.
+    """
+    if dtype == torch.float32:
+        return
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    for parameter in network.parameters():
+        here = owners[id(parameter)]
+        if not parameter.requires_grad and all(type(m) in (*_STORED, *_STORED.values()) for m in here):
+            parameter.data = parameter.data.to(dtype)
+            for module in here:
+                module.__class__ = _STORED.get(type(module), type(module))
+        elif parameter.is_floating_point() and not hasattr(parameter, "packed_weights"):
+            parameter.data = parameter.data.float()
+
+
+def set_output_dtype(network: nn.Module, dtype: torch.dtype) -> None:
+    """Has embeddings put out a dtype, where all weights are of it."""
+    for module in network.modules():
+        if isinstance(module, StoredEmbedding):
+            module.output_dtype = dtype

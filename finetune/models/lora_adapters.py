@@ -1,0 +1,314 @@
+"""Attaches LoRA adapters to a network, and says how they are written. The only module that imports peft.
+
+peft is imported where it is used: that takes a second, which a run without adapters need not wait.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.models.module_matching import matching
+from finetune.utils.errors import CheckpointError, RecipeError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+Head = Literal["causal_lm", "sequence_classification"]
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
+# Conv1D is the linear layer of GPT-2, a class of transformers' own.
+_LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
+
+
+def transformer(network: nn.Module) -> PreTrainedModel | None:
+    """The transformers network itself, inside its adapters if it has any; None for any other network."""
+    inner: Any = network
+    inner = inner.get_base_model() if _is_adapted(network) else network
+    return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.Module:
+    """Freezes a network and puts the recipe's adapters around its linear modules.
+
+    The adapters are fp32 and drawn from `recipe.seed`: the same on every rank and backend. What a classifier adds to
+    the pretrained network is new, and trained whole. Without a `lora` section the network is returned as it is, and
+    so is one that has its adapters.
+
+    Args:
+        head: What the network is for; written into the adapter's configuration.
+
+    Raises:
+        RecipeError: If the section does not fit the network.
+    """
+    section = recipe.lora
+    if section is None or _is_adapted(network):
+        return network
+    if not isinstance(network, PreTrainedModel):
+        raise RecipeError(
+            f"lora: adapters go into networks of transformers, and task '{recipe.task.name}' builds a "
+            f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
+        )
+    saved = _saved(network, section)
+    if head == "sequence_classification":
+        saved += [name for name in _new_parts(network) if name not in saved]
+    targets = _targets(network, section, saved)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type=_TASK_TYPES[head],
+        r=section.rank,
+        lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        modules_to_save=saved or None,
+        fan_in_fan_out=any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets),
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        init_lora_weights=True if section.init == "default" else section.init,
+        revision=recipe.model.revision,
+    )
+    # Anew: where a network is sharded as it loads, loading draws other numbers than elsewhere.
+    torch.manual_seed(recipe.seed)
+    with warnings.catch_warnings():
+        # Said of networks that have linear layers of both classes; peft then does what is right.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        adapted: nn.Module = get_peft_model(network, config)
+    return adapted
+
+
+def describe(network: nn.Module) -> str | None:
+    """The adapters in a few words for people; None if there are none."""
+    config: Any = adapter_config(network)
+    if config is None:
+        return None
+    count = sum(hasattr(module, "lora_A") for module in network.modules())
+    parts = [f"{'DoRA' if config.use_dora else 'LoRA'} of rank {config.r} on {count} modules"]
+    if config.modules_to_save:
+        parts.append(f"trained whole: {', '.join(sorted(config.modules_to_save))}")
+    return ", ".join(parts)
+
+
+def adapter_config(network: nn.Module) -> "PeftConfig | None":
+    """The configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
+    if not _is_adapted(network):
+        return None
+    adapted: Any = network
+    config: PeftConfig = adapted.peft_config["default"]
+    return config
+
+
+def adapter_keys(network: nn.Module) -> dict[str, str]:
+    """Keys in `adapter_model.safetensors`, by the names that a network with adapters has for its trained parameters.
+
+    With these, `PeftModel.from_pretrained` reads the file.
+    """
+    from peft import get_peft_model_state_dict
+
+    # peft's own rules, run over names instead of tensors: nothing needs to be gathered.
+    names = {name: name for name in network.state_dict()}
+    kept: dict[str, str] = get_peft_model_state_dict(network, state_dict=names, save_embedding_layers=False)
+    return {name: key for key, name in kept.items()}
+
+
+def adapter_key(network: nn.Module, name: str) -> str:
+    """One of `adapter_keys`."""
+    return adapter_keys(network)[name]
+
+
+def fill(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
+    """Gives a network's adapters the values of an adapter file.
+
+    Args:
+        tensors: By their keys in the file.
+        place: The file, for the message.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected or of another shape.
+    """
+    keys = adapter_keys(network)
+    missing, unexpected = sorted(set(keys.values()) - set(tensors)), sorted(set(tensors) - set(keys.values()))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{place} does not fit the recipe's adapters: {len(missing)} tensors are missing "
+            f"({', '.join(missing[:3]) or 'none'}), {len(unexpected)} are unexpected "
+            f"({', '.join(unexpected[:3]) or 'none'}). Take the adapter and the recipe of one run."
+        )
+    state = network.state_dict()
+    for name, key in keys.items():
+        if state[name].shape != tensors[key].shape:
+            raise CheckpointError(
+                f"{place}: {key} has shape {list(tensors[key].shape)}, where the model has {list(state[name].shape)}. "
+                "Take the model that the adapter was trained on."
+            )
+        state[name].copy_(tensors[key])
+
+
+def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """The network with its adapters merged into the weights, and the weights in `dtype`.
+
+    Computed in fp32, one module at a time, and rounded once.
+    """
+    adapted: Any = network
+    with torch.no_grad(), warnings.catch_warnings():
+        # peft says of each module that it was merged already.
+        warnings.simplefilter("ignore")
+        module: Any
+        for module in network.modules():
+            if hasattr(module, "lora_A") and hasattr(module, "merge"):
+                weight = module.get_base_layer().weight
+                weight.data = weight.data.float()
+                module.merge()
+                weight.data = weight.data.to(dtype)
+        if _is_adapted(network):
+            adapted = adapted.merge_and_unload()
+        merged: PreTrainedModel = adapted
+        for parameter in merged.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return merged.requires_grad_(False)
+
+
+def put_on(network: nn.Module, folder: Path) -> nn.Module:
+    """A network with the adapter that lies in a folder.
+
+    Raises:
+        CheckpointError: If the adapter does not fit, or lacks tensors.
+    """
+    from peft import PeftModel
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = set(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read, it is absent, damaged or incomplete ({error}). Copy the adapter again; one that "
+            "is stored as a pickle (adapter_model.bin) has to be written anew by peft."
+        ) from error
+    try:
+        adapted: nn.Module = PeftModel.from_pretrained(network, str(folder))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"The adapter in {folder} does not fit its base: {' '.join(str(error).split())[:400]}"
+        ) from error
+    missing = sorted(set(adapter_keys(adapted).values()) - found)
+    if missing:
+        # By itself peft fills them with random values.
+        raise CheckpointError(
+            f"{file} lacks {len(missing)} of the adapter's tensors, such as {missing[0]}. Take a complete copy of it."
+        )
+    return adapted
+
+
+def config_of(network: nn.Module) -> Any:
+    """The configuration of the transformers network inside."""
+    inner = transformer(network)
+    assert inner is not None
+    return inner.config
+
+
+def describe_adapter(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
+    """Writes an adapter's configuration into another folder, with the place of its base.
+
+    Raises:
+        CheckpointError: If there is none to read.
+    """
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(source))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{source / 'adapter_config.json'} cannot be read: {error}. Take another step."
+        ) from error
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    config.save_pretrained(str(folder))
+
+
+@contextmanager
+def switched_off(network: nn.Module) -> Iterator[None]:
+    """The network as it was before it had adapters."""
+    adapted: Any = network
+    with adapted.disable_adapter():
+        yield
+
+
+def _is_adapted(network: nn.Module) -> bool:
+    return hasattr(network, "get_base_model")
+
+
+def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
+    """Full names of the linear modules that get an adapter."""
+    linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
+    kind, wanted, outputs = type(network).__name__, section.targets, _ends_of(network)[1:]
+    if not linear:
+        raise RecipeError(
+            f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
+            "it, or take another architecture."
+        )
+    if wanted == "all-linear":
+        found = [name for name in linear if name not in outputs]
+    else:
+        found = matching("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
+    if _tied(network) and any(name in outputs for name in found):
+        raise RecipeError(
+            f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
+            "(tie_word_embeddings), which an adapter for one of them would part. Leave it out."
+        )
+    found = [name for name in found if not any(f"{name}.".startswith(f"{whole}.") for whole in saved)]
+    if not found:
+        raise RecipeError(
+            f"lora.targets: every linear module that is meant is trained whole already ({', '.join(saved)}). Name "
+            "others, or leave some out of lora.save_modules."
+        )
+    smallest = min(min(_sides(network.get_submodule(name))) for name in found)
+    if section.init == "pissa" and section.rank > smallest:
+        raise RecipeError(
+            f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
+            f"has {smallest}. Set lora.rank to at most {smallest}, or another lora.init."
+        )
+    return found
+
+
+def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
+    """Full names of the modules that are trained whole."""
+    names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
+    found = matching("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
+    ends = _ends_of(network)
+    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in ends):
+        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
+        raise RecipeError(
+            f"lora.save_modules: {' and '.join(ends)} of this {type(network).__name__} are one weight "
+            "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
+            "section), or take a model whose ends are two."
+        )
+    return found
+
+
+def _new_parts(network: PreTrainedModel) -> list[str]:
+    """What a task's head adds to the pretrained body."""
+    body = network.base_model
+    parts = {} if body is network else dict(network.named_children())
+    return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
+
+
+def _ends_of(network: PreTrainedModel) -> list[str]:
+    """Full names of the input embedding and, if there is one, the output head."""
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    return [name for end in ends for name, module in network.named_modules() if module is end]
+
+
+def _tied(network: PreTrainedModel) -> bool:
+    one, other = network.get_input_embeddings(), network.get_output_embeddings()
+    return other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
+
+
+def _sides(module: Any) -> tuple[int, int]:
+    """Input and output features; not read off the weight, of which a rank may hold a shard only."""
+    return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)

@@ -1,0 +1,150 @@
+"""The configuration of a network, from the recipe or from a pretrained model, checked."""
+
+import difflib
+import inspect
+import re
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from finetune.config.recipe_schema import ModelSection, Recipe
+from finetune.models.lora_adapters import Head
+from finetune.utils.errors import RecipeError
+
+AUTO_CLASSES = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+}
+
+
+def resolve_model_config(
+    recipe: Recipe,
+    *,
+    tokenizer: Any | None = None,
+    vocab_size: int | None = None,
+    num_labels: int | None = None,
+    label_names: tuple[str, ...] = (),
+) -> PretrainedConfig:
+    """The network's configuration, checked against tokenizer and sequence length.
+
+    Args:
+        tokenizer: Where special token ids and the vocabulary size come from; None while nothing is loaded.
+        vocab_size: Stands in for a tokenizer that does not exist yet.
+
+    Raises:
+        RecipeError: If there is no such model, or it is too small for the tokenizer or the rows.
+    """
+    section = recipe.model
+    size = len(tokenizer) if tokenizer is not None else vocab_size
+    if section.config is not None:
+        config = _config_from_recipe(section.config, size, recipe.data.sequence_length)
+        if tokenizer is not None:
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if name not in section.config:
+                    setattr(config, name, getattr(tokenizer, name))
+    else:
+        config = _config_from_name(section)
+    _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and 0 <= longest < recipe.data.sequence_length:
+        raise RecipeError(
+            f"data.sequence_length is {recipe.data.sequence_length}, but the model knows {longest} positions "
+            f"(max_position_embeddings). Set data.sequence_length to at most {longest}."
+        )
+    if size is not None and size > text.vocab_size:
+        raise RecipeError(
+            f"The tokenizer has {size} pieces, but the model's vocabulary holds {text.vocab_size}: the last "
+            f"{size - text.vocab_size} have no embedding. Use the model's own tokenizer, or set vocab_size of "
+            f"model.config (or tokenizer.vocab_size) so that they fit."
+        )
+    if num_labels is not None:
+        config.num_labels = num_labels
+        if label_names:
+            config.id2label = dict(enumerate(label_names))
+            config.label2id = {name: index for index, name in enumerate(label_names)}
+        if config.pad_token_id is None and tokenizer is not None:
+            # Decoders classify at the last token that is not padding.
+            config.pad_token_id = tokenizer.pad_token_id
+    return config
+
+
+def _check_kind(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
+    """Raises a `RecipeError` if there is no network of a kind to train for a head."""
+    if head == "causal_lm" and getattr(config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
+            "`causal_lm` trains decoders, which go on with a text. Name a decoder-only model, such as llama, qwen3 or "
+            "gpt2 (docs/architectures.md lists those that were tried)."
+        )
+    own_code = section.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in AUTO_CLASSES[head]._model_mapping and not own_code:
+        raise RecipeError(
+            f"model: transformers has no {head} network of a {config.model_type} model. Name a model of another "
+            "architecture (docs/architectures.md lists language models that were tried)."
+        )
+
+
+def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
+    values = dict(values)
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}")
+    try:
+        default = AutoConfig.for_model(model_type)
+    except Exception as error:  # a few architectures refuse the sizes of their own configuration
+        raise RecipeError(
+            f"model.config: transformers has no configuration of {model_type} to start from: {one_line(error)}. "
+            "Name a model in model.name instead."
+        ) from error
+    known = set(default.to_dict()) | set(default.attribute_map)
+    unknown = sorted(key for key in set(values) - known if not _reads(default, key))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        hint = f", did you mean '{close[0]}'?" if close else ""
+        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}.")
+    renamed = dict(default.attribute_map)
+    given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
+    if vocab_size is not None and "vocab_size" not in given:
+        values["vocab_size"] = vocab_size
+    if "max_position_embeddings" in known and "max_position_embeddings" not in given:
+        values[renamed.get("max_position_embeddings", "max_position_embeddings")] = sequence_length
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers validates sizes with many error types
+        raise RecipeError(f"model.config: {model_type} refuses these sizes: {one_line(error)}.") from error
+
+
+def _reads(config: PretrainedConfig, key: str) -> bool:
+    """Whether an architecture's network reads a key that its configuration does not declare.
+
+    Published configurations have such keys: `head_dim` of Qwen3-MoE.
+    """
+    known = AUTO_CLASSES["causal_lm"]._model_mapping
+    network = known.get(type(config), None)
+    source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
+    return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
+
+
+def _config_from_name(section: ModelSection) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(
+            section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
+            "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")

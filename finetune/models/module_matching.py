@@ -1,0 +1,51 @@
+"""Which modules of a network a recipe means."""
+
+import re
+from collections.abc import Sequence
+
+from finetune.config.recipe import hint
+from finetune.utils.errors import RecipeError
+
+
+def matching(
+    key: str, wanted: str | Sequence[str], names: Sequence[str], *, kind: str, of: str, also: str = ""
+) -> list[str]:
+    """The full names that are meant, in the order of `names`.
+
+    Args:
+        key: Of the recipe, for messages.
+        wanted: One regular expression, which is compared with whole names, or last parts of names.
+        names: Full dotted names to choose from.
+        kind: What they are, for messages.
+        of: What has them, for messages.
+        also: A word that would be allowed as well.
+
+    Raises:
+        RecipeError: If nothing is meant by the expression, or by one of the parts.
+    """
+    words = _last_words(names)
+    if isinstance(wanted, str):
+        found = [name for name in names if re.fullmatch(wanted, name)]
+        if not found:
+            meant = hint(wanted, [also, *(f"[{word}]" for word in words)])
+            raise RecipeError(
+                f"{key}: the regular expression '{wanted}' matches none of the {len(names)} {kind}s of "
+                f"{of}{meant or '.'} It is compared with whole names, such as {' and '.join(names[:2])}."
+            )
+        return found
+    for word in wanted:
+        if not any(_ends_with(name, word) for name in names):
+            raise RecipeError(
+                f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
+            )
+    return [name for name in names if any(_ends_with(name, word) for word in wanted)]
+
+
+def _ends_with(name: str, word: str) -> bool:
+    """Whether the last parts of a dotted name are `word`."""
+    return name == word or name.endswith(f".{word}")
+
+
+def _last_words(names: Sequence[str]) -> list[str]:
+    """The last parts of dotted names, each once; numbers are none."""
+    return sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})

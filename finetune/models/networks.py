@@ -1,0 +1,203 @@
+"""Builds networks: pretrained or with random weights, with adapters, quantized, or without storage."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models import (
+    activation_checkpointing,
+    attention,
+    chunked_loss,
+    float8,
+    frozen_weights,
+    lora_adapters,
+    pretrained_files,
+    prompts,
+    quantization,
+)
+from finetune.models.lora_adapters import Head, transformer
+from finetune.models.model_config import AUTO_CLASSES, one_line
+from finetune.utils.errors import RecipeError
+
+
+def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
+    """A network in training mode: what is trained in fp32, what is frozen in the dtype that it is stored in, or packed.
+
+    Its weights are pretrained, or random ones drawn from `recipe.seed`.
+
+    Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
+
+    Raises:
+        RecipeError: If weights are missing or the architecture cannot do what is asked.
+    """
+    section = recipe.model
+    network, stored = _as_stored(recipe, config, head)
+    quantization.quantize(network, recipe)
+    if recipe.lora is not None:
+        network.requires_grad_(False)
+    elif section.freeze is not None:
+        frozen_weights.freeze(network, section.freeze)
+    frozen_weights.cast_frozen(network, stored)
+    whole: nn.Module = lora_adapters.attach(network, recipe, head)
+    frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
+    if head == "causal_lm" and section.loss != "plain":
+        chunked_loss.fuse(network)
+    float8.convert(network, section.fp8)
+    activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
+    return whole.train()
+
+
+def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
+    """A recipe's network as `frozen.hold` takes it, and the dtype that its weights are stored in.
+
+    Where all is trained, weights are read as fp32 right away.
+    """
+    section, loading = recipe.model, quantization.loading_config(recipe)
+    # Singular vectors are taken out of the frozen weights: what is left is not what is stored.
+    changed = recipe.lora is not None and recipe.lora.init == "pissa"
+    if section.name is None or changed or (recipe.lora is None and section.freeze is None):
+        return build_base_model(recipe, config, head, loading=loading), torch.float32
+    said = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    network = build_base_model(recipe, config, head, dtype=said, loading=loading)
+    stored = pretrained_files.stored_dtype(pretrained_files.weights_folder(section))
+    if stored != said:  # the configuration does not say what is in the files
+        network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
+    if stored != torch.float32:
+        _restore_buffers(network)
+    return network, stored
+
+
+def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:
+    """Has a network that learns conversations stop where its answers do, wherever it is opened.
+
+    Args:
+        taught: The tokens that learned answers end in; without any the network stays as it is.
+    """
+    inner = transformer(network)
+    if inner is not None and taught and inner.can_generate():
+        told = inner.generation_config
+        inner.generation_config = prompts.stopping_at(told, prompts.ends(told, tokenizer, taught))
+
+
+def _restore_buffers(network: PreTrainedModel) -> None:
+    """Gives a network that was built in 16 bit the constants of one that was built in fp32.
+
+    Architectures compute some when they are built (rotary frequencies, Gemma's scale), in the dtype of the weights.
+    """
+    with init_empty_weights(include_buffers=False):
+        exact = type(network)(network.config)
+    kept = network.state_dict().keys()
+    for name, buffer in exact.named_buffers():
+        owner, _, last = name.rpartition(".")
+        if name in kept:  # read from the files
+            value = getattr(network.get_submodule(owner), last)
+            value.data = value.data.float() if value.is_floating_point() else value.data
+        else:
+            network.get_submodule(owner).register_buffer(last, buffer, persistent=False)
+
+
+def build_base_model(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    head: Head,
+    *,
+    dtype: torch.dtype = torch.float32,
+    loading: Any | None = None,
+) -> PreTrainedModel:
+    """The network that a recipe starts from, without adapters.
+
+    Args:
+        dtype: Of its weights. In the one that they are stored in they are mapped from their files, not copied.
+        loading: How to quantise weights as they are read; None leaves them as they are.
+
+    Raises:
+        RecipeError: If weights are missing or the architecture cannot do what is asked.
+    """
+    section = recipe.model
+    torch.manual_seed(recipe.seed)
+    if section.name is not None:
+        return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
+    kernel = attention.choose(section.attention, config, AUTO_CLASSES[head], told=head == "causal_lm")
+    try:
+        network: PreTrainedModel = AUTO_CLASSES[head].from_config(
+            config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"model: no {head} network from '{config.model_type}': {one_line(error)}") from error
+    return network
+
+
+def check_pretrained(recipe: Recipe, config: PretrainedConfig, head: Head) -> pretrained_files.Weights | None:
+    """The files of a recipe's pretrained network, after a look at every tensor's name and shape; None if it has none.
+
+    It reads headers only, into a network without storage, so it belongs before any process group: there every rank
+    finds the same, however the network is loaded afterwards.
+
+    Raises:
+        RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
+    """
+    if recipe.model.name is None:
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        # Never sharded as it is loaded: whatever is left to find is found by every rank alike.
+        with _named_by_the_recipe(recipe):
+            return pretrained_files.look_at_packed(recipe.model)
+    return _pretrained(recipe, copy.deepcopy(config), head, dtype="auto", device_map="meta")[1]
+
+
+def _pretrained(
+    recipe: Recipe, config: PretrainedConfig, head: Head, **options: Any
+) -> tuple[PreTrainedModel, pretrained_files.Weights]:
+    section = recipe.model
+    kernel = attention.choose(section.attention, config, AUTO_CLASSES[head], told=head == "causal_lm")
+    with _named_by_the_recipe(recipe):
+        return pretrained_files.load(
+            AUTO_CLASSES[head],
+            str(section.name),
+            config,
+            new_head=head == "sequence_classification",
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            attn_implementation=kernel,
+            **options,
+        )
+
+
+@contextmanager
+def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
+    """Says of what cannot be loaded which key named it."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"model.name: {error}") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"model.name: '{recipe.model.name}' cannot be loaded: {one_line(error)}.") from error
+
+
+def build_meta_model(
+    config: PretrainedConfig, head: Head, recipe: Recipe | None = None, *, trust_remote_code: bool = False
+) -> nn.Module:
+    """The network without storage, on the meta device: to count, or to fill from elsewhere.
+
+    Args:
+        recipe: Where the adapters come from; None for the network without any.
+        trust_remote_code: Whether the model's own code may run, if there is no recipe to say so.
+    """
+    trusted = trust_remote_code if recipe is None else recipe.model.trust_remote_code
+    with torch.device("meta"):
+        network: nn.Module = AUTO_CLASSES[head].from_config(config, dtype=torch.float32, trust_remote_code=trusted)
+        if recipe is None:
+            return network
+        if recipe.model.freeze is not None:
+            frozen_weights.freeze(network, recipe.model.freeze)
+        return lora_adapters.attach(network, recipe, head)

@@ -1,0 +1,303 @@
+"""The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from finetune.config.recipe_schema import ModelSection
+from finetune.utils.errors import RecipeError
+
+# As safetensors names them, the widest first.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A pretrained model's files, which hold every tensor of its network in the right shape."""
+
+    folder: Path
+    lines: tuple[str, ...]
+    """What to report: tensors that are new, and tensors that are left out."""
+    not_weights: frozenset[str]
+    """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
+
+    def first_not_finite(self, rank: int = 0, world: int = 1) -> int | None:
+        """The position of the first tensor that holds NaN or infinity, among those that this rank looks at."""
+        for position, (file, name) in enumerate(self._tensors()):
+            if position % world == rank and not _finite(_read(file, name)):
+                return position
+        return None
+
+    def refuse(self, position: int) -> None:
+        """Raises for the tensor at this position.
+
+        Raises:
+            RecipeError: Always.
+        """
+        file, name = self._tensors()[position]
+        tensor = _read(file, name)
+        raise RecipeError(
+            f"{file}: {name} holds {int((~torch.isfinite(tensor.float())).sum()):,} numbers that are NaN or infinite, "
+            f"of {tensor.numel():,}. Such a model can neither be trained nor used. Take an intact copy of it."
+        )
+
+    def check_values(self) -> None:
+        """Looks at every tensor.
+
+        Raises:
+            RecipeError: If one holds NaN or infinity.
+        """
+        if (position := self.first_not_finite()) is not None:
+            self.refuse(position)
+
+    def _tensors(self) -> list[tuple[Path, str]]:
+        # Names in files may have the prefix of the base model, or lack it.
+        skipped = self.not_weights | {_without_prefix(name) for name in self.not_weights}
+        found = [(file, name) for file in weight_files(self.folder) for name in names_of(file)]
+        return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
+
+
+def load(
+    auto: Any, name: str, config: Any, *, new_head: bool = False, revision: str | None = None, **options: Any
+) -> tuple[PreTrainedModel, Weights]:
+    """`auto.from_pretrained`, which by itself fills what the files lack with random values.
+
+    Args:
+        auto: One of transformers' `AutoModelFor…`.
+        name: A directory, or a model on the hub.
+        new_head: Whether a head that the files lack as a whole is drawn at random.
+        options: For `from_pretrained`, `trust_remote_code` among them.
+
+    Raises:
+        RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
+        OSError: If there is no such model.
+    """
+    place = Path(name)
+    if place.is_dir() and not weight_files(place):
+        _refuse_pickles(place)
+    try:
+        network, told = auto.from_pretrained(
+            name,
+            config=config,
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            use_safetensors=True,
+            **options,
+        )
+    except SafetensorError:
+        for file in weight_files(_folder(name, revision)):
+            names_of(file)  # refuses the one that is damaged
+        raise
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
+            raise
+        folder = _folder(name, revision)
+        raise RecipeError(_not_put_together(auto, folder, config, trusted=options["trust_remote_code"])) from error
+    folder = _folder(name, revision)
+    drawn = _new_head(network, told["missing_keys"]) if new_head else set()
+    missing = sorted(told["missing_keys"] - drawn)
+    if missing:
+        raise RecipeError(
+            f"{folder} lacks {len(missing)} of the network's tensors: {_some(missing)}. They would be filled with "
+            "random values. Take a complete copy of the model, or a config.json that describes what is there."
+        )
+    if told["mismatched_keys"]:
+        tensor, there, wanted = min(told["mismatched_keys"])
+        more = len(told["mismatched_keys"]) - 1
+        raise RecipeError(
+            f"{folder}: {tensor} has shape {list(there)}, but the network needs {list(wanted)}"
+            + (f" ({more} more tensors differ)" if more else "")
+            + ". Take the config.json that belongs to the weights; a classifier needs as many classes as its head."
+        )
+    lines = []
+    if drawn:
+        lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
+    left_out = told["unexpected_keys"]
+    if left_out:
+        lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
+    buffers = {buffer for buffer, _ in network.named_buffers()}
+    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out))
+
+
+def look_at_packed(section: ModelSection) -> Weights:
+    """What file headers tell of a model that is stored packed; it can only be put together with storage.
+
+    Raises:
+        RecipeError: If a file cannot be read, or a packed weight lacks one of its parts.
+    """
+    folder = weights_folder(section)
+    missing = _incomplete(name for file in weight_files(folder) for name in names_of(file))
+    if missing:
+        raise RecipeError(_in_pieces(folder, missing))
+    return Weights(folder, (), frozenset())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights, as transformers chooses them; copies in other forms may lie beside them.
+
+    Raises:
+        RecipeError: If one that the index names is absent.
+    """
+    index = folder / _INDEX
+    if (folder / _WHOLE).is_file() or not index.is_file():
+        return [file for file in [folder / _WHOLE] if file.is_file()]
+    try:
+        files = sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{index} cannot be read: {error}. Take an intact copy of the model.") from error
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise RecipeError(f"{folder} lacks {_some(absent)}, which its index names. Take a complete copy of the model.")
+    return files
+
+
+def names_of(file: Path) -> list[str]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        RecipeError: If it cannot be read.
+    """
+    return list(_dtypes(file))
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The widest floating type that a folder's weights are stored in: in it they are read without loss.
+
+    Raises:
+        RecipeError: If a file cannot be read.
+    """
+    found = {dtype for file in weight_files(folder) for dtype in _dtypes(file).values()}
+    return next((dtype for name, dtype in _FLOATS.items() if name in found), torch.float32)
+
+
+def weights_folder(section: ModelSection) -> Path:
+    """Where a pretrained model's files lie: its directory, or that of a hub model in the local cache."""
+    return _folder(str(section.name), section.revision)
+
+
+def lacking(network: PreTrainedModel, found: Iterable[str]) -> list[str]:
+    """The tensors that a network needs, and that are not among the names found in its files.
+
+    Args:
+        network: It may be on the meta device.
+    """
+    # Either the names that are computed with, or those that `save_pretrained` writes.
+    both = (set(network.state_dict()), set(written_shapes(network)))
+    found = set(found) | set(network.all_tied_weights_keys)
+    return sorted(min((names - found for names in both), key=len))
+
+
+def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A network's tensors as `save_pretrained` writes them; some architectures compute with others."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(network, state))
+
+
+def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what `save_pretrained` writes."""
+    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in as_written(network, state).items()}
+
+
+def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
+    """The tensors of a head that is missing as a whole, and of the pooler below it; else none."""
+    base = f"{network.base_model_prefix}."
+    names = {name for name, _ in network.named_parameters()}
+    head = {name for name in names if not name.startswith(base)}
+    if not head or not head <= missing:
+        return set()
+    pooler = {name for name in names - head if "pooler" in name.split(".")}
+    return head | pooler if pooler <= missing else head
+
+
+def _not_put_together(auto: Any, folder: Path, config: Any, trusted: bool) -> str:
+    """Why tensors that the network holds as one, or packed, could not be made of those in the files."""
+    found = [name for file in weight_files(folder) for name in names_of(file)]
+    if getattr(config, "quantization_config", None) is not None:
+        missing = _incomplete(found)
+    else:
+        with torch.device("meta"):
+            missing = lacking(auto.from_config(config, trust_remote_code=trusted), found)
+    return _in_pieces(folder, missing)
+
+
+def _in_pieces(folder: Path, missing: list[str]) -> str:
+    which = f" {len(missing)} tensors are missing: {_some(missing)}." if missing else ""
+    return f"{folder}: its tensors do not make up the network.{which} Take a complete copy of the model."
+
+
+def _incomplete(found: Iterable[str]) -> list[str]:
+    """Parts of packed weights, such as scales, that others of the same files have.
+
+    bitsandbytes stores `NAME.weight` with `NAME.weight.absmax` and others beside it.
+    """
+    parts: dict[str, set[str]] = defaultdict(set)
+    for name in found:
+        owner, _, part = name.partition(".weight.")
+        parts[owner if part else name.removesuffix(".weight")].add(part)
+    packed = {owner: own for owner, own in parts.items() if len(own) > 1}
+    every = set().union(*packed.values())
+    return sorted(f"{owner}.weight.{part}".removesuffix(".") for owner, own in packed.items() for part in every - own)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise RecipeError(
+            f"{folder} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. "
+            "Where you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
+            "of transformers writes safetensors."
+        )
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(name, "config.json", revision=revision))).parent
+
+
+def _dtypes(file: Path) -> dict[str, str]:
+    """Type of each tensor in a file, as safetensors calls it, by name."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(
+            f"{file} cannot be read, it is damaged or incomplete ({error}). Copy or download it again."
+        ) from error
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # One pass without a copy; both ends are NaN where any number is.
+    ends = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()
+    return all(bool(torch.isfinite(end)) for end in ends)
+
+
+def _without_prefix(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")

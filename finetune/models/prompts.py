@@ -1,0 +1,72 @@
+"""How a text for a network begins, and where it ends."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from finetune.utils.errors import DataError
+
+
+def text(tokenizer: Any, prompt: str) -> list[int]:
+    """Tokens to go on from; of an empty text the one that begins texts, or that ends the text before.
+
+    Raises:
+        DataError: If there are none.
+    """
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    if tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id, *ids]
+    if not ids and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]
+    if not ids:
+        raise DataError(
+            "The prompt is empty, and the tokenizer has no token that begins or ends texts to start from. Give a "
+            "prompt (sample.prompt, or --prompt)."
+        )
+    return ids
+
+
+def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
+    """Tokens of a user's turn in the chat template, up to where the answer begins.
+
+    Args:
+        variables: More of the template.
+
+    Raises:
+        DataError: If there is no template, or it refuses the turn.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    except Exception as error:  # whatever a template does with what it did not expect
+        raise DataError(
+            f"The chat template refuses a single turn of a user: {' '.join(str(error).split())[:300]}. Write the "
+            "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
+        ) from error
+    ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
+    return ids
+
+
+def ends(told: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
+    """All tokens that end a text: the tokenizer's own, what was learned, and those of the base, which it may still say.
+
+    Args:
+        told: The base's generation config.
+        taught: The tokens that learned answers end in.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    base = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
+    return list(dict.fromkeys(end for end in (own, *taught, *base) if end is not None))
+
+
+def stopping_at(told: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
+    """A generation config that stops at these tokens, and can be written."""
+    if found:
+        told.eos_token_id = list(found) if len(found) > 1 else found[0]
+    if told.temperature not in (None, 1.0) or told.top_p not in (None, 1.0):
+        # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
+        told.do_sample = True
+    return told

@@ -1,0 +1,180 @@
+"""Holds a frozen model's linear weights in 4 or 8 bits.
+
+Packed weights are stored as fp32 (eight, or four, a number): one dtype everywhere, which is what backends need to
+shard them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models.frozen_weights import multiply
+from finetune.utils.errors import RecipeError
+
+_STORAGE = torch.float32
+
+
+class Linear8bit(nn.Linear):
+    """A linear module whose frozen weight is 8 bits an element, with one scale a row.
+
+    Inputs stay as they are. (bitsandbytes' own module rounds them to 8 bits too, and its weights cannot be sharded.)
+    """
+
+    scale: torch.Tensor
+    compute_dtype = torch.float32
+    """Where peft looks up in which dtype it draws an adapter."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        import bitsandbytes as bnb
+
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        # The kernel knows fp16 only; a scale of its precision loses less than the 8 bits do.
+        rows, scale, _ = bnb.functional.int8_vectorwise_quant(module.weight.data.half())
+        self.packed = nn.Parameter(rows.contiguous().view(_STORAGE), requires_grad=False)
+        self.register_buffer("scale", scale.float()[:, None] / 127, persistent=False)
+        self.bias = module.bias
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weight, read back. Not a parameter: nothing may be written to it."""
+        return _eight_bits(self.packed, torch.float32) * self.scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        # Whole numbers up to 127 are exact in every dtype; scaling what comes out spares a matrix of fp32.
+        product = multiply(input, self.packed, None, _eight_bits) * self.scale.flatten()
+        return (product if self.bias is None else product + self.bias).to(input.dtype)
+
+
+def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return packed.view(torch.int8).to(dtype)
+
+
+def loading_config(recipe: Recipe) -> Any | None:
+    """What `from_pretrained` needs to quantise weights as it reads them; None if it is to leave them as they are."""
+    section = recipe.model
+    if section.quantization not in ("nf4", "fp4"):
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=section.quantization,
+        bnb_4bit_use_double_quant=section.double_quantization,
+        bnb_4bit_quant_storage=_STORAGE,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
+    """Quantises the linear modules of a network that has its weights, all but the output head, in place.
+
+    Those of a network that was loaded by `loading_config` are quantised already.
+
+    Raises:
+        RecipeError: If there are none.
+    """
+    section = recipe.model
+    stored = getattr(network, "is_loaded_in_4bit", False)  # by the recipe, or because it lies on the disk like that
+    if section.quantization is None and not stored:
+        return
+    import bitsandbytes as bnb
+
+    head = network.get_output_embeddings()
+    if not stored:
+        for name, linear in list(network.named_modules()):
+            if type(linear) is nn.Linear and linear is not head:
+                whole, _, last = name.rpartition(".")
+                setattr(network.get_submodule(whole), last, _packed(linear, recipe))
+        if section.quantization != "int8":
+            # What peft looks up to choose its adapters.
+            network.is_loaded_in_4bit = True
+    module: Any
+    found = 0
+    for module in network.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            found += 1
+            # A forward pass in evaluation mode would repack the weights for one kernel, in place: gradients are then
+            # lost without a word, and what is gathered from shards has the old packing. Source: bitsandbytes 0.50,
+            # `Linear4bit.forward`.
+            module.support_avx512bf16_for_cpu = False
+            module.register_forward_pre_hook(as_autocast)
+            module.weight.packed_weights = module.weight.quant_state.shape.numel()
+        elif isinstance(module, Linear8bit):
+            found += 1
+            packed: Any = module.packed
+            packed.packed_weights = module.in_features * module.out_features
+    compute_in(network, torch.float32)
+    for parameter in network.parameters():
+        if not hasattr(parameter, "packed_weights"):
+            # Read from a mapped file: one tensor that stays would keep all of the file in memory.
+            parameter.data = parameter.data.clone()
+    if not found:
+        raise RecipeError(
+            f"model.quantization: {type(network).__name__} has no linear modules that can be packed. Leave "
+            "quantization out, or take another architecture."
+        )
+
+
+def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs as autocast casts those of other linear modules: bitsandbytes' put out the dtype that they were given."""
+    first, *rest = inputs
+    kind = first.device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    return (first.to(torch.get_autocast_dtype(kind)), *rest)
+
+
+def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
+    import bitsandbytes as bnb
+
+    section = recipe.model
+    if section.quantization == "int8":
+        # Four to a number; a module whose rows do not fit stays as it is.
+        return module if module.in_features % 4 else Linear8bit(module)
+    packed: nn.Module
+    with torch.device("meta"):
+        packed = bnb.nn.Linear4bit(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            compute_dtype=torch.float32,
+            compress_statistics=section.double_quantization,
+            quant_type=section.quantization,
+            quant_storage=_STORAGE,
+        )
+    options: dict[str, Any] = {
+        "requires_grad": False,
+        "compress_statistics": section.double_quantization,
+        "quant_type": section.quantization,
+        "quant_storage": _STORAGE,
+        "module": packed,
+    }
+    packed.weight = bnb.nn.Params4bit(module.weight.data, **options).to(module.weight.device)
+    packed.bias = module.bias
+    return packed
+
+
+def compute_in(network: nn.Module, dtype: torch.dtype) -> None:
+    """Lets modules of 4 bits multiply in a dtype, as autocast lets the others."""
+    module: Any
+    for module in network.modules():
+        if hasattr(module, "compute_dtype") and hasattr(module, "quant_state"):
+            module.compute_dtype = dtype
+            module.compute_type_is_set = True
+            # What weights are read back in: that of the file that they were quantised from may say less than `dtype`.
+            for state in (module.quant_state, getattr(module.weight, "quant_state", None)):
+                if state is not None:
+                    state.dtype = dtype
+
+
+def num_weights(parameter: Any) -> int:
+    """How many weights a parameter stands for, whole: more than it has elements, if these are packed."""
+    packed = getattr(parameter, "packed_weights", None)
+    return int(packed if packed is not None else getattr(parameter, "ds_numel", parameter.numel()))

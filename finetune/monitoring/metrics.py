@@ -1,0 +1,103 @@
+"""What a run says of itself: `metrics.jsonl` first, then a progress bar and trackers."""
+
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from finetune.distributed.backend import Backend
+from finetune.utils.atomic_files import Journal
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held so far, in GiB: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Reporter:
+    """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
+
+    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, text: bool, quiet: bool) -> None:
+        """
+        Args:
+            text: Whether targets are tokens.
+        """
+        self._backend = backend
+        self._main = backend.is_main
+        self._quiet = quiet or not self._main
+        self._num_steps = num_steps
+        self._unit = "tok/s" if text else "targets/s"
+        self._journal = Journal(directory / "metrics.jsonl")
+        self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
+        self._progress: Progress | None = None
+        if self.console.is_terminal and not self._quiet and num_steps:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("training", total=num_steps, figures="")
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if (reason := self._journal.close()) is not None:
+            self.warn(f"Cannot write {reason}. Its last lines are lost.")
+
+    def log(self, values: dict[str, Any]) -> None:
+        """One line of `metrics.jsonl`, and the same to the trackers; rank 0 only. What is not finite becomes null."""
+        if not self._main:
+            return
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        if (reason := self._journal.write(finite)) is not None:
+            self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        if self._backend.accelerator.trackers:
+            self._backend.accelerator.log(numbers, step=int(values["step"]))
+
+    def step(self, step: int, values: dict[str, Any] | None) -> None:
+        """Shows that a step is done; `values` on log steps."""
+        if self._progress is not None:
+            if values is not None:
+                figures = f"loss {values['loss']:.4f}  {self._rate(values)}"
+                self._progress.update(self._task, figures=figures)
+            self._progress.update(self._task, completed=step)
+        elif values is not None:
+            figures = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  {self._rate(values)}"
+            self.say(f"step {step}/{self._num_steps}  {figures}")
+
+    def _rate(self, values: dict[str, Any]) -> str:
+        rate = values["tokens_per_s"]
+        return "compiling" if rate is None else f"{rate:,.0f} {self._unit}"
+
+    def warn(self, text: str) -> None:
+        """A line that people must see, on rank 0, also where they asked for errors only."""
+        if self._main:
+            warn(text)
+
+    def say(self, text: str) -> None:
+        """A line for people, on rank 0."""
+        if not self._quiet:
+            self.console.print(text, markup=False)
+            sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """A line that people must see, on whatever rank."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+    sys.stderr.flush()

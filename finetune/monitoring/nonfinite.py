@@ -1,0 +1,92 @@
+"""Steps whose loss or gradient is not finite: skipped on all ranks, counted, and reported."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.distributed.backend import Backend
+from finetune.monitoring.step_sync import StepOutput
+from finetune.utils.errors import DivergedError
+
+# Loss scaling halves the scale at each overflow: from 2**16 it is below 1 after 17, and nothing can help after 40.
+_MAX_OVERFLOWS = 40
+
+
+class NonFiniteGuard:
+    """Looks at each step one step later, when its numbers are there, and counts those that were skipped.
+
+    Every rank sees the same gradient norm, so every rank comes to the same answer.
+    """
+
+    def __init__(self, backend: Backend, max_skipped: int, before: dict[str, dict[str, int]] | None = None) -> None:
+        """
+        Args:
+            before: What `state` was when the checkpoint was saved that the run resumes from.
+        """
+        self._backend, self._max_skipped = backend, max_skipped
+        self._taken: StepOutput | None = None
+        before = before or {}
+        self._in_a_row: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("in_a_row", {})}
+        self.counts: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("counts", {})}
+        """Skipped steps so far: because a loss or gradient was not finite, or the loss scale was too large."""
+
+    @property
+    def state(self) -> dict[str, dict[str, int]]:
+        """The counts, for a checkpoint: a restart in the middle of a series must not begin them anew."""
+        return {"counts": dict(self.counts), "in_a_row": dict(self._in_a_row)}
+
+    def look(self, taken: StepOutput | None) -> dict[str, Any] | None:
+        """Takes a step in, and returns what happened in the one before if that was skipped.
+
+        Args:
+            taken: The newest step; None looks at the last one now.
+
+        Raises:
+            DivergedError: If too many steps in a row were skipped; the incident is its `incident`.
+        """
+        before, self._taken = self._taken, taken
+        if before is None:
+            return None
+        norm = before.norm.read()[0]
+        if norm == norm and abs(norm) != float("inf"):
+            self._in_a_row = dict.fromkeys(self._in_a_row, 0)
+            return None
+        return self._incident(before, norm)
+
+    def _incident(self, taken: StepOutput, norm: float) -> dict[str, Any]:
+        backend = self._backend
+        accumulation, micro = len(taken.rows), len(taken.rows[0])
+        losses = torch.zeros(accumulation, backend.world, dtype=torch.float64, device=backend.device)
+        losses[:, backend.rank] = taken.losses.double()
+        rows = torch.zeros(accumulation, backend.world, micro, dtype=torch.int64, device=backend.device)
+        for index, own in enumerate(taken.rows):
+            rows[index, backend.rank] = torch.as_tensor(own, device=backend.device)
+        seen, ids = backend.sum(losses).tolist(), backend.sum(rows).tolist()
+        finite = all(abs(loss) < float("inf") for per_rank in seen for loss in per_rank)
+        kind = "overflow" if finite and backend.scales_loss else "nonfinite"
+        self.counts[kind] += 1
+        self._in_a_row[kind] += 1
+        incident = {
+            "step": taken.step + 1,
+            "kind": kind,
+            "in_a_row": self._in_a_row[kind],
+            "grad_norm": repr(norm),
+            "micro_batches": [
+                {"rank": rank, "rows": ids[index][rank], "loss_sum": repr(loss)}
+                for index, per_rank in enumerate(seen)
+                for rank, loss in enumerate(per_rank)
+            ],
+        }
+        limit = {"nonfinite": self._max_skipped, "overflow": _MAX_OVERFLOWS}[kind]
+        return {**incident, "fatal": self._in_a_row[kind] >= limit}
+
+    def diverged(self, incident: dict[str, Any], checkpoint: Path | None) -> DivergedError:
+        """The error to stop with after a fatal incident."""
+        what = "a loss or gradient that is not finite" if incident["kind"] == "nonfinite" else "an overflow"
+        keep = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
+        return DivergedError(
+            f"{incident['in_a_row']} steps in a row, up to step {incident['step']}, had {what}; none of them changed "
+            f"the weights. incidents.jsonl lists their rows and losses. {keep} Lower optim.lr, look at those rows, or "
+            "raise guard.max_skipped_steps."
+        )

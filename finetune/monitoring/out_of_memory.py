@@ -1,0 +1,36 @@
+"""An out-of-memory error, explained."""
+
+import os
+import resource
+
+import psutil
+import torch
+
+from finetune.utils.errors import MemoryFullError
+
+
+def explain_out_of_memory(error: BaseException) -> MemoryFullError | None:
+    """An out-of-memory error as a paragraph: what was held, and what lowers it; None for any other error."""
+    text = str(error)
+    full = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    )
+    if not full:
+        return None
+    # Beside a GPU the host's memory may run out, too.
+    of_host = isinstance(error, MemoryError) or "can't allocate memory" in text
+    if torch.cuda.is_available() and not of_host:
+        held, most, place = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), "device"
+        free, total = torch.cuda.mem_get_info()
+    else:
+        machine, place = psutil.virtual_memory(), "machine"
+        held, most = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        free, total = machine.available, machine.total
+    gib = [f"{number / 2**30:.2f}" for number in (held, most, total, free)]
+    rank, said = os.environ.get("RANK", "0"), " ".join(text.split())[:300]
+    return MemoryFullError(
+        f"Out of memory on rank {rank}: {said} Held by this process: {gib[0]} GiB, at most {gib[1]}; of the "
+        f"{place}'s {gib[2]} GiB {gib[3]} are free. Lower batch.micro_size (the global batch stays), set "
+        "model.gradient_checkpointing: true, lower data.sequence_length, train adapters (lora), or take a launch "
+        "file of accelerate_configs/ that shards or offloads more."
+    )

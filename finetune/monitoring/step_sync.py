@@ -1,0 +1,62 @@
+"""What ranks tell each other in a step, and what a step leaves to be looked at."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class AsyncScalar:
+    """Numbers on the device that the host reads when they are long there, without waiting for what came after."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: Any = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._values = values.detach().clone()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device to have come as far as where this was made."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class StepSync:
+    """What the ranks tell each other at the beginning of a step; each a sum over ranks."""
+
+    targets: float = 0.0
+    """Targets in the step's batch."""
+    rows: float = 0.0
+    """Checksum of the rows read."""
+    stop: float = 0.0
+    """Ranks that are asked to stop."""
+    busy: float = 0.0
+    """Ranks that are writing a checkpoint."""
+    failed: float = 0.0
+    """Ranks that could not write it."""
+    save: float = 0.0
+    """Whether it is time for a checkpoint by rank 0's clock."""
+    computed: float = 0.0
+    """Tokens that are computed in this step, learned or not, without padding."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step left to be looked at."""
+
+    step: int
+    signs: AsyncScalar
+    """What the ranks told each other as it began, as `Signs`."""
+    norm: AsyncScalar
+    """The global gradient norm; not finite if the step was skipped."""
+    losses: torch.Tensor
+    """This rank's loss sum of each micro-batch."""
+    rows: list[Any]
+    """This rank's rows of each micro-batch."""

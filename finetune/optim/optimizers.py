@@ -1,0 +1,214 @@
+"""Optimisers by name, and which of them a launch can run."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config.recipe import hint
+from finetune.config.recipe_schema import OptimSection, Recipe
+from finetune.optim import lars_lamb
+from finetune.optim.lr_schedule import peak_lr
+from finetune.optim.param_groups import parameter_groups
+from finetune.utils.errors import RecipeError
+from finetune.utils.import_object import import_object
+
+_OWN = {"LAMB": lars_lamb.LAMB, "LARS": lars_lamb.LARS}
+
+# Of torch's, those that treat each element alone: a first step on a trial would import a compiler, which takes seconds.
+ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+# Where a trial cuts matrices of 48 elements in two.
+_CUT = 19
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, *, whole: bool = False) -> torch.optim.Optimizer:
+    """The optimiser over the model's trainable parameters; build it before a backend wraps the model.
+
+    Args:
+        whole: Whether tensors stay whole: fused kernels, which skip a step without asking the host, may need that.
+
+    Raises:
+        RecipeError: If there is no such optimiser, or it refuses its arguments.
+    """
+    groups = parameter_groups(model, recipe.optim.weight_decay)
+    if not groups:
+        raise RecipeError("The model has no trainable parameters: everything is frozen.")
+    arguments = _arguments(recipe.optim, peak_lr(recipe))
+    if whole and recipe.optim.name == "SGD" and "foreach" not in arguments:
+        arguments.setdefault("fused", True)
+    optimizer = _made(recipe.optim, groups, arguments)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    return optimizer
+
+
+def check_optimizer(recipe: Recipe, *, cut: bool, flat: bool) -> None:
+    """Refuses an optimiser that cannot run here, before anything is read.
+
+    Args:
+        cut: Whether the launch cuts tensors or their state among ranks.
+        flat: Whether what is cut loses its shape as well: parts are vectors.
+
+    Raises:
+        RecipeError: If there is no such optimiser, or it cannot run here.
+    """
+    name = recipe.optim.name
+    found = _find(name)
+    if not found.__module__.startswith("bitsandbytes"):
+        alone = acts_on_elements(recipe)
+        if cut:
+            _check_cut(recipe, found, alone=alone, flat=flat)
+        return
+    if cut:
+        raise RecipeError(
+            f"optim.name: {name} of bitsandbytes keeps its state in blocks of whole tensors, which this launch cuts "
+            "among processes: on another number of them the blocks would be others. Take AdamW, or launch on one "
+            "process or with accelerate_configs/ddp.yaml."
+        )
+    if name.startswith("Paged") and not torch.cuda.is_available():
+        same = name.removeprefix("Paged").removesuffix("32bit")
+        offered = {**_classes(torch.optim), **_of_bitsandbytes()}
+        other = f"{same}, which is the same without pages" if same in offered else "AdamW8bit"
+        raise RecipeError(
+            f"optim.name: {name} pages its state out of a GPU's memory, and this machine has no GPU. Take {other}."
+        )
+
+
+def _check_cut(recipe: Recipe, cls: Any, *, alone: bool, flat: bool) -> None:
+    """Refuses an optimiser that would compute something else of parts of tensors than of whole ones.
+
+    Args:
+        alone: Whether it treats each element alone.
+    """
+    name, fused = recipe.optim.name, bool(recipe.optim.args.get("fused"))
+    launch = "Launch on one process or with accelerate_configs/ddp.yaml, which keep tensors whole"
+    if not flat and getattr(cls, "reads_dtensors", False):
+        return
+    if not alone:
+        others = "AdamW" if flat else "AdamW (or LARS or LAMB, which add norms up over processes)"
+        raise RecipeError(
+            f"optim.name: the update of {name} depends on whole tensors (their norms, rows or matrices), which this "
+            "launch cuts among processes: each would compute another update of its part than one process does. "
+            f"{launch}, or take an optimiser that treats each element alone, such as {others}."
+        )
+    if not flat and (name == "Rprop" or (fused and name in ("SGD", "Adagrad"))):
+        kernel = "args.fused: the fused kernel of" if fused else "name:"
+        raise RecipeError(
+            f"optim.{kernel} {name} cannot work on tensors that are sharded, as they are under this launch. {launch}, "
+            f"or {'leave args.fused out' if fused else 'take AdamW'}."
+        )
+
+
+def acts_on_elements(recipe: Recipe) -> bool:
+    """Whether the optimiser does to parts of tensors what it does to them whole, as three steps on a trial show.
+
+    Each part has an optimiser of its own, as on a rank. A class that says `needs_whole_tensors` is believed.
+    """
+    cls = _find(recipe.optim.name)
+    if cls in (getattr(torch.optim, name) for name in ELEMENTWISE):
+        return True
+    if getattr(cls, "needs_whole_tensors", False):
+        return False
+    return _acts_on_elements(cls, recipe.optim.model_dump_json(include={"name", "args"}))
+
+
+@functools.cache
+def _acts_on_elements(cls: type, section: str) -> bool:
+    """Remembered: a plan asks for each launch file."""
+    optim = OptimSection.model_validate_json(section)
+    whole = _trial(optim, slice(None))
+    try:
+        # Of different sizes, and with their border inside of a row.
+        parts = torch.cat([_trial(optim, slice(None, _CUT)), _trial(optim, slice(_CUT, None))], dim=-1)
+    except RecipeError:
+        return False  # what takes a matrix, but no part of one as a vector
+    return bool((whole - parts).norm() <= 1e-4 * whole.norm())
+
+
+def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
+    """What three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 2, 6, 8, generator=generator)
+
+    def cut(matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.clone() if part == slice(None) else matrix.flatten()[part].clone()
+
+    weights = [nn.Parameter(cut(matrix)) for matrix in start]
+    # A large rate: what is compared must not drown in rounding.
+    optimizer = _made(optim, [{"params": weights}], _arguments(optim, 1.0))
+    for matrices in gradients:
+        _step(optim, optimizer, weights, [cut(matrix) for matrix in matrices])
+    return torch.stack(
+        [(weight.detach() - cut(matrix)).flatten() for weight, matrix in zip(weights, start, strict=True)]
+    )
+
+
+def state_bytes(recipe: Recipe) -> float:
+    """Bytes of state that the optimiser keeps for an element of a parameter, as one step on a trial shows."""
+    trial = nn.Parameter(torch.zeros(64, 256))
+    optimizer = _made(recipe.optim, [{"params": [trial]}], _arguments(recipe.optim, peak_lr(recipe)))
+    _step(recipe.optim, optimizer, [trial], [torch.zeros_like(trial)])
+    state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(value.nbytes for value in state) / trial.numel()
+
+
+def _made(optim: OptimSection, parameters: Any, arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        return _find(optim.name)(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"optim: {optim.name} refuses its arguments {arguments}: {error}.") from error
+
+
+def _step(
+    optim: OptimSection, optimizer: Any, weights: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
+) -> None:
+    """A step on a trial."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise RecipeError(
+            f"optim.name: {optim.name} cannot take a step with dense gradients and nothing else: {said}. Take another "
+            "one, such as AdamW."
+        ) from error
+
+
+def _arguments(optim: OptimSection, lr: float) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"lr": lr, **optim.args}
+    if optim.name in ("Adam", "AdamW") and "foreach" not in arguments:
+        arguments.setdefault("fused", True)
+    if isinstance(arguments.get("betas"), list):
+        arguments["betas"] = tuple(arguments["betas"])
+    return arguments
+
+
+def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
+    if ":" in name:
+        found = import_object(name, "optim.name")
+    else:
+        found = getattr(torch.optim, name, None) or _OWN.get(name) or _of_bitsandbytes().get(name)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        offered, more = _classes(torch.optim), _of_bitsandbytes()
+        raise RecipeError(
+            f"optim.name: '{name}' is no optimiser{hint(name, [*offered, *_OWN, *more]) or '.'} torch.optim has "
+            f"{', '.join(sorted(offered))}; finetune has {', '.join(_OWN)}; bitsandbytes has "
+            f"{', '.join(sorted(more))}; your own is named package.module:Class."
+        )
+    return found
+
+
+def _of_bitsandbytes() -> dict[str, type]:
+    """Its optimisers with state of 8 bits or in pages, by name; the others are torch's."""
+    import bitsandbytes
+
+    return {name: c for name, c in _classes(bitsandbytes.optim).items() if "8bit" in name or name.startswith("Paged")}
+
+
+def _classes(module: Any) -> dict[str, type]:
+    found = {name: c for name, c in vars(module).items() if isinstance(c, type)}
+    return {n: c for n, c in found.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}

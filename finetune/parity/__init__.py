@@ -1,1 +1,0 @@
-"""One recipe under many launch configs, and one verdict; the same for two runs that have ended."""

@@ -1,0 +1,101 @@
+"""What a launch moves between ranks in a step, from the ring algorithms.
+
+A ring of N ranks moves, on each of them, 2 (N - 1) / N of the bytes for an all-reduce, and (N - 1) / N for an
+all-gather or a reduce-scatter. Source: Patarasuk and Yuan 2009; Rajbhandari et al. 2020 (ZeRO), section 7.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from finetune.distributed.launch.launch_config import Launch
+from finetune.planning.rank_memory import Outline, fitted
+
+Window = Literal["all", "backward", "last backward", "none"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
+"""How operations that send begin in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
+
+# DDP's default of bucket_cap_mb, in bytes.
+_DDP_BUCKET = 25 * 2**20
+
+# DeepSpeed's default of allgather_bucket_size, in elements. Source: https://www.deepspeed.ai/docs/config-json/
+_ALLGATHER_BUCKET = 500_000_000
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes that each rank sends, and receives, in an optimiser step."""
+
+    collective: Collective
+    of: str
+    """What is moved."""
+    nbytes: int
+    ranks: int
+    window: Window
+    """What it can run beside: all of the step's arithmetic, its backward passes, the last of these, or nothing."""
+    calls: int
+    """Collectives that it is split into: each has its latency."""
+    apart: int = 1
+    """How far apart, in ranks, neighbours in the ring are: 1 if they follow each other."""
+
+    @property
+    def what(self) -> str:
+        return f"{self.collective.replace('_', '-')} {self.of}"
+
+
+def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
+    """What a rank moves in a step, other than losses and norms.
+
+    Frozen weights are gathered where they are cut, and never reduced.
+    """
+    ranks = launch.num_processes
+    if ranks == 1:
+        return []
+    weights = sum(w.nbytes for w in outline.weights)
+    gradients = sum(4 * w.elements for w in outline.trained)
+    ring = (ranks - 1) / ranks
+    if launch.kind == "ddp":
+        buckets = math.ceil(gradients / _DDP_BUCKET)
+        return [Flow("all_reduce", "gradients", round(2 * ring * gradients), ranks, "last backward", buckets)]
+    if launch.uses_deepspeed:
+        return _of_stages(launch, outline, accumulation, weights, gradients)
+    units = outline.units()
+    trained = sum(any(w.group is not None for w in unit) for unit in units)
+    cut = ranks // launch.replicate
+    times = accumulation if launch.sync_each_batch else 1
+    window: Window = "backward" if launch.sync_each_batch else "last backward"
+    ring, gathers = (cut - 1) / cut, 2 if launch.reshard else 1
+    gathered = round(gathers * accumulation * ring * weights)
+    found = [
+        Flow("all_gather", "weights", gathered, cut, "all", gathers * accumulation * len(units)),
+        Flow("reduce_scatter", "gradients", round(times * ring * gradients), cut, window, times * trained),
+    ]
+    if launch.replicate > 1:
+        copies = launch.replicate
+        moved = round(2 * (copies - 1) / copies * gradients / cut)
+        found.append(Flow("all_reduce", "gradients", moved, copies, "last backward", trained, apart=cut))
+    return found
+
+
+def _of_stages(launch: Launch, outline: Outline, accumulation: int, weights: int, gradients: int) -> list[Flow]:
+    """DeepSpeed's, whose buckets are counted in elements."""
+    ranks = launch.num_processes
+    ring, section = (ranks - 1) / ranks, fitted(launch, outline)["zero_optimization"]
+    reduced = math.ceil(gradients / 4 / int(section["reduce_bucket_size"]))
+    if launch.kind == "zero3":
+        gathered = round(2 * accumulation * ring * weights)
+        reduced *= accumulation
+        return [
+            Flow("all_gather", "weights", gathered, ranks, "all", 2 * accumulation * len(outline.units())),
+            Flow("reduce_scatter", "gradients", round(accumulation * ring * gradients), ranks, "backward", reduced),
+        ]
+    # Stage 2 keeps shards of gradients only, so it reduces after each micro-batch.
+    times: int = 1 if launch.kind == "zero1" else accumulation
+    window: Window = "none" if launch.kind == "zero1" else "backward"
+    back = math.ceil(gradients / 4 / int(section.get("allgather_bucket_size", _ALLGATHER_BUCKET)))
+    return [
+        Flow("reduce_scatter", "gradients", round(times * ring * gradients), ranks, window, times * reduced),
+        Flow("all_gather", "weights", round(ring * gradients), ranks, "none", back),
+    ]

@@ -1,0 +1,84 @@
+"""Measured links, as `finetune comms --json` leaves them, in place of those that a data sheet promises."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune.distributed.measure_bandwidth import FORMAT, RINGS, Line
+from finetune.utils.errors import RecipeError
+
+_Positive = Annotated[float, Field(gt=0.0)]
+
+
+class _Ring(BaseModel):
+    """A link by which a ring comes nearest to what was measured."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    latency_s: Annotated[float, Field(ge=0.0)]
+    bandwidth: _Positive
+
+
+class _Measured(BaseModel):
+    """What a plan reads of the file."""
+
+    format: Literal[1]
+    machines: Annotated[int, Field(gt=0)]
+    processes: Annotated[int, Field(gt=1)]
+    collectives: dict[str, _Ring]
+
+
+@dataclass(frozen=True)
+class Links:
+    """What each collective was measured to do, by name; empty where nothing was."""
+
+    within: dict[str, Line] = field(default_factory=dict)
+    """On one machine."""
+    between: dict[str, Line] = field(default_factory=dict)
+    """Between machines."""
+
+    def line(self, collective: str, *, far: bool) -> Line | None:
+        """The link for a collective; None if it was not measured there."""
+        return (self.between if far else self.within).get(collective)
+
+
+UNMEASURED = Links()
+
+
+def read(names: Sequence[str]) -> Links:
+    """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
+
+    Raises:
+        RecipeError: If one is something else, or two are of the same kind.
+    """
+    found: dict[bool, dict[str, Line]] = {}
+    for name in names:
+        measured = _of_file(Path(name))
+        far = measured.machines > 1
+        if far in found:
+            kind = "several machines" if far else "one machine"
+            raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
+        found[far] = {key: Line(ring.latency_s, ring.bandwidth) for key, ring in measured.collectives.items()}
+    return Links(found.get(False, {}), found.get(True, {}))
+
+
+def _of_file(file: Path) -> _Measured:
+    assert FORMAT == 1
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--links: cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
+    problem = f"--links: {file} is not what `finetune comms --json {file}` writes: "
+    try:
+        tree: Any = json.loads(text)
+        measured = _Measured.model_validate(tree, strict=False)
+    except ValueError as error:
+        first: Any = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else str(error)
+        raise RecipeError(f"{problem}{reason}. Measure again.") from error
+    if missing := RINGS.keys() - measured.collectives.keys():
+        raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
+    return measured

@@ -1,0 +1,235 @@
+"""The networks that a plan compares, without weights: all of it trained, LoRA, and LoRA on packed weights."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.data.tokenization.build_tokenizer import load_tokenizer
+from finetune.models import frozen_weights, lora_adapters, pretrained_files
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.monitoring.flops import flops_per_target
+from finetune.optim.param_groups import parameter_groups
+from finetune.planning.rank_memory import Outline, outline
+from finetune.tasks.task_lookup import find_task, head_of
+from finetune.utils.errors import RecipeError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = ("full", "LoRA", "QLoRA")
+
+# Elements that share a scale, and scales that share one. Source: Dettmers et al. 2023, section 3.
+_BLOCK, _BLOCK_OF_SCALES = 64, 256
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the recipe's model."""
+
+    kind: str
+    """One of `KINDS`."""
+    recipe: Recipe
+    outline: Outline
+    flops_per_token: float
+    forward_flops: float
+    """Of a forward pass alone, a token."""
+    parameters: int
+    """Weights that the network stands for, packed or not."""
+    trained: int
+    linears: tuple[tuple[int, bool], ...]
+    """Of each linear module: its input features, and whether these are kept for the backward pass."""
+    adapters: str | None
+    adapted: tuple[tuple[int, int], ...]
+    """Input and output features of each module that has an adapter."""
+    config: PretrainedConfig | None
+    norms_trained: bool
+    names: frozenset[str]
+    """Of the modules."""
+
+
+def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
+    """The recipe's model, trained in each way; a reason in place of a way that is closed.
+
+    Args:
+        stored: The dtype of the weights as they are stored; None reads it off them.
+        kinds: The ways, in the order of `KINDS`.
+
+    Raises:
+        RecipeError: If the network cannot be built without weights.
+    """
+    recipe = sized(recipe)
+    plain = recipe.model_copy(update={"lora": None})
+    task = find_task(plain)
+    if task.build_skeleton is None:
+        raise RecipeError(
+            f"task '{recipe.task.name}' has no build_skeleton, which a plan needs to count its network without weights."
+        )
+    # One network goes from way to way: building it takes longer than all that is read off it.
+    network, packed = task.build_skeleton(plain, None), list[tuple[Any, torch.Size]]()
+    found: dict[str, Variant | str] = {}
+    for kind in kinds:
+        wanted = as_kind(recipe, kind)
+        try:
+            # Before adapters hide what they wrap.
+            if kind != "full" and not packed:
+                packed = [(m, m.weight.shape) for m in packable(network, as_kind(recipe, "QLoRA"))]
+            network = trained_so(network, wanted, stored)
+            if kind == "QLoRA" and not packed:
+                raise RecipeError("model.quantization: the network has no linear modules that can be packed.")
+            scales = sum(pack(m, wanted, shape) for m, shape in packed) if kind == "QLoRA" else 0
+            found[kind] = _read(network, kind, wanted, scales)
+        except RecipeError as error:
+            if kind == kind_of(recipe):
+                raise
+            found[kind] = str(error)
+    return found
+
+
+def kind_of(recipe: Recipe) -> str:
+    """The way that a recipe itself asks for."""
+    if recipe.lora is None:
+        return "full"
+    return "LoRA" if recipe.model.quantization is None else "QLoRA"
+
+
+def as_kind(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe with all else equal."""
+    if kind == kind_of(recipe):
+        return recipe
+    section = recipe.lora or LoraSection()
+    model: dict[str, Any] = {"quantization": None}
+    if kind != "full":
+        model |= {"freeze": None, "fp8": False}
+    if kind == "QLoRA":
+        model["quantization"] = recipe.model.quantization or "nf4"
+        if section.init == "pissa":
+            section = section.model_copy(update={"init": "default"})
+    return recipe.model_copy(
+        update={
+            "lora": None if kind == "full" else section,
+            "model": recipe.model.model_copy(update=model),
+        }
+    )
+
+
+def sized(recipe: Recipe) -> Recipe:
+    """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
+    config = recipe.model.config
+    if recipe.tokenizer.name is None or config is None or "vocab_size" in config or ":" in recipe.task.name:
+        return recipe
+    config = {**config, "vocab_size": len(load_tokenizer(recipe))}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
+
+
+def trained_so(network: nn.Module, recipe: Recipe, stored: str | None) -> nn.Module:
+    """The network with what a recipe trains of it, and the rest held as `models.build` holds it."""
+    if recipe.lora is not None:
+        if not any(hasattr(module, "lora_A") for module in network.modules()):
+            network.requires_grad_(False)
+        with torch.device("meta"):
+            network = lora_adapters.attach(network, recipe, head_of(recipe))
+    frozen_weights.cast_frozen(network, _stored_dtype(recipe, network, stored))
+    return network
+
+
+def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
+    caller = ForwardWrapper(network)
+    known = lora_adapters.transformer(network)
+    length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
+    variant = Variant(
+        kind=kind,
+        recipe=recipe,
+        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales),
+        flops_per_token=flops_per_target(network, length),
+        forward_flops=0.0,
+        parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
+        trained=sum(p.numel() for p in trained),
+        linears=tuple(_linears(network)),
+        adapters=lora_adapters.describe(network),
+        adapted=tuple(_adapted(network)),
+        config=known.config if known is not None else None,
+        norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
+        names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
+    )
+    # Were all of it trained, each product would be done three times, of which one is forward.
+    network.requires_grad_(True)
+    forward = flops_per_target(network, length) / 3
+    network.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return replace(variant, forward_flops=forward)
+
+
+def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
+    """As `models.build` finds it, but without reading weights that are not there."""
+    section = recipe.model
+    pissa = recipe.lora is not None and recipe.lora.init == "pissa"
+    if pissa or (recipe.lora is None and section.freeze is None):
+        return torch.float32
+    if stored is not None:
+        return DTYPES[stored]
+    if section.name is None:
+        return torch.float32
+    folder = pretrained_files.weights_folder(section)
+    if any(folder.glob("*.safetensors")):
+        return pretrained_files.stored_dtype(folder)
+    said: Any = lora_adapters.config_of(network).dtype
+    return said if said in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def packable(network: Any, recipe: Recipe) -> Iterator[Any]:
+    """The linear modules that `quantization.quantise`, or transformers while it loads, would pack."""
+    section = recipe.model
+    if not isinstance(network, PreTrainedModel):
+        return
+    loaded = section.name is not None and section.quantization != "int8"
+    kept = get_keys_to_not_convert(network) if loaded else []
+    head = network.get_output_embeddings()
+    for name, module in network.named_modules():
+        linear = type(module) is nn.Linear or (loaded and type(module).__name__ == "Conv1D")
+        if not linear or module is head or (loaded and not should_convert_module(name, kept)):
+            continue
+        if section.quantization == "int8" and module.in_features % 4:
+            continue
+        yield module
+
+
+def pack(module: Any, recipe: Recipe, shape: torch.Size) -> int:
+    """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it."""
+    out, inputs = shape
+    count, bits = out * inputs, 8 if recipe.model.quantization == "int8" else 4
+    numbers = math.ceil(count * bits / 32)
+    held = torch.empty((out, inputs // 4) if bits == 8 else (numbers, 1), device="meta")
+    weight: Any = nn.Parameter(held, requires_grad=False)
+    weight.packed_weights = count
+    module.weight = weight
+    if bits == 8:
+        return 4 * out
+    blocks, code = math.ceil(count / _BLOCK), 4 * 16
+    if not recipe.model.double_quantization:
+        return 4 * blocks + code
+    # A byte a scale; their own scales, code and offset.
+    return blocks + code + 4 * math.ceil(blocks / _BLOCK_OF_SCALES) + 4 * 256 + 4
+
+
+def _adapted(network: nn.Module) -> Iterator[tuple[int, int]]:
+    for module in network.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "merge"):
+            known: Any = module
+            yield int(known.in_features), int(known.out_features)
+
+
+def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
+    named: list[tuple[str, Any]] = list(network.named_modules())
+    adapted = {id(m.get_base_layer()) for _, m in named if hasattr(m, "lora_A") and hasattr(m, "merge")}
+    for name, module in named:
+        if type(module).__name__ not in ("Linear", "StoredLinear", "Conv1D") or ".lora_" in name:
+            continue
+        inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
+        yield inputs, id(module) in adapted or bool(module.weight.requires_grad)

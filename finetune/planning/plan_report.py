@@ -1,0 +1,293 @@
+"""A plan for people, and as JSON."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune.planning.candidates import Cell
+from finetune.planning.model_shapes import KINDS, Variant
+from finetune.planning.planner import Plan
+from finetune.planning.step_time import CHINCHILLA
+from finetune.planning.trace.trace_launches import Traced
+
+GIB = 2.0**30
+_COLOURS = {"fits": "green", "tight": "yellow", "no": "red", "refused": "dim"}
+# A letter for where there are no colours, a colour for where there are.
+_PARTS = {
+    "weights": ("W", "blue"),
+    "optimizer": ("O", "cyan"),
+    "gradients": ("G", "magenta"),
+    "activations": ("A", "yellow"),
+    "loss": ("L", "red"),
+    "copies": ("C", "green"),
+    "gathered": ("T", "white"),
+    "buckets": ("B", "bright_black"),
+}
+_WIDTH = 40
+
+
+def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
+    """Prints a plan: what fits, where the memory goes, what to launch, and what it takes."""
+    machines, gpu, own = plan.machines, plan.machines.gpu, plan.variants[plan.kind]
+    assert isinstance(own, Variant)
+    said = plan.recipe.model.name or f"{(plan.recipe.model.config or {}).get('model_type', plan.recipe.task.name)}"
+    console.print(
+        f"{said}: {own.parameters:,} parameters, {own.trained:,} trained ({own.adapters or plan.kind}); "
+        f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:g} GiB each",
+        markup=False,
+    )
+    console.print(_table(plan))
+    console.print(
+        f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
+        f"{max(c.margin for c in plan.cells.values()):.0%} and 1 GiB for context and libraries; tight: without "
+        "the margin.",
+        markup=False,
+    )
+    own_micro = plan.recipe.batch.rows
+    if plan.setting.micro != own_micro:
+        console.print(
+            f"  All with batch.micro_size={plan.setting.micro}: {own_micro} rows do not fit {machines.ranks} ranks.",
+            markup=False,
+        )
+    if plan.first_size is not None:
+        console.print(
+            "  batch.micro_size: auto: planned with 1 row, the least; under what is recommended trials begin with "
+            f"{plan.first_size}.",
+            markup=False,
+        )
+    for reason, names in _reasons(plan).items():
+        console.print(f"  {', '.join(names)}: {reason}", markup=False)
+    for (name, kind), change in plan.cheapest.items():
+        if kind == plan.kind:
+            console.print(f"  {name}: {plan.cells[name, kind].verdict}; fits with {change}", markup=False)
+    for kind, variant in plan.variants.items():
+        if isinstance(variant, str):
+            console.print(f"  {kind}: {variant}", markup=False)
+    each = [name for name in plan.launches if plan.cells[name, plan.kind].launch.sync_each_batch]
+    if each:
+        console.print(
+            f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit",
+            markup=False,
+        )
+    _bars(plan, console)
+    _advice(plan, console)
+    _work(plan, console, energy=energy)
+    if plan.own_error is not None:
+        console.print(plan.own_error.line(plan.device), markup=False)
+
+
+def _reasons(plan: Plan) -> dict[str, list[str]]:
+    """Why cells of the recipe's own way are refused, or what is not counted, once each."""
+    found: dict[str, list[str]] = {}
+    for name in plan.launches:
+        if reason := plan.cells[name, plan.kind].reason:
+            found.setdefault(reason, []).append(name)
+    return found
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("launch file")
+    table.add_column("ranks", justify="right")
+    for kind in KINDS:
+        mark = " (the recipe)" if kind == plan.kind else ""
+        table.add_column(f"{kind}{mark}", justify="right")
+    for name, launch in plan.launches.items():
+        cells = [_cell(plan.cells[name, kind], _unit(plan)) for kind in KINDS]
+        table.add_row(name, str(launch.num_processes), *cells)
+    return table
+
+
+def _cell(cell: Cell, unit: str) -> Text:
+    if cell.memory is None:
+        return Text("refused", style=_COLOURS["refused"])
+    held = sum(asdict(cell.memory).values())
+    return Text(f"{_size(held, unit)} > {_size(cell.peak, unit)} {cell.verdict:<5}", style=_COLOURS[cell.verdict])
+
+
+def _unit(plan: Plan) -> str:
+    """One unit for all cells: of tiny networks GiB would show nought."""
+    return "GiB" if max(cell.peak for cell in plan.cells.values()) >= GIB else "MiB"
+
+
+def _size(size: float, unit: str) -> str:
+    value = size / (GIB if unit == "GiB" else GIB / 1024)
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _bars(plan: Plan, console: Console) -> None:
+    coloured, capacity, unit = (
+        console.is_terminal and not console.no_color,
+        plan.machines.gpu.memory_gib * GIB,
+        _unit(plan),
+    )
+    legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:g} GiB: ")
+    for part, (letter, colour) in _PARTS.items():
+        legend.append(f"{'█' if coloured else letter} {part}  ", style=colour)
+    console.print(legend)
+    width = max(map(len, plan.launches))
+    for name in plan.launches:
+        cell, bar, done = plan.cells[name, plan.kind], Text(), 0.0
+        for part, size in (cell.parts or {}).items():
+            # What does not fit is longer than the device, up to four times.
+            begin, done = min(round(done), 4 * _WIDTH), done + size / capacity * _WIDTH
+            letter, colour = _PARTS[part]
+            bar.append(("█" if coloured else letter) * (min(round(done), 4 * _WIDTH) - begin), colour)
+        bar.append("·" * max(0, _WIDTH - len(bar)))
+        line = Text(f"{name:<{width}} ").append(bar).append(f" {_size(cell.peak, unit)} {unit}")
+        for place, size in (("host", cell.host), ("disk", cell.disk)):
+            line.append(f", {place} {_size(size, unit)}" if size else "")
+        console.print(line)
+
+
+def _advice(plan: Plan, console: Console) -> None:
+    advice = plan.advice
+    if advice.cell is None:
+        console.print(f"\nRecommended: {advice.reason}", markup=False)
+        return
+    more = f" with {' '.join(advice.changes)}" if advice.changes else ""
+    console.print(f"\nRecommended: {advice.cell.launch.file}{more}: {advice.reason}.", markup=False)
+
+
+def _work(plan: Plan, console: Console, *, energy: bool) -> None:
+    work, machines = plan.work, plan.machines
+    if work.tokens is None or work.flops is None or work.flops_6nd is None:
+        console.print("Length: in epochs, whose rows are counted when the data is prepared; give length.tokens here.")
+    else:
+        console.print(
+            f"Work: {work.steps:,} steps, {work.tokens:,} tokens, {work.tokens_per_parameter:.2f} a parameter "
+            f"(Chinchilla: {CHINCHILLA:g}, for training from nothing); {work.flops:.3g} FLOPs, "
+            f"6ND {work.flops_6nd:.3g}",
+            markup=False,
+        )
+    time = plan.time
+    if time is None:
+        if plan.advice.cell is not None:
+            console.print("Time: not planned in fp32, whose rate is not in the table of GPUs.")
+        return
+    line = (
+        f"Step: {time.step_s:.3g} s, of which arithmetic {time.compute_s:.3g} s at {machines.utilisation:.0%} of peak"
+    )
+    if time.hours is not None and time.gpu_hours is not None:
+        line += f"; run: {time.hours:.3g} h, {time.gpu_hours:.3g} GPU hours"
+    if time.cost is not None:
+        line += f", costs {time.cost:,.2f}"
+    if energy and time.energy_kwh is not None:
+        line += f", {time.energy_kwh:.3g} kWh at {machines.gpu.watts:g} W a GPU"
+    console.print(line, markup=False)
+    for moved in time.moved:
+        where = "between machines" if moved.between_machines else "within a machine"
+        where += ", measured" if moved.measured else ""
+        console.print(
+            f"  {moved.flow.what} over {moved.flow.ranks} ranks, {where}: {moved.flow.nbytes / 1e9:.3g} GB a step and "
+            f"rank, {moved.seconds:.3g} s, {'hidden' if moved.hidden else 'not hidden'} by arithmetic",
+            markup=False,
+        )
+
+
+def print_traced(traced: list[Traced], console: Console) -> None:
+    """Prints what was traced, beside what the formulas predict for it."""
+    unit = "GiB" if max(max(found.peak, found.cell.peak) for found in traced) >= GIB else "MiB"
+    console.print(
+        f"\nTraced: one step under fake tensors, as a CPU computes it, beside what is predicted above, in {unit}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("launch file", "micro", "traced", "predicted", "", "CPU s", "when", "of which"):
+        table.add_column(name, justify="left" if name in ("launch file", "when", "of which") else "right")
+    for found in traced:
+        cell, off = found.cell, found.difference
+        if off is None:
+            continue
+        sizes = {name: _size(held, unit) for name, held in found.parts.items()}
+        table.add_row(
+            f"{cell.name} ({cell.kind}{', recomputed' if cell.setting.checkpointed else ''})",
+            str(cell.setting.micro),
+            _size(found.peak, unit),
+            _size(cell.peak, unit),
+            f"{off:+.1%}",
+            f"{found.cpu_s:.0f}",
+            found.moment,
+            ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.00"),
+        )
+    if table.rows:
+        console.print(table)
+    reasons: dict[str, list[str]] = {}
+    for found in traced:
+        if found.reason:
+            reasons.setdefault(found.reason, []).append(found.cell.name)
+    for reason, names in reasons.items():
+        console.print(f"  {', '.join(names)}: {reason}.", markup=False)
+
+
+def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
+    """All of it, sizes in bytes."""
+    machines = asdict(plan.machines)
+    variants: dict[str, Any] = {
+        kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
+        for kind, v in plan.variants.items()
+    }
+    cells = [{**_facts(cell), "fits_with": plan.cheapest.get(key)} for key, cell in plan.cells.items()]
+    chosen = plan.advice.cell
+    advice = {
+        "launch_file": chosen.launch.file if chosen is not None else None,
+        "changes": list(plan.advice.changes),
+        "reason": plan.advice.reason,
+        "cell": _facts(chosen) if chosen is not None else None,
+    }
+    work = {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA}
+    time = asdict(plan.time) if plan.time is not None else None
+    return json.dumps(
+        {
+            "kind": plan.kind,
+            "machines": machines,
+            "variants": variants,
+            "cells": cells,
+            "advice": advice,
+            "work": work,
+            "time": time,
+            "first_size": plan.first_size,
+            "own_error": {"device": plan.device, **asdict(plan.own_error)} if plan.own_error is not None else None,
+            **({"traced": [_traced(t) for t in traced]} if traced is not None else {}),
+        },
+        indent=2,
+    )
+
+
+def _traced(found: Traced) -> dict[str, Any]:
+    cell = found.cell
+    return {
+        "launch": cell.name,
+        "kind": cell.kind,
+        **asdict(cell.setting),
+        "peak": found.peak if found.parts else None,
+        "predicted": cell.peak,
+        "difference": found.difference,
+        "parts": found.parts,
+        "moment": found.moment,
+        "state": found.state,
+        "cpu_s": found.cpu_s,
+        "reason": found.reason,
+    }
+
+
+def _facts(cell: Cell) -> dict[str, Any]:
+    return {
+        "launch": cell.name,
+        "kind": cell.kind,
+        "ranks": cell.launch.num_processes,
+        "verdict": cell.verdict,
+        "reason": cell.reason,
+        "memory": asdict(cell.memory) if cell.memory is not None else None,
+        "parts": cell.parts,
+        "peak": cell.peak,
+        "needed": cell.needed,
+        "margin": cell.margin,
+        "host": cell.host,
+        "disk": cell.disk,
+        "accumulation": cell.accumulation,
+        "sync_each_batch": cell.launch.sync_each_batch,
+    }

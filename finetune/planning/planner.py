@@ -1,0 +1,219 @@
+"""The plan: every launch file x every way to train."""
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.config.recipe import divisors
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import device_selection
+from finetune.distributed.gpu_specs import Gpu, find
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_environment import launch_of_file, num_copies
+from finetune.planning import measured_peaks, model_shapes, recommendations
+from finetune.planning.candidates import Cell, Setting, cell, setting_of, state_bytes_of
+from finetune.planning.link_speeds import read as read_links
+from finetune.planning.measured_peaks import Error
+from finetune.planning.model_shapes import Variant
+from finetune.planning.recommendations import Advice
+from finetune.planning.step_time import Machines, Time, Work, timed, work
+from finetune.utils import atomic_files
+from finetune.utils.errors import RecipeError
+from finetune.utils.repository import ROOT
+
+if TYPE_CHECKING:
+    from finetune.planning.transient_memory import Device
+
+# Beside the package, in a checkout.
+_SHIPPED = ROOT / "accelerate_configs"
+_FOLDER = Path("accelerate_configs")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a plan says."""
+
+    recipe: Recipe
+    kind: str
+    """The way that the recipe itself asks for."""
+    machines: Machines
+    variants: dict[str, Variant | str]
+    launches: dict[str, Launch]
+    cells: dict[tuple[str, str], Cell]
+    """By launch file and way."""
+    cheapest: dict[tuple[str, str], str]
+    """What makes those fit that do not."""
+    setting: Setting
+    """Of all cells."""
+    advice: Advice
+    time: Time | None
+    """Of the cell that is recommended."""
+    work: Work
+    own_error: Error | None
+    """Of earlier plans on this very machine, whatever this plan is for."""
+    device: str
+    """This machine's."""
+    first_size: int | None
+    """Where trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
+
+
+def machines_of(parsed: argparse.Namespace) -> Machines:
+    """What the command line says of the machines.
+
+    Raises:
+        RecipeError: If a figure makes no sense.
+    """
+    for name, value, least in (("gpus", parsed.gpus, 1), ("nodes", parsed.nodes, 1)):
+        if not least <= value <= 100_000:
+            raise RecipeError(f"--{name} is {value}; give a number from {least} to 100000.")
+    if not 0.0 < parsed.mfu <= 1.0:
+        raise RecipeError(f"--mfu is {parsed.mfu}; give a share of the peak above 0 and up to 1, such as 0.4.")
+    if not (math.isfinite(parsed.network) and parsed.network > 0.0):
+        raise RecipeError(f"--network is {parsed.network}; give 10^9 bytes a second and GPU above 0, such as 50.")
+    if parsed.price is not None and not (math.isfinite(parsed.price) and parsed.price >= 0.0):
+        raise RecipeError(f"--price is {parsed.price}; give what a GPU costs an hour, such as 2.5.")
+    if parsed.host is not None and not (math.isfinite(parsed.host) and parsed.host > 0.0):
+        raise RecipeError(f"--host is {parsed.host}; give GiB of host memory of a machine above 0, such as 1000.")
+    links = read_links(parsed.links)
+    return Machines(
+        find(parsed.gpu), parsed.gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links
+    )
+
+
+def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
+    """Makes a plan; nothing is loaded or launched.
+
+    Args:
+        folder: Of launch files; None for those that ship.
+        stored: The dtype that frozen weights are stored in; None reads it off them.
+
+    Raises:
+        FinetuneError: If recipe or launch files cannot be planned.
+    """
+    if recipe.length.steps == 0:
+        raise RecipeError("length.steps is 0: an evaluation trains nothing that could be planned. Give a length.")
+    launches = _launches(folder or (_FOLDER if _FOLDER.is_dir() else _SHIPPED), machines)
+    variants, state_bytes = model_shapes.variants(recipe, stored), state_bytes_of(recipe)
+
+    @functools.cache
+    def of(name: str, kind: str, setting: Setting) -> Cell:
+        variant = variants[kind]
+        if isinstance(variant, str):
+            return Cell(name, kind, launches[name], setting, "refused", reason=variant)
+        return _on_host(cell(name, launches[name], variant, setting, machines.gpu, state_bytes), machines)
+
+    # Rows that come out even, if the recipe's own do not.
+    own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
+    setting = next((s for s in recommendations.settings(recipe, ranks) if s.checkpointed == own.checkpointed), own)
+    kind = model_shapes.kind_of(recipe)
+    cells = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
+    names = list(launches)
+    cheapest = {
+        key: recommendations.cheapest(found, recipe, names, variants, of)
+        for key, found in cells.items()
+        if found.verdict != "fits" and not isinstance(variants[key[1]], str)
+    }
+    advice = recommendations.recommend(recipe, kind, launches, of)
+    chosen = variants[advice.cell.kind] if advice.cell is not None else None
+    planned = variants[kind]
+    assert isinstance(planned, Variant)
+    return Plan(
+        recipe=recipe,
+        kind=kind,
+        machines=machines,
+        variants=variants,
+        launches=launches,
+        cells=cells,
+        cheapest=cheapest,
+        setting=setting,
+        advice=advice,
+        time=timed(advice.cell, chosen, machines) if advice.cell and isinstance(chosen, Variant) else None,
+        work=work(planned),
+        own_error=measured_peaks.error(
+            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
+        ),
+        device=device,
+        first_size=_first_size(recipe, advice.cell, of),
+    )
+
+
+def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
+    """The launch files for these machines, what to take first at the front."""
+    found = {}
+    for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
+        copies = num_copies(file)
+        if copies > 1:
+            copies = machines.nodes if machines.nodes > 1 else copies
+            if machines.ranks % copies or machines.ranks == copies:
+                continue  # copies that do not come out even, or of nothing that is cut
+        found[name] = launch_of_file(file, machines.ranks, copies)
+    return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
+
+
+def _first_size(recipe: Recipe, chosen: Cell | None, make: recommendations.Make) -> int | None:
+    if recipe.batch.micro_size != "auto" or chosen is None:
+        return None
+    sizes = divisors(recipe.batch.global_size // chosen.launch.num_processes)
+    settings = (replace(chosen.setting, micro=size) for size in sizes)
+    return max(s.micro for s in settings if make(chosen.name, chosen.kind, s).verdict == "fits")
+
+
+def _on_host(cell: Cell, machines: Machines) -> Cell:
+    """A cell that does not fit if what its ranks keep in host memory does not."""
+    wanted = cell.host * machines.gpus / 2**30
+    if machines.host_gib is None or wanted <= machines.host_gib:
+        return cell
+    reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
+    return replace(cell, verdict="no", reason="; ".join(filter(None, (cell.reason, reason))))
+
+
+def write(plan: Plan, file: Path) -> None:
+    """Writes the launch file that a plan recommends.
+
+    Raises:
+        RecipeError: If it recommends none, or the file cannot be written.
+    """
+    if plan.advice.cell is None:
+        raise RecipeError(f"--write: there is no launch file to write, {plan.advice.reason}")
+    if file.exists():
+        raise RecipeError(f"--write: {file} is there already, and nothing is overwritten unasked. Name another file.")
+    try:
+        atomic_files.write_text(file, recommendations.written(plan.advice.cell.launch, plan.machines.nodes))
+    except OSError as error:
+        raise RecipeError(f"--write: cannot write {file}: {error.strerror}.") from error
+
+
+def cells(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Cell] | None:
+    """What a micro-batch of so many rows takes here; None if the network cannot be counted without its weights.
+
+    Args:
+        room: Bytes that a rank can have.
+    """
+    kind = model_shapes.kind_of(recipe)
+    try:
+        variant = model_shapes.variants(recipe, kinds=[kind])[kind]
+    except RecipeError:
+        return None
+    assert not isinstance(variant, str)
+    gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0, 0.0)
+    state_bytes, checkpointed = state_bytes_of(recipe), recipe.model.gradient_checkpointing is True
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    return lambda rows: cell("", launch, variant, Setting(rows, checkpointed), gpu, state_bytes, device=device)
+
+
+def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
+    """The largest micro-batch that fits; the smallest where nothing can be said.
+
+    Args:
+        sizes: In rows; all of them come out even.
+        room: Bytes that a rank can have.
+    """
+    of = cells(recipe, launch, room)
+    fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
+    return max(fits, default=min(sizes))

@@ -1,0 +1,204 @@
+"""The cheapest change that makes a cell fit, and the simplest launch file that fits."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.config.recipe import divisors
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import Launch
+from finetune.planning.candidates import Cell, Setting
+from finetune.planning.model_shapes import KINDS, Variant
+from finetune.utils.errors import BackendError
+
+Make = Callable[[str, str, Setting], Cell]
+"""A cell, of a launch file's name, a way to train and a setting."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to launch."""
+
+    cell: Cell | None
+    """None if nothing fits."""
+    changes: tuple[str, ...]
+    """To the recipe, as they are written on the command line."""
+    reason: str
+
+
+def changes(cell: Cell, recipe: Recipe) -> tuple[str, ...]:
+    """What a cell changes of a recipe, as `key=value`."""
+    found = []
+    if cell.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
+        found.append(f"model.gradient_checkpointing={str(cell.setting.checkpointed).lower()}")
+    if cell.setting.micro != recipe.batch.rows:
+        found.append(f"batch.micro_size={cell.setting.micro}")
+    lora, packed = recipe.lora is not None, recipe.model.quantization
+    if cell.kind == "full" and lora:
+        found.append("lora=null")
+    if cell.kind != "full" and not lora:
+        found.append("lora.rank=16")
+        if recipe.model.fp8:
+            found.append("model.fp8=false")
+    if (cell.kind == "QLoRA") != (packed is not None):
+        found.append("model.quantization=" + ("nf4" if cell.kind == "QLoRA" else "null"))
+    return tuple(found)
+
+
+def settings(recipe: Recipe, ranks: int) -> Iterator[Setting]:
+    """The recipe's own setting and what makes it smaller, the cheapest change first."""
+    micro, checkpointed = recipe.batch.rows, recipe.model.gradient_checkpointing is True
+    share = recipe.batch.global_size // ranks if recipe.batch.global_size % ranks == 0 else 0
+    smaller = [size for size in sorted(divisors(share), reverse=True) if size < micro] if share else []
+    if smaller and share % micro:
+        micro, *smaller = smaller
+    yield Setting(micro, checkpointed)
+    if not checkpointed:
+        yield Setting(micro, True)
+    for size in smaller:
+        yield Setting(size, checkpointed)
+    if not checkpointed:
+        yield from (Setting(size, True) for size in smaller)
+
+
+def cheapest(cell: Cell, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make) -> str:
+    """The cheapest change that makes a cell fit: to the recipe, else to the next launch file, else to the way."""
+    for setting in settings(recipe, cell.launch.num_processes):
+        other = make(cell.name, cell.kind, setting)
+        if other.verdict == "fits":
+            return " ".join(c for c in changes(other, recipe) if c not in changes(cell, recipe))
+    for name in names[names.index(cell.name) + 1 :]:
+        for setting in settings(recipe, cell.launch.num_processes):
+            other = make(name, cell.kind, setting)
+            if other.verdict == "fits":
+                more = [c for c in changes(other, recipe) if c not in changes(cell, recipe)]
+                return " ".join([name, *more])
+    for kind in KINDS[KINDS.index(cell.kind) + 1 :]:
+        if isinstance(variants[kind], str):
+            continue
+        for setting in settings(recipe, cell.launch.num_processes):
+            if make(cell.name, kind, setting).verdict == "fits":
+                return " ".join([kind, *changes(make(cell.name, cell.kind, setting), recipe)])
+    return "nothing offered"
+
+
+def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
+    """The simplest launch that fits: cut rather than recompute, recompute rather than rest in host memory."""
+    near = [name for name, launch in launches.items() if launch.offload_params == "none"]
+    far = [name for name in launches if name not in near]
+    for names in (near, far):
+        ranks = {launches[name].num_processes for name in names}
+        for setting in settings(recipe, max(ranks, default=1)):
+            for name in names:
+                cell = make(name, kind, setting)
+                if cell.verdict == "fits":
+                    return Advice(cell, changes(cell, recipe), reason(cell.launch))
+    for other in KINDS[KINDS.index(kind) + 1 :]:
+        for name in launches:
+            for setting in settings(recipe, launches[name].num_processes):
+                cell = make(name, other, setting)
+                if cell.verdict == "fits":
+                    why = f"nothing fits as the recipe is; with {other}: {reason(cell.launch)}"
+                    return Advice(cell, changes(cell, recipe), why)
+    return Advice(None, (), f"nothing fits. {NONE_LEFT}.")
+
+
+# From the simplest to the slowest, each with the reason to take it where all before it do not fit.
+_ORDER = (
+    ("single", "one process: nothing to move between ranks"),
+    ("ddp", "the simplest that uses every GPU: all is whole on each, gradients are averaged"),
+    ("zero1", "only the optimiser is cut: as much traffic as DDP"),
+    ("zero2", "gradients and optimiser are cut, weights stay whole"),
+    ("fsdp_grad_op", "gradients and optimiser are cut, weights stay gathered from forward to backward"),
+    ("hsdp", "cut within groups only, copies between them: layers are gathered over the fast links"),
+    ("fsdp", "all is cut, and layers are gathered for use"),
+    ("zero3", "all is cut, and layers are gathered for use"),
+    ("fsdp_offload", "what is cut rests in host memory"),
+    ("zero3_offload", "what is cut rests in host memory, where the optimiser steps"),
+    ("zero3_nvme", "what is cut rests on disk: slow, and the last way on these GPUs"),
+)
+NONE_LEFT = (
+    "A layer or a row must then be cut within itself: tensor or pipeline parallelism, which this toolkit does not offer"
+)
+
+
+def plain_name(launch: Launch) -> str:
+    """The shipped file that does the same on one machine."""
+    if launch.kind == "fsdp" and not launch.reshard:
+        return "fsdp_grad_op"
+    if launch.offload_params == "nvme":
+        return f"{launch.kind}_nvme"
+    return launch.kind + ("_offload" if launch.offload_params != "none" else "")
+
+
+def preference(launch: Launch, nodes: int) -> int:
+    """Its place in the order, 0 for what to take first. On one machine, full shards come before hybrid ones."""
+    place = (
+        [name for name, _ in _ORDER].index(plain_name(launch)) if plain_name(launch) in dict(_ORDER) else len(_ORDER)
+    )
+    return place * 2 + (5 if nodes == 1 and launch.kind == "hsdp" else 0)
+
+
+def reason(launch: Launch) -> str:
+    """Why to take it."""
+    return dict(_ORDER).get(plain_name(launch), "a launch file of your own")
+
+
+def files(folder: Path, gpus: int, nodes: int) -> dict[str, Path]:
+    """The launch files in a folder that make sense on so many GPUs of so many machines, by name.
+
+    Raises:
+        BackendError: If there are none.
+    """
+    found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if not found:
+        raise BackendError(
+            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
+            "--configs accelerate_configs."
+        )
+    for name in [n for n in found if n.endswith("_2nodes")]:
+        place = found.pop(name)
+        if nodes > 1:
+            found[name.removesuffix("_2nodes")] = place
+    ranks = gpus * nodes
+    sole = {"single", "zero3_offload", "zero3_nvme"}
+    return {n: f for n, f in found.items() if (ranks > 1 and n != "single") or (ranks == 1 and n in sole)}
+
+
+def written(launch: Launch, nodes: int) -> str:
+    """A launch file's text for the launch's processes on so many machines."""
+    source = Path(str(launch.file))
+    text = source.read_text(encoding="utf-8")
+    text = _set(text, "num_processes", str(launch.num_processes))
+    text = _set(text, "num_machines", str(nodes))
+    if launch.replicate > 1:
+        text = _set(text, "parallelism_config_dp_replicate_size", str(launch.replicate))
+        text = _set(text, "parallelism_config_dp_shard_size", str(launch.num_processes // launch.replicate))
+    if launch.ds_place and not Path(_get(text, "deepspeed_config_file")).is_file():
+        # It would not be found from where the file is written.
+        text = _set(text, "deepspeed_config_file", str(Path(launch.ds_place).absolute()))
+    if nodes > 1 and "machine_rank" not in text:
+        if launch.uses_deepspeed:
+            text = text.rstrip() + "\n  deepspeed_multinode_launcher: standard\n"
+        text = text.rstrip() + (
+            "\n# The first machine's address, and a port that is free on it.\nmain_process_ip: 127.0.0.1\n"
+            "main_process_port: 29500\nmachine_rank: 0\nrdzv_backend: static\nsame_network: true\n"
+        )
+    # What the shipped file says of its own use, up to its first key, need not hold for this one.
+    return f"# {launch.num_processes} processes on {nodes} machine(s), after {source.name}.\n{_without_head(text)}"
+
+
+def _without_head(text: str) -> str:
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[first:]) + "\n"
+
+
+def _get(text: str, key: str) -> str:
+    found = re.search(rf"(?m)^\s*{key}: *(.*?) *$", text)
+    return found.group(1) if found else ""
+
+
+def _set(text: str, key: str, value: str) -> str:
+    return re.sub(rf"(?m)^(\s*{key}): .*$", lambda m: f"{m.group(1)}: {value}", text)

@@ -1,0 +1,146 @@
+"""How much arithmetic a recipe is, how long it takes, what it costs, and whether traffic hides behind it."""
+
+from dataclasses import dataclass
+
+from finetune.distributed.gpu_specs import Gpu
+from finetune.distributed.measure_bandwidth import RINGS, Line
+from finetune.planning.candidates import Cell, is_half
+from finetune.planning.communication_volume import Flow, flows
+from finetune.planning.link_speeds import UNMEASURED, Links
+from finetune.planning.model_shapes import Variant
+
+# Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
+CHINCHILLA = 20.0
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a plan is for."""
+
+    gpu: Gpu
+    gpus: int
+    """Of a machine."""
+    nodes: int
+    network_gbs: float
+    """Between machines, each way and GPU, in 10^9 bytes a second."""
+    utilisation: float
+    """Of the peak, while a GPU computes; recomputation counts as computing."""
+    price: float | None = None
+    """Of a GPU and hour."""
+    host_gib: float | None = None
+    """Of a machine, for what is offloaded; None: enough."""
+    links: Links = UNMEASURED
+    """Measured ones, which stand in for the data sheet's."""
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic of a run, wherever it happens."""
+
+    parameters: int
+    trained: int
+    tokens: int | None
+    """Rows x sequence length; None where the length is in epochs, whose rows nobody has counted yet."""
+    steps: int | None
+    flops_per_token: float
+    """6 a weight in a product (4 if it is frozen), and attention's scores."""
+    flops: float | None
+    flops_6nd: float | None
+    """6 x parameters x tokens, the usual estimate."""
+
+    @property
+    def tokens_per_parameter(self) -> float | None:
+        return None if self.tokens is None else self.tokens / self.parameters
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A flow between ranks, in time."""
+
+    flow: Flow
+    between_machines: bool
+    seconds: float
+    hidden: bool
+    """Whether the arithmetic that it can run beside takes as long."""
+    measured: bool
+    """Whether the link was measured; else it is the data sheet's, without a latency."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """An optimiser step of a cell, and with its length the run."""
+
+    compute_s: float
+    moved: tuple[Moved, ...]
+    step_s: float
+    """Arithmetic, and the traffic that it does not hide."""
+    hours: float | None
+    gpu_hours: float | None
+    cost: float | None
+    energy_kwh: float | None
+
+
+def work(variant: Variant) -> Work:
+    """Counts a variant's arithmetic."""
+    recipe = variant.recipe
+    length, a_step = recipe.length, recipe.batch.global_size * recipe.data.sequence_length
+    steps = length.steps
+    if length.tokens is not None:
+        steps = -(-length.tokens // a_step)
+    tokens = None if steps is None else steps * a_step
+    return Work(
+        parameters=variant.parameters,
+        trained=variant.trained,
+        tokens=tokens,
+        steps=steps,
+        flops_per_token=variant.flops_per_token,
+        flops=None if tokens is None else variant.flops_per_token * tokens,
+        flops_6nd=None if tokens is None else 6.0 * variant.parameters * tokens,
+    )
+
+
+def timed(cell: Cell, variant: Variant, machines: Machines) -> Time | None:
+    """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs."""
+    recipe, ranks = variant.recipe, cell.launch.num_processes
+    if not is_half(recipe) or cell.memory is None:
+        return None
+    forward = variant.forward_flops
+    a_token = variant.flops_per_token + (forward if cell.setting.checkpointed else 0.0)
+    tokens = recipe.batch.global_size * recipe.data.sequence_length
+    rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
+    compute = tokens * a_token / rate
+    backward = compute * (1 - forward / a_token)
+    windows = {"all": compute, "backward": backward, "last backward": backward / cell.accumulation, "none": 0.0}
+    moved, exposed = [], 0.0
+    for flow in flows(cell.launch, variant.outline, cell.accumulation):
+        far = flow.ranks * flow.apart > machines.gpus
+        line = machines.links.line(flow.collective, far=far)
+        seconds = _seconds(flow, machines, line, far=far)
+        window = windows[flow.window]
+        moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
+        exposed += max(0.0, seconds - window)
+    step = compute + exposed
+    steps = work(variant).steps
+    hours = None if steps is None else steps * step / 3600
+    gpu_hours = None if hours is None else hours * ranks
+    return Time(
+        compute_s=compute,
+        moved=tuple(moved),
+        step_s=step,
+        hours=hours,
+        gpu_hours=gpu_hours,
+        cost=None if gpu_hours is None or machines.price is None else gpu_hours * machines.price,
+        energy_kwh=None if gpu_hours is None else gpu_hours * machines.gpu.watts / 1000,
+    )
+
+
+def _seconds(flow: Flow, machines: Machines, line: Line | None, *, far: bool) -> float:
+    """What a flow takes: by measured links with their latency, else by the data sheet's bandwidth alone."""
+    if line is not None:
+        return flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s + flow.nbytes / line.bandwidth
+    speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs
+    return flow.nbytes / (speed * 1e9)

@@ -1,0 +1,1 @@
+"""One step under fake tensors: what it allocates, without allocating it."""

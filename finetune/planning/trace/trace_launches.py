@@ -1,0 +1,142 @@
+"""Traces cells of a plan: each in a process of its own, which takes one step under fake tensors."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import fake_backend
+from finetune.planning.candidates import Cell, is_half
+from finetune.planning.model_shapes import Variant
+from finetune.planning.planner import Plan
+from finetune.utils.errors import RecipeError
+
+# Parts of a cell's peak that come with the micro-batch.
+_OF_THE_BATCH = ("activations", "loss", "copies")
+
+
+RECOMMENDED = "recommended"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one step took, or why it could not be traced."""
+
+    cell: Cell
+    """As tier 1 has it."""
+    parts: dict[str, int]
+    """Bytes of the peak on the device, by what they are for; empty if it could not be traced."""
+    moment: str
+    """When the peak was: forward, backward or optimizer."""
+    state: dict[str, int]
+    """Bytes from step to step: weights, gradients at their most, optimizer."""
+    cpu_s: float
+    """Of the process that traced it."""
+    reason: str = ""
+    """Why it could not be traced, or what of it comes from tier 1."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def difference(self) -> float | None:
+        """By how much tier 1 predicts more, as a share of what was traced."""
+        return self.cell.peak / self.peak - 1 if self.parts and self.cell.parts else None
+
+
+def wanted(plan: Plan, names: str) -> list[Cell]:
+    """The cells to trace.
+
+    Args:
+        names: Launch files of the plan, with commas, in the recipe's own way; `recommended`, as it is recommended.
+
+    Raises:
+        RecipeError: If there is no such launch file.
+    """
+    if names == RECOMMENDED:
+        if plan.advice.cell is None:
+            raise RecipeError(f"--trace: nothing is recommended, {plan.advice.reason} Name what to trace: --trace ddp.")
+        return [plan.advice.cell]
+    chosen = list(plan.launches) if names == "all" else names.split(",")
+    for name in chosen:
+        if name not in plan.launches:
+            raise RecipeError(
+                f"--trace: the plan has no launch file '{name}', but {', '.join(plan.launches)}. Name some of these "
+                "with commas, or `all`, or nothing for the one that is recommended."
+            )
+    return [plan.cells[name, plan.kind] for name in chosen]
+
+
+def trace(plan: Plan, cells: list[Cell], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
+    """Traces cells one after the other.
+
+    Args:
+        stored: As `made.make` takes it.
+        say: Takes the name of what is being traced.
+    """
+    found, taken = [], dict[str, dict[str, Any]]()
+    for cell in cells:
+        variant = plan.variants[cell.kind]
+        if cell.memory is None or not isinstance(variant, Variant):
+            found.append(_not(cell, cell.reason))
+            continue
+        asked = {
+            "recipe": _settled(cell, variant.recipe).model_dump(mode="json"),
+            "launch": asdict(fake_backend.stand_in(cell.launch)),
+            "stored": stored,
+        }
+        job = json.dumps(asked)
+        if job not in taken:
+            say(f"tracing {cell.name} ({cell.kind}) …")
+            taken[job] = _run(job, fake_backend.environment(fake_backend.stand_in(cell.launch)))
+        found.append(_read(cell, taken[job]))
+    return found
+
+
+def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
+    """Has a process of its own take a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        asked.write_text(job, encoding="utf-8")
+        ended = subprocess.run(
+            [sys.executable, "-m", "finetune.planning.trace.trace_step", str(asked), str(result)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not result.exists():
+            last = (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]
+            return {"reason": f"the process that traces it ended: {last}", "cpu_s": 0.0}
+        taken: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return taken
+
+
+def _read(cell: Cell, taken: dict[str, Any]) -> Traced:
+    if "reason" in taken:
+        return _not(cell, taken["reason"], taken["cpu_s"])
+    if why := fake_backend.closed(cell.launch):
+        rest = {name: size for name, size in (cell.parts or {}).items() if name not in _OF_THE_BATCH}
+        reason = f"{why}: activations are traced on one process, the rest is tier 1's"
+        return Traced(cell, {**rest, "activations": taken["batch"]}, taken["moment"], {}, taken["cpu_s"], reason)
+    return Traced(cell, taken["parts"], taken["moment"], taken["state"], taken["cpu_s"])
+
+
+def _settled(cell: Cell, recipe: Recipe) -> Recipe:
+    """The recipe in a cell's setting, in a precision that a machine without a GPU has."""
+    batch = recipe.batch.model_copy(update={"micro_size": cell.setting.micro})
+    again = cell.setting.checkpointed or (recipe.model.gradient_checkpointing == "selective" and "selective")
+    model = recipe.model.model_copy(update={"gradient_checkpointing": again})
+    precision = "bf16" if is_half(recipe) else "fp32"
+    return recipe.model_copy(update={"batch": batch, "model": model, "precision": precision})
+
+
+def _not(cell: Cell, reason: str, cpu_s: float = 0.0) -> Traced:
+    return Traced(cell, {}, "", {}, cpu_s, f"cannot be traced: {reason}. Tier 1 stands")

@@ -1,0 +1,212 @@
+"""One step of a recipe under fake tensors: what is allocated, without allocating it.
+
+A process of its own runs this, since backends change what libraries do:
+`python -m finetune.planning.trace.trace_step JOB RESULT`.
+"""
+
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
+
+from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import fake_backend
+from finetune.distributed.launch.launch_config import Launch
+from finetune.models import activation_checkpointing, chunked_loss, lora_adapters
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.optim.optimizers import build_optimizer
+from finetune.planning import model_shapes
+from finetune.planning.trace import fake_quantized
+from finetune.planning.trace.allocation_tracker import Tracker
+from finetune.tasks.task_lookup import find_task, head_of
+from finetune.utils import atomic_files
+from finetune.utils.errors import RecipeError
+
+# Of torch's own errors, the part that says something.
+_LONGEST = 300
+
+
+def main(job: Path, result: Path) -> None:
+    """Takes the step that a file describes and writes what it took, or why it cannot be taken."""
+    asked = json.loads(job.read_text(encoding="utf-8"))
+    recipe, launch = validate_recipe(asked["recipe"]), Launch(**asked["launch"])
+    try:
+        found = step(recipe, launch, asked["stored"])
+    except Exception as error:  # whatever a network's own code answers to tensors without values
+        found = {"reason": reason(error), "traceback": traceback.format_exc()}
+    atomic_files.write_text(result, json.dumps({**found, "cpu_s": time.process_time()}))
+
+
+def reason(error: Exception) -> str:
+    """What cannot be traced, in one line: the operation, where it is known."""
+    operation = getattr(error, "func", None)
+    text = " ".join(str(error).split())
+    where = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "/torch/" not in f.filename), None)
+    place = f" (in {Path(where.filename).name}, {where.name})" if where is not None else ""
+    what = f"{operation} needs values" if operation is not None else text[:_LONGEST] or type(error).__name__
+    return f"{what}{place}"
+
+
+def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
+    """Traces the second step of a run, or a later one: the optimiser has its state, and buckets are there.
+
+    Args:
+        stored: The dtype of frozen weights as they are stored; None reads it off them.
+    """
+    task = find_task(recipe)
+    backend = fake_backend.start(recipe, launch)
+    network, example = build(recipe, stored), batch(recipe)
+    if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
+        _one_document_a_row()
+    _dropout_as_on_gpus()
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        realise(network)
+        caller = ForwardWrapper(network.train())
+        caller.autocast = backend.autocast
+        tracker.track_external(caller)
+        model, optimizer = fake_backend.prepare(backend, caller, build_optimizer(caller, recipe))
+        tracker.lend()
+        inner = getattr(optimizer, "optimizer", optimizer)
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            parameter.grad = torch.empty_like(parameter)
+        inner.step()
+        optimizer.zero_grad()
+        rows = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in example.items()}
+        tracker.track_external(model, inner, *rows.values())
+        rest = tracker.now()
+        scale = torch.ones(())
+        # Gradients that stay are in their place after a step.
+        for _ in range(2 if backend.keeps_gradients else 1):
+            tracker.begin()
+            for last in (False, True) if backend.accumulation > 1 else (True,):
+                tracker.reset_mod_stats()  # of one forward pass
+                with backend.micro_batch(model, last=last):
+                    part = model(task.loss_sum, rows)
+                    backend.backward(part * (scale + 0 * part.detach()))
+                del part
+            gradients = tracker.now()["gradients"]
+            backend.clip(model, recipe.optim.clip_norm)
+            inner.step()
+            backend.clear(optimizer)
+    parts = tracker.peak
+    gathered = parts["parameters"] - rest["parameters"]
+    return {
+        "moment": tracker.moment,
+        "batch": tracker.batch,
+        "parts": {**parts, "parameters": rest["parameters"], "gathered": gathered},
+        "state": {
+            "weights": rest["parameters"] + rest["buffers"],
+            "gradients": gradients,
+            "optimizer": sum(
+                t.nbytes
+                for state in inner.state.values()
+                for t in map(local, state.values())
+                if t is not None and t.ndim
+            ),
+        },
+    }
+
+
+def local(value: Any) -> torch.Tensor | None:
+    """What this rank holds of a tensor; None of anything else."""
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def build(recipe: Recipe, stored: str | None) -> nn.Module:
+    """The network that `models.build` would build, without storage."""
+    plain = recipe.model_copy(update={"lora": None})
+    task = find_task(plain)
+    assert task.build_skeleton is not None
+    network = task.build_skeleton(plain, None)
+    known = lora_adapters.transformer(network)
+    if known is not None:
+        # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
+        known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
+    quantised = recipe.model.quantization is not None
+    packs = [(m, m.weight.shape) for m in model_shapes.packable(network, recipe)] if quantised else []
+    network = model_shapes.trained_so(network, recipe, stored)
+    fake_quantized.stand_in(network, packs, recipe)
+    if recipe.task.name == "causal_lm" and recipe.model.loss != "plain":
+        chunked_loss.fuse(known)
+    if known is not None:
+        activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)
+    return network
+
+
+def realise(network: nn.Module) -> None:
+    """Gives a network on the meta device tensors of the mode that is on."""
+    made: dict[int, Any] = {}
+    for module in network.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    new: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    if hasattr(tensor, "packed_weights"):
+                        new.packed_weights = tensor.packed_weights
+                    made[id(tensor)] = new
+                held[name] = made[id(tensor)]
+
+
+def batch(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """A micro-batch on the meta device. For a task of one's own its data is made, for it may be of any shape."""
+    rows, length = recipe.batch.rows, recipe.data.sequence_length
+    if head_of(recipe) is None:
+        train = find_task(recipe).build_data(recipe, True).train
+        if train is None:
+            raise RecipeError("the task has no training rows to take shapes from")
+        return {name: value.to("meta") for name, value in train.batch(np.arange(rows) % len(train)).items()}
+    names = ["input_ids", "targets"]
+    if recipe.task.name == "sequence_classification":
+        names.append("attention_mask")
+    elif recipe.data.packing == "documents":
+        names.append("position_ids")
+    found = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
+    if recipe.task.name == "sequence_classification":
+        found["targets"] = found["targets"][:, 0]
+    return found
+
+
+def _dropout_as_on_gpus() -> None:
+    """There attention keeps nothing for its dropout, and other masks take a byte; CPUs write out scores, in fp32."""
+    functional: Any = nn.functional
+    attention = functional.scaled_dot_product_attention
+
+    def fused(*arguments: Any, dropout_p: float = 0.0, **options: Any) -> Any:
+        return attention(*arguments, **options)
+
+    def dropout(given: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(given, p, training)[0]
+
+    functional.scaled_dot_product_attention, functional.dropout = fused, dropout
+
+
+def _one_document_a_row() -> None:
+    """Says what transformers looks up in the values of positions: that no row holds several documents.
+
+    Of tensors without values it assumes that they do, and makes a mask.
+    Source: transformers 5.23, `find_packed_sequence_indices` in `masking_utils.py`.
+    """
+    masks: Any = masking_utils
+    masks.find_packed_sequence_indices = lambda position_ids: None
+
+
+if __name__ == "__main__":
+    from finetune.utils.silence_libraries import silence_libraries
+
+    silence_libraries()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,5 @@
+"""What a model is trained to do. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
+
+from finetune.tasks.task import Batch, Rows, Task, TaskData
+
+__all__ = ["Batch", "Rows", "Task", "TaskData"]

@@ -1,0 +1,66 @@
+"""Causal language modelling: the next token of each token. Letters as in `task`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models import attention, chunked_loss, lora_adapters
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_meta_model, build_model
+from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task_data import build_task_data
+
+
+def _build_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
+    config = resolve_model_config(
+        recipe,
+        tokenizer=ready.tokenizer if ready else None,
+        vocab_size=recipe.tokenizer.vocab_size,
+    )
+    return build_meta_model(config, "causal_lm", recipe)
+
+
+def _build_model(recipe: Recipe, ready: TaskData) -> nn.Module:
+    config = resolve_model_config(recipe, tokenizer=ready.tokenizer)
+    return build_model(recipe, config, "causal_lm")
+
+
+def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores of the next token, (B, T, V), in the dtype that the network computes in.
+
+    No attention mask, and no cache: transformers tells packed documents apart by their restarting positions,
+    and only if it is given neither. Attention that takes one document at a time is told where they begin.
+    """
+    return _outputs(network, batch).logits  # type: ignore[no-any-return]
+
+
+def _outputs(network: nn.Module, batch: Batch) -> Any:
+    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+    told = attention.told_by(lora_adapters.transformer(network), batch)
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
+
+
+def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Targets are shifted already."""
+    inner = lora_adapters.transformer(network)
+    fused = chunked_loss.of_network(inner)
+    if fused is None:
+        return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
+    fused.targets = batch["targets"].flatten()
+    try:
+        outputs = _outputs(network, batch)
+    finally:
+        fused.targets = None
+    # A copy, not a view: wrappers that shard warn of views that leave a module.
+    return outputs.logits.reshape(()).clone()  # type: ignore[no-any-return]
+
+
+CAUSAL_LM = Task(
+    build_data=build_task_data,
+    build_model=_build_model,
+    loss_sum=_loss_sum,
+    build_skeleton=_build_skeleton,
+    text=True,
+)

@@ -1,0 +1,80 @@
+"""Sequence classification: one class a row. Letters as in `task`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune.config.recipe_schema import Recipe
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_meta_model, build_model
+from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task_data import build_task_data
+from finetune.utils.errors import RecipeError
+
+
+def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
+    counted = ready.num_labels if ready is not None else None
+    asked = recipe.task.num_labels
+    if counted is not None and asked is not None and counted > asked:
+        raise RecipeError(f"task.num_labels is {asked}, but the data has {counted} classes. Set it to {counted}.")
+    found = asked or counted
+    if found is None:
+        raise RecipeError("task.num_labels: how many classes there are is not known before the data is read; give it.")
+    return found
+
+
+def classifier_config(recipe: Recipe, ready: TaskData | None) -> Any:
+    tokenizer = ready.tokenizer if ready else None
+    config = resolve_model_config(
+        recipe,
+        tokenizer=tokenizer,
+        vocab_size=recipe.tokenizer.vocab_size,
+        num_labels=_num_labels(recipe, ready),
+        label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
+    )
+    if tokenizer is not None and tokenizer.pad_token_id is not None:
+        # What fills the rows, and not what a model's config may say.
+        config.pad_token_id = tokenizer.pad_token_id
+    elif tokenizer is not None and config.pad_token_id is None:
+        raise RecipeError(
+            f"tokenizer: the tokenizer has neither a padding token nor an end of text, and a {config.model_type} "
+            "classifies at the last token that is no padding. Name a tokenizer with one of them as tokenizer.name."
+        )
+    return config
+
+
+def _build_model(recipe: Recipe, ready: TaskData) -> nn.Module:
+    return build_model(recipe, classifier_config(recipe, ready), "sequence_classification")
+
+
+def _build_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
+    return build_meta_model(classifier_config(recipe, ready), "sequence_classification", recipe)
+
+
+def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores of the classes, (B, C)."""
+    return network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # type: ignore[no-any-return]
+
+
+def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
+    return _class_loss(_class_scores(network, batch), batch)
+
+
+def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return functional.cross_entropy(scores.float(), batch["targets"], reduction="sum")
+
+
+def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
+    scores = _class_scores(network, batch)
+    return torch.stack((_class_loss(scores, batch), (scores.argmax(-1) == batch["targets"]).sum().float()))
+
+
+SEQUENCE_CLASSIFICATION = Task(
+    build_data=build_task_data,
+    build_model=_build_model,
+    loss_sum=_loss_sum,
+    loss_and_correct=_loss_and_correct,
+    build_skeleton=_build_skeleton,
+)

@@ -1,0 +1,70 @@
+"""What a model is trained to do. The loop knows only a module and a `loss_sum`.
+
+Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.config.recipe_schema import Recipe
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Rows(Protocol):
+    """Training rows, read by position."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """The given rows as CPU tensors, first dimension `B`."""
+        ...
+
+    def num_targets(self, rows: np.ndarray) -> int:
+        """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
+        ...
+
+    # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a task learns from and is evaluated on."""
+
+    train: Rows | None
+    validation: Rows | None = None
+    tokenizer: Any | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    """What is written into `run.json`."""
+    report_lines: tuple[str, ...] = ()
+    """What people read at the start."""
+    num_labels: int | None = None
+    label_names: tuple[str, ...] = ()
+    digest: str = ""
+    """Changes whenever the training rows do."""
+    ends: tuple[int, ...] = ()
+    """The tokens that learned answers end in, if they are conversations."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the loop needs to know of a job."""
+
+    build_data: Callable[[Recipe, bool], TaskData]
+    """`(recipe, quiet)` to data. Runs before any process group exists, on every process."""
+    build_model: Callable[[Recipe, TaskData], nn.Module]
+    """To a network with the same weights on every process; it may be on the meta device."""
+    loss_sum: Callable[[nn.Module, Batch], torch.Tensor]
+    """The loss summed over the batch's targets, a scalar in fp32."""
+    loss_and_correct: Callable[[nn.Module, Batch], torch.Tensor] | None = None
+    """What `loss_sum` returns and how many targets were predicted right, (2,) in fp32, by one forward pass: evaluation
+    then reports `accuracy`."""
+    build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
+    """The network on the meta device, for dry runs and for writing it."""
+    text: bool = False
+    """Whether the network writes text, token by token."""

@@ -1,0 +1,30 @@
+"""The data of the built-in tasks."""
+
+from finetune.config.recipe_schema import Recipe
+from finetune.data import prepare
+from finetune.tasks.task import TaskData
+
+
+def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
+    prepared = prepare.prepare_data(recipe, quiet=quiet)
+    if prepared.num_labels is not None and prepared.tokenizer.pad_token_id is None:
+        # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
+        # the model and pads by its tokenizer.
+        prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
+    return TaskData(
+        train=prepared.train,
+        validation=prepared.validation,
+        tokenizer=prepared.tokenizer,
+        report=prepared.report.to_dict(),
+        report_lines=tuple(prepared.report.lines()),
+        num_labels=prepared.num_labels,
+        label_names=prepared.label_names,
+        digest=prepared.digest,
+        ends=_ends(prepared),
+    )
+
+
+def _ends(prepared: prepare.PreparedData) -> tuple[int, ...]:
+    train = prepared.report.train
+    names = train.chat.ends if train is not None and train.chat is not None else {}
+    return tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names)

@@ -1,0 +1,68 @@
+"""How far a run goes, and how rows map to steps."""
+
+import math
+from dataclasses import dataclass
+
+from finetune.config.recipe_schema import Recipe
+from finetune.tasks.task import Rows
+from finetune.utils.errors import DataError, RecipeError
+
+
+@dataclass(frozen=True)
+class Length:
+    """How far a run goes, and how an epoch maps to positions."""
+
+    num_steps: int
+    epoch_rows: int
+    """Rows of an epoch that are used: all, or those that fill whole global batches."""
+    left_out: int
+    """Rows of an epoch that are not used."""
+
+
+def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
+    """Settles the number of steps.
+
+    Raises:
+        DataError: If the training rows do not fill one global batch.
+        RecipeError: If there is nothing to train on.
+    """
+    length, size = recipe.length, recipe.batch.global_size
+    if length.steps == 0:
+        return Length(num_steps=0, epoch_rows=0, left_out=0)
+    if rows is None:
+        raise RecipeError("There are no training rows, but the length of the run is not 0 steps. Name data.train.")
+    if len(rows) < size:
+        raise DataError(
+            f"The training data fills {len(rows)} rows, fewer than one global batch of {size}. Lower "
+            f"batch.global_size to at most {len(rows)}, lower data.sequence_length, or add data."
+        )
+    left_out = len(rows) % size if recipe.data.last_batch == "drop" else 0
+    epoch_rows = len(rows) - left_out
+    if length.steps is not None:
+        steps = length.steps
+    elif length.epochs is not None:
+        steps = int(length.epochs * epoch_rows / size)
+        if steps == 0:
+            raise RecipeError(f"length.epochs {length.epochs} is less than one step of {size} rows. Raise it.")
+    else:
+        assert length.tokens is not None
+        steps = math.ceil(length.tokens / (size * recipe.data.sequence_length))
+    return Length(num_steps=steps, epoch_rows=epoch_rows, left_out=left_out)
+
+
+def describe_length(recipe: Recipe, length: Length, *, world: int, accumulation: int) -> list[str]:
+    """Lines for people: the arithmetic of batch, micro-batch and epoch."""
+    if not length.num_steps:
+        return ["evaluation only: 0 steps"]
+    batch = recipe.batch
+    lines = [
+        f"{length.num_steps} steps of {batch.global_size} rows = {world} process(es) x {batch.micro_size} rows "
+        f"x {accumulation} micro-batch(es); {length.epoch_rows:,} rows an epoch"
+    ]
+    if length.left_out:
+        lines.append(f"{length.left_out} row(s) an epoch do not fill a global batch and are left out of it")
+    elif length.epoch_rows % batch.global_size:
+        lines.append(
+            f"the last {length.epoch_rows % batch.global_size} row(s) of an epoch share a batch with the next epoch's"
+        )
+    return lines

@@ -1,0 +1,61 @@
+"""What a run would do, without data or weights."""
+
+import os
+
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.launch.launch_environment import LaunchEnvironment
+from finetune.distributed.resolve_config import resolve_config
+from finetune.models import float8, lora_adapters
+from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.optim import lr_schedule, optimizers
+from finetune.optim.optimizers import build_optimizer
+from finetune.planning.model_shapes import sized
+from finetune.tasks.task_lookup import find_task
+from finetune.utils.errors import RecipeError
+
+
+def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
+    """Resolves and checks a recipe against a launch, builds its network without storage, says the plan.
+
+    Args:
+        foreseen: The launch; this process's own if left out.
+
+    Raises:
+        FinetuneError: With what is wrong.
+    """
+    asked = foreseen.launch if foreseen else read_launch()
+    settled = resolve_config(recipe, asked, foreseen.env if foreseen else os.environ)
+    optimizers.check_optimizer(recipe, cut=asked.cuts_state, flat=asked.flattens)
+    float8.check(recipe)
+    task = find_task(recipe)
+    if task.build_skeleton is None:
+        raise RecipeError(
+            f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
+        )
+    network = task.build_skeleton(sized(recipe), None)
+    kind = type(lora_adapters.transformer(network) or network).__name__
+    build_optimizer(ForwardWrapper(network), recipe)
+    counted = sum(p.numel() for p in network.parameters())
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
+    batch, data, world = recipe.batch, recipe.data, asked.num_processes
+    sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
+    rate = f"peak rate {lr_schedule.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
+    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
+    if batch.micro_size == "auto":
+        split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
+    lines = {
+        "task": recipe.task.name,
+        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",
+        "weights": recipe.model.name or f"random, seed {recipe.seed}",
+        "adapters": lora_adapters.describe(network),
+        "backend": f"{asked.kind} on {world} process(es)" + (f", from {asked.file}" if asked.file else ""),
+        "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",
+        "batch": "evaluation only" if recipe.length.steps == 0 else split,
+        "length": ", ".join(f"{value} {key}" for key, value in length.items()),
+        "optimiser": f"{recipe.optim.name}, {rate}",
+        "output": recipe.output.dir,
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items() if value is not None)

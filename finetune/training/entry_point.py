@@ -1,0 +1,88 @@
+"""What each process of a launch runs: `scripts/train.py`, from its arguments to its exit code."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from finetune.config import recipe_paths
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.utils import hub_access, orphan_watch
+from finetune.utils.errors import FinetuneError
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
+from finetune.utils.hub_access import go_offline_if_unreachable
+
+DRY_RUN_HELP = "check all but data and weights, and stop"
+
+
+def train_main(arguments: Sequence[str] | None = None) -> int:
+    """What each process of `accelerate launch … scripts/train.py` runs; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/train.py",
+        description="Train as a recipe says, in each process that a launcher starts; alone, in one process.",
+        epilog="example: finetune launch --config_file accelerate_configs/ddp.yaml recipes/sample.yaml optim.lr=1e-3",
+    )
+    add_recipe_arguments(parser, optional=True)
+    parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.recipe is None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            parser.print_help(sys.stderr)
+        return USER_ERROR
+    return guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument("recipe", nargs="?" if optional else None, help="a recipe, such as recipes/sample.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
+
+
+def load_checked(parsed: argparse.Namespace) -> Recipe:
+    """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
+    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe_paths.check(recipe)
+    go_offline_if_unreachable()
+    hub_access.require(recipe.model.name, "model.name")
+    hub_access.require(recipe.tokenizer.name, "tokenizer.name")
+    return recipe
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    recipe = load_checked(parsed)
+    from finetune.monitoring.out_of_memory import explain_out_of_memory
+    from finetune.training.build_run import build_run
+    from finetune.training.loop import train
+    from finetune.utils.silence_libraries import silence_libraries
+
+    silence_libraries()
+    try:
+        with orphan_watch.needed(128 + signal.SIGTERM):
+            run = build_run(recipe, quiet=parsed.quiet)
+        with run.stopper.listening():
+            results = train(run)
+            run.backend.close()
+            # Requests to stop reach the ranks one after the other: the last ones find all saved.
+            run.stopper.ignore()
+    except FinetuneError:
+        raise
+    except Exception as error:
+        if (explained := explain_out_of_memory(error)) is not None:
+            raise explained from error
+        return say_failure(error)
+    if "stopped" in results:
+        tell_launcher()
+        return REQUEUE
+    return 0
+
+
+def _dry_run(parsed: argparse.Namespace) -> None:
+    recipe = load_checked(parsed)
+    from finetune.training.dry_run import describe
+
+    text = describe(recipe)
+    if os.environ.get("RANK", "0") == "0":
+        print(text)

@@ -1,0 +1,83 @@
+"""Exact evaluation: every row once, weighted by targets, whatever the batch size and the number of ranks."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.distributed.backend import Backend
+from finetune.tasks.task import Rows, Task
+
+# Forward passes between two questions whether to give up; each makes the host wait for the device.
+_ASK_EVERY = 16
+
+
+def evaluate(
+    backend: Backend,
+    model: nn.Module,
+    task: Task,
+    rows: Rows,
+    micro_size: int,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Mean loss per target over all rows, with what follows from it.
+
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
+    in them. A rank whose share is used up goes on with a row that counts for nothing.
+
+    Args:
+        model: The prepared model, a `ForwardWrapper` inside.
+        micro_size: Rows in one forward pass of one process; it does not change the result.
+        stopped: Asked now and then, on all ranks together, whether to give up.
+
+    Returns:
+        None if it was stopped; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy` if the
+        task counts hits.
+    """
+    # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
+    sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
+    targets = 0
+    stride = micro_size * backend.world
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for number, start in enumerate(range(0, len(rows), stride)):
+            if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
+                model.train(was_training)
+                return None
+            first = start + backend.rank * micro_size
+            share = np.arange(first, min(first + micro_size, len(rows)))
+            empty = len(share) == 0
+            batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
+            found = model(task.loss_and_correct or task.loss_sum, batch)
+            if not empty:
+                sums[: found.numel()] += found.double().reshape(-1)
+                targets += rows.num_targets(share)
+    model.train(was_training)
+    count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
+    loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
+    result = {"loss": loss_sum / max(1.0, total), "targets": total}
+    if task.text:
+        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+    if task.loss_and_correct:
+        result["accuracy"] = hit_sum / max(1.0, total)
+    return result
+
+
+def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on the device, sent as `send` does."""
+    return {key: send(value, device) for key, value in batch.items()}
+
+
+def send(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device.
+
+    To a GPU it goes from pinned memory and without waiting: a copy from other memory stops the host until the GPU has
+    come to it. The caching allocator of pinned memory keeps what is sent until it has arrived.
+    """
+    if device.type == "cpu":
+        return value
+    return value.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,304 @@
+"""How many rows a forward pass takes, where the recipe leaves it open: `batch.micro_size: auto`.
+
+A plan says where to begin. Each size is then tried in processes of its own, which every rank starts beside itself:
+whatever they run into, nothing of it is left. What was found is kept for the next run of its kind.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config.recipe import divisors, dump_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed import device_selection, rendezvous_store
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import Launch
+from finetune.monitoring.metrics import warn
+from finetune.planning.planner import cells, largest
+from finetune.utils.atomic_files import digest_of, write_json
+from finetune.utils.errors import BackendError, MemoryFullError
+
+# The share of a rank's memory that a trial may take: evaluation, checkpoints and allocators' gaps come on top.
+FULL = 0.92
+
+# What a trial's process exits with when memory was not enough.
+OUT_OF_MEMORY = 3
+
+# How long ranks wait for one that still tries: others may start later, and large models load slowly.
+_PATIENCE = timedelta(hours=2)
+
+# Seconds between two looks at whether another rank's process has failed.
+_EVERY_S = 0.2
+
+# Sections that memory does not depend on, and that a trial does without.
+_QUIET: dict[str, Any] = {
+    "eval": {"every_steps": None, "at_end": False},
+    "sample": None,
+    "log": {"trackers": ()},
+    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False},
+    "resume": {"mode": "never"},
+    "length": {"steps": 2},
+}
+_MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What `auto` came to."""
+
+    recipe: Recipe
+    facts: dict[str, Any] | None
+    """For `run.json`; None where the recipe gives a number."""
+    lines: tuple[str, ...] = ()
+
+
+def resolve_micro_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int | None, quiet: bool) -> Sized:
+    """Puts a number in place of `batch.micro_size: auto`, the same on every rank; every rank calls it.
+
+    Args:
+        digest: Of the training rows.
+        begun: The number that a run which goes on has to keep.
+
+    Raises:
+        MemoryFullError: If not even one row fits.
+        BackendError: If a trial fails otherwise.
+    """
+    if recipe.batch.micro_size != "auto":
+        return Sized(recipe, None)
+    if begun is not None:
+        line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
+        return Sized(_changed(recipe, {"batch": {"micro_size": begun}}), {"asked": "auto", "rows": begun}, (line,))
+    rank, world = int(os.environ.get("RANK", "0")), asked.num_processes
+    notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
+    sizes, room = divisors(recipe.batch.global_size // world), device_selection.room()
+    kept = _kept(recipe, asked, digest)
+    if rank == 0:
+        known = _read(kept, room.total)
+        notes.write("begin", known or {"first": largest(recipe, asked, sizes, room.total), "room": room.total})
+    begin = notes.read("begin")
+    if "rows" in begin:
+        return _sized(recipe, begin, room.place, known=True)
+    tried: dict[int, float | None] = {}
+    trials = Path(recipe.output.dir) / ".trials"
+    try:
+        while (size := next_size(sizes, int(begin["first"]), tried)) is not None:
+            if rank == 0 and not quiet:
+                print(f"batch.micro_size: auto: trying {size} row(s) a forward pass", file=sys.stderr, flush=True)
+            tried[size] = _try(_trial_of(recipe, size, world, trials / str(size)), asked, notes, rank)
+    finally:
+        if rank == 0:
+            shutil.rmtree(trials, ignore_errors=True)
+    fits = [size for size, share in tried.items() if share is not None and share <= FULL]
+    if not fits:
+        gib = begin["room"] / 2**30
+        raise MemoryFullError(
+            f"batch.micro_size: auto: not even {min(sizes)} row(s) a forward pass fit into {gib:.2f} GiB of "
+            f"{room.place} for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
+            "train adapters (lora), or take a launch file of accelerate_configs/ that shards or offloads more."
+        )
+    found = {"rows": max(fits), "room": begin["room"], "tried": {str(size): share for size, share in tried.items()}}
+    if rank == 0:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, found)
+        except OSError as error:
+            warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
+    return _sized(recipe, found, room.place, known=False)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """When gradients of a step's micro-batches are summed over ranks."""
+
+    each: bool
+    """After each of them, with which a rank holds its shards alone; else after the last."""
+    needed: int | None
+    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
+    the network cannot be counted."""
+    room: int
+    """Bytes that a rank can have."""
+
+    def line(self, accumulation: int) -> str:
+        """One line for people."""
+        how = "summed over ranks after each" if self.each else "held whole, and summed over ranks after the last,"
+        why = "as the launch says"
+        if self.room:
+            why = "whole ones cannot be forecast"
+        if self.needed is not None:
+            fits, gib = "would not fit" if self.each else "fit", 2**30
+            why = f"whole ones {fits}: {self.needed / gib:,.2f} of {self.room / gib:,.2f} GiB by the forecast"
+        return f"gradients are {how} of {accumulation} micro-batches ({why})"
+
+
+def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> Summed | None:
+    """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
+
+    What decides is the same at every start on a machine, so that a run that goes on takes the same path to the bit.
+
+    Returns:
+        None where there is nothing to choose.
+    """
+    launch, rows = backend.launch, recipe.batch.rows
+    if not launch.defers(backend.accumulation):
+        chosen = launch.sync_each_batch if backend.accumulation > 1 else None
+        return None if chosen is None else Summed(chosen, None, 0)
+    least = backend.max(torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device))
+    found = Summed(True, None, int(-least.item()))
+    if backend.is_main:
+        of = cells(recipe, replace(launch, sync_each_batch=False), found.room)
+        whole = of(rows) if of is not None else None
+        if whole is not None and whole.memory is not None:
+            found = Summed(whole.verdict != "fits", whole.needed, found.room)
+    found = Summed(**backend.tell(asdict(found)))
+    backend.launch = replace(launch, sync_each_batch=found.each)
+    return found
+
+
+def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
+    """The size to try next, None if the largest that fits is known.
+
+    Args:
+        sizes: All that come out even, ascending.
+        tried: The share of the memory that each took; None if it was not enough.
+    """
+    if not tried:
+        return first
+    measured = {size: share for size, share in tried.items() if share is not None}
+    best = max((size for size, share in measured.items() if share <= FULL), default=0)
+    over = min((size for size in tried if size > best), default=sizes[-1] + 1)
+    between = [size for size in sizes if best < size < over]
+    if not between:
+        return None
+    if not best:
+        return max((size for size in between if 2 * size <= over), default=between[0])
+    # Memory grows with the rows on top of what does not: by two measurements a line, by one at most in proportion.
+    base, slope = 0.0, measured[best] / best
+    if len(measured) > 1:
+        low, high = sorted(measured)[-2:]
+        slope = max(0.0, (measured[high] - measured[low]) / (high - low))
+        base = measured[high] - slope * high
+    within = [size for size in between if base + slope * size <= FULL]
+    if within:
+        return within[-1]
+    return between[0] if len(measured) == 1 else None
+
+
+def _try(recipe: Recipe, asked: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
+    """Trains two steps in a process of its own beside each rank.
+
+    Returns:
+        The largest share of a rank's memory that was held; None if it was not enough somewhere.
+
+    Raises:
+        BackendError: If the trial failed otherwise.
+    """
+    name = f"trial-{notes.number}-{recipe.batch.rows}"
+    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
+        file, report, said = (Path(folder) / name for name in ("recipe.yaml", "report.json", "said.txt"))
+        file.write_text(dump_recipe(recipe), encoding="utf-8")
+        words = [sys.executable, "-m", "finetune.training.micro_batch_trial", str(file), str(report)]
+        env = rendezvous_store.apart(name)
+        if asked.num_threads is not None:
+            env["OMP_NUM_THREADS"] = str(asked.num_threads)
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        try:
+            own = _wait(process, notes, f"{name}/over")
+        finally:
+            process.kill()
+            process.wait()
+        note: dict[str, Any] = {"code": own}
+        if own == 0:
+            note |= json.loads(report.read_text(encoding="utf-8"))
+        elif own is not None:
+            note["said"] = " ".join(said.read_text(encoding="utf-8", errors="replace").split())[-600:]
+            notes.write(f"{name}/over", rank)
+    notes.write(f"{name}/{rank}", note)
+    ended = [notes.read(f"{name}/{other}") for other in range(asked.num_processes)]
+    if all(note["code"] == 0 for note in ended):
+        return float(max(note["share"] for note in ended))
+    # A host that runs out of memory kills.
+    if any(note["code"] in (OUT_OF_MEMORY, -9) for note in ended):
+        return None
+    first = next(note for note in ended if note["code"])
+    raise BackendError(
+        f"batch.micro_size: auto: a trial with {recipe.batch.micro_size} row(s) failed with exit code {first['code']}: "
+        f"{first['said']} Mend that, or give a number, with which nothing is tried."
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousStore, over: str) -> int | None:
+    """Its exit code; None if it is of no use any more, because another rank's has failed."""
+    while True:
+        try:
+            return process.wait(_EVERY_S)
+        except subprocess.TimeoutExpired:
+            if notes.has(over):
+                return None
+
+
+def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
+    """The recipe, cut down to what decides memory: two steps of at most two micro-batches."""
+    micro_batches = min(2, recipe.batch.global_size // (size * world))
+    changes: dict[str, Any] = {
+        **_QUIET,
+        "batch": {"micro_size": size, "global_size": size * world * micro_batches},
+        "output": {"dir": str(folder), "overwrite": True},
+    }
+    return _changed(recipe, changes)
+
+
+def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    update: dict[str, Any] = {}
+    for name, values in changes.items():
+        section = getattr(recipe, name)
+        if name == "length":
+            values = dict.fromkeys(type(section).model_fields) | values
+        update[name] = None if values is None else section.model_copy(update=values)
+    return recipe.model_copy(update=update)
+
+
+def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> Sized:
+    share, trials = found["tried"][str(found["rows"])], len(found["tried"])
+    how = "as found before" if known else f"{trials} trial" + ("s" if trials > 1 else "")
+    line = f"batch.micro_size: auto is {found['rows']}, with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place}"
+    changed = _changed(recipe, {"batch": {"micro_size": found["rows"]}})
+    return Sized(changed, {"asked": "auto", **found, "known": known}, (f"{line} ({how})",))
+
+
+def _kept(recipe: Recipe, asked: Launch, digest: str) -> Path:
+    """Where is written down what was found for such a model, launch and device."""
+    section, launch = recipe.model, {**asdict(asked), "file": None, "ds_place": None}
+    config = Path(section.name or "") / "config.json"
+    facts = {
+        "recipe": {name: recipe.model_dump(mode="json")[name] for name in _MATTERS},
+        "sizes": [recipe.data.packing, recipe.data.sequence_length, recipe.batch.global_size],
+        # Rows of different lengths: the longest decide.
+        "rows": digest if recipe.data.packing == "padded" else None,
+        "config": config.read_text(encoding="utf-8") if section.name and config.is_file() else None,
+        "launch": launch,
+        "here": device_selection.identity(),
+    }
+    return Path(recipe.data.cache_dir) / "micro_size" / f"{digest_of(facts)[:16]}.json"
+
+
+def _read(file: Path, room: int) -> dict[str, Any] | None:
+    """What was found before, if it fits the room that there is now: a host's changes."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        fits = found["tried"][str(int(found["rows"]))] * found["room"] <= FULL * room
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None  # nothing yet, or nothing that can be read: it is tried again
+    return found if fits else None

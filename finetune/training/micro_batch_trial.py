@@ -1,0 +1,72 @@
+"""Two steps of a recipe, to see what they take; `sizing` starts this beside each rank, and nothing imports it."""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config.recipe import load_recipe
+from finetune.distributed import device_selection
+from finetune.monitoring.out_of_memory import explain_out_of_memory
+from finetune.training.build_run import build_run
+from finetune.training.loop import train_step
+from finetune.training.micro_batch_search import OUT_OF_MEMORY
+from finetune.utils import exit_codes, orphan_watch
+from finetune.utils.atomic_files import write_json
+from finetune.utils.errors import FinetuneError, MemoryFullError
+from finetune.utils.silence_libraries import silence_libraries
+
+
+class Longest:
+    """Training rows in whose place the longest are read."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows, self._longest = rows, rows.longest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._rows.batch(self._longest[: len(rows)])
+        return found
+
+    def num_targets(self, rows: Any) -> int:
+        return int(self._rows.num_targets(self._longest[: len(rows)]))
+
+
+def main(file: str, report: str) -> int:
+    """Takes the steps, and writes the share of the memory that was held, over all ranks."""
+    recipe = load_recipe(file, ())
+    room = device_selection.room()
+    run = build_run(recipe, quiet=True)
+    if hasattr(run.data.train, "longest"):
+        run.read_from(Longest(run.data.train))
+    for step in range(run.length.num_steps):
+        train_step(run, step)
+    share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)
+    write_json(Path(report), {"share": run.backend.max(share).item()})
+    run.backend.close()
+    return 0
+
+
+def _guarded() -> int:
+    try:
+        with orphan_watch.needed(1, always=True):
+            return main(*sys.argv[1:])
+    except MemoryFullError:
+        return OUT_OF_MEMORY
+    except FinetuneError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return exit_codes.USER_ERROR
+    except Exception as error:
+        if explain_out_of_memory(error) is not None:
+            return OUT_OF_MEMORY
+        traceback.print_exception(error)
+        return 1
+
+
+if __name__ == "__main__":
+    silence_libraries()
+    exit_codes.exit_with(_guarded())

@@ -1,0 +1,255 @@
+"""Forward passes before the first step: what runs, and whether documents stay apart, can only be seen running."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config.recipe_schema import Recipe
+from finetune.distributed.backend import Backend
+from finetune.models import chunked_loss, lora_adapters
+from finetune.models.forward_wrapper import unwrap
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.tasks.task import Batch, Task, TaskData
+from finetune.training import evaluation
+from finetune.utils.errors import BackendError, DataError, FinetuneError
+
+
+def forward_once(backend: Backend, model: nn.Module, task: Task, data: TaskData) -> torch.Tensor:
+    """The loss of one row, without gradients. Every rank must call it."""
+    rows = data.train if data.train is not None else data.validation
+    if rows is None:
+        raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
+    model.eval()
+    with torch.no_grad(), _by_name(model):
+        loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), backend.device))
+    model.train()
+    return loss
+
+
+@contextmanager
+def _by_name(model: nn.Module) -> Iterator[None]:
+    """Names the architecture whose own code cannot run what it is given."""
+    try:
+        yield
+    except (FinetuneError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:  # architectures stumble in many ways
+        inner = lora_adapters.transformer(unwrap(model))
+        files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+        if inner is None or not any("/transformers/models/" in Path(file).as_posix() for file in files):
+            raise
+        used, said = str(inner.config._attn_implementation), " ".join(str(error).split()).rstrip(".")
+        other = "`eager`" if used == "sdpa" else "`sdpa`"
+        raise BackendError(
+            f"A forward pass of {_name(inner)} with attention `{used}` ends in {type(error).__name__}: {said}. Set "
+            f"model.attention to {other}; if that ends likewise, this architecture cannot be trained on text alone."
+        ) from error
+
+
+def _name(network: PreTrainedModel) -> str:
+    """The architecture, as transformers and `model.config` call it."""
+    kind = next(base for base in type(network).__mro__ if base.__module__.startswith("transformers"))
+    return f"{kind.__name__} ({network.config.model_type})"
+
+
+def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
+    """What a language model computes its attention and its loss with, both proved. Every rank must call it.
+
+    Raises:
+        BackendError: If they do something else than they should.
+    """
+    inner = lora_adapters.transformer(unwrap(model))
+    if inner is None:
+        if recipe.data.packing == "documents":
+            check_isolation(backend, model, recipe)
+        return {"attention": "the network's own", "loss": "plain"}
+    check_order(backend, model, inner)
+    if recipe.data.packing == "documents":
+        check_isolation(backend, model, recipe)
+    return {"attention": str(inner.config._attn_implementation), "loss": check_loss(backend, model, recipe)}
+
+
+def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) -> None:
+    """Proves on the prepared model that tokens do not see those behind them: else the targets are among the inputs.
+
+    Raises:
+        BackendError: If they do.
+    """
+    ids = _ordinary(network, 8, backend.device)
+    changed = torch.cat([ids[:, :4], _other(ids, 4)], 1)
+    one, two = _scores(backend, model, [{"input_ids": x} for x in (ids, changed)])
+    seen = _apart(one[:, :4], two[:, :4])
+    if backend.max(seen).item() > _tolerance(backend):
+        turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
+        hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
+        raise BackendError(
+            f"{_name(network)} is no causal language model as it is configured: tokens see those behind them, which "
+            f"they are to predict. {hint}, or set task.name to `sequence_classification`."
+        )
+
+
+def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
+    """Proves on the prepared model that a packed document is computed as if it were alone.
+
+    Two documents in one row: changing the first must not move the second's scores, and these must be the scores of the
+    second alone, of which the network is told nothing. Architectures that do not read restarting positions, or that
+    carry a state from token to token, would leak without a word; others count positions from another number than 0.
+
+    Raises:
+        BackendError: If it is not.
+    """
+    length = max(1, min(8, recipe.data.sequence_length // 2))
+    inner = lora_adapters.transformer(unwrap(model))
+    ids = _ordinary(inner, 2 * length, backend.device)
+    changed = torch.cat([_other(ids, length), ids[:, length:]], 1)
+    edges = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=backend.device)
+    told = {"position_ids": torch.arange(length, device=backend.device).repeat(2)[None], "cu_seqlens": edges}
+    one, two = (x[:, length:] for x in _scores(backend, model, [{"input_ids": x, **told} for x in (ids, changed)]))
+    who = "this network" if inner is None else _name(inner)
+    leak = backend.max(_apart(one, two)).item()
+    if leak > _tolerance(backend):
+        raise BackendError(
+            f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
+            f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
+            f"wanted){_other_attention(recipe)}."
+        )
+    if inner is None:
+        return
+    # In front, where nothing before it can be seen, and by the network's own masks and positions.
+    (alone,) = _scores(backend, model, [{"input_ids": ids.roll(length, 1)}], untold=True)
+    off = backend.max(_apart(one, alone[:, :length])).item()
+    if off > (1e-4 if backend.precision == "fp32" else 5e-2):
+        raise BackendError(
+            f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
+            f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
+            f"data.packing to `padded` or `wrapped`{_other_attention(recipe)}."
+        )
+
+
+def _other_attention(recipe: Recipe) -> str:
+    if recipe.model.attention == "auto":
+        return ""
+    return ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
+
+
+def _ordinary(network: PreTrainedModel | None, count: int, device: torch.device) -> torch.Tensor:
+    """Some tokens that mean nothing special to a network: (1, count)."""
+    known: dict[str, Any] = {} if network is None else network.config.to_dict()
+    size = 7 if network is None else int(network.config.get_text_config().vocab_size)
+    special = set(_special(known))
+    ordinary = [token for token in range(min(size, 1000)) if token not in special][:7] or [0]
+    return torch.tensor(ordinary, device=device)[torch.arange(count, device=device) % len(ordinary)][None]
+
+
+def _other(ids: torch.Tensor, count: int) -> torch.Tensor:
+    """One of some tokens again and again: in another order, they would be the same to attention without positions."""
+    return ids[:, -1:].expand(-1, count)
+
+
+def _special(config: dict[Any, Any]) -> Iterator[int]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _special(value)
+        elif isinstance(key, str) and key.endswith(("_id", "_ids", "_index")):
+            yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, int))
+
+
+def _scores(
+    backend: Backend, model: nn.Module, batches: list[dict[str, torch.Tensor]], *, untold: bool = False
+) -> list[torch.Tensor]:
+    """Scores of the next token, (1, T, V) fp32 each.
+
+    Args:
+        untold: Whether the network gets nothing but tokens.
+    """
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), _by_name(model):
+        found = [model(_untold if untold else causal_lm_logits, batch).float() for batch in batches]
+    model.train(was_training)
+    spoilt = torch.stack([~scores.isfinite().all() for scores in found]).any().float().reshape(1)
+    if backend.max(spoilt).item():
+        raise BackendError(
+            "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
+            "numbers in its weights that are not finite, or set precision to `fp32`."
+        )
+    return found
+
+
+def _untold(network: nn.Module, batch: Batch) -> torch.Tensor:
+    return network(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """The largest difference, as a share of the largest value: (1,)."""
+    return ((one - two).abs().max() / one.abs().max().clamp(min=1e-6)).reshape(1)
+
+
+def _tolerance(backend: Backend) -> float:
+    """How far scores move that should not. What is computed alike moves by nothing, but where tokens meet in experts:
+    measured at most 3e-7 in fp32, where the least leak was 3e-5."""
+    return 1e-5 if backend.precision == "fp32" else 1e-3
+
+
+def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
+    """Proves on the prepared model that a loss computed by the head, in chunks, is the loss of the network's logits.
+
+    Architectures that do something to logits behind the head would learn something else. Every rank must call it.
+
+    Returns:
+        How the loss is computed: `chunked` or `plain`. With `model.loss: auto` it is `plain` where they differ.
+
+    Raises:
+        BackendError: If they differ and the recipe asks for `chunked`.
+    """
+    inner = lora_adapters.transformer(unwrap(model))
+    if inner is None or chunked_loss.of_network(inner) is None:
+        return "plain"
+    ids = _ordinary(inner, min(64, recipe.data.sequence_length), backend.device)
+    batch = {"input_ids": ids, "targets": ids.roll(-1)}
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
+        changed = model(_changes_behind_head, batch)
+    model.train(was_training)
+    # All ranks must decide alike, though the last bits of their sums may not be the same.
+    apart = backend.max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
+    if apart <= (1e-3 if backend.precision == "fp32" else 5e-2) and not backend.max(changed.reshape(1)).item():
+        return "chunked"
+    if recipe.model.loss == "chunked":
+        raise BackendError(
+            f"model.loss is `chunked`, but {_name(inner)} does something to its logits behind its head, so that the "
+            f"loss that the head computes is another one (off by {apart:.1%} here). Set model.loss to `plain`."
+        )
+    chunked_loss.unfuse(inner)
+    return "plain"
+
+
+def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:
+    return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
+
+
+def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """1 if logits leave a network other than they leave its head, else 0; a scalar in fp32.
+
+    Values are planted, since a cap does nothing to the small logits of first weights that it would do later on.
+    """
+    head = chunked_loss.of_network(lora_adapters.transformer(network))
+    assert head is not None
+    head.plants = True
+    try:
+        found = causal_lm_logits(network, batch)
+    finally:
+        head.plants = False
+    planted, head.planted = head.planted, None
+    if planted is None or found.shape != planted.shape:
+        return torch.ones((), device=found.device)
+    return torch.ne(found, planted).any().float()

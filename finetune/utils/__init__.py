@@ -1,0 +1,1 @@
+"""What every package uses: files, errors, exit codes, access to the hub."""

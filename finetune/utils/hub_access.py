@@ -1,0 +1,127 @@
+"""Says early that there is no model hub, or no such model, instead of waiting through a client's retries."""
+
+import os
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlparse
+from urllib.request import Request, urlopen
+
+from finetune.utils.errors import RecipeError
+
+LIMIT_S = 5.0
+"""How long to wait for an answer."""
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def go_offline_if_unreachable() -> None:
+    """Sets HF_HUB_OFFLINE where the hub's name does not resolve; call it before anything imports the hub's client.
+
+    A client that keeps asking takes most of a minute to fail, and says so many times; offline it looks into its
+    cache at once, and a missing name is a clear error.
+    """
+    if "HF_HUB_OFFLINE" in os.environ:
+        return
+    address = endpoint(os.environ)
+    if address is not None and not _answers(partial(socket.getaddrinfo, *address)):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def require(name: str | None, key: str | None = None) -> None:
+    """Refuses a model of which it is plain at once that it cannot be had.
+
+    Args:
+        name: A folder, or a model on the hub; None for none.
+        key: What named it, for the message.
+
+    Raises:
+        RecipeError: If there is no such folder, and the name cannot be the hub's, or only the hub could know it and
+            cannot be asked.
+    """
+    if name is None or Path(name).expanduser().exists() or is_cached(os.environ, "models", name):
+        return
+    place = f"{key}: there" if key else "There"
+    if not _NAME.fullmatch(name):
+        raise RecipeError(f"{place} is no folder {name}, and models on the hub are named OWNER/NAME. Correct the path.")
+    if (problem := unreachable(os.environ)) is not None:
+        raise RecipeError(
+            f"{place} is no folder '{name}', the hub's cache holds no model of that name, and {problem}. Correct the "
+            "name, or let the hub be reached."
+        )
+
+
+def unreachable(env: Mapping[str, str]) -> str | None:
+    """Why the hub cannot be asked; None if it can."""
+    if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return "the hub is not asked (HF_HUB_OFFLINE is set, or its name does not resolve)"
+    host = urlparse(_url(env)).hostname
+    if (address := endpoint(env)) is not None:
+        return None if connects(address) else f"{host} cannot be reached"
+    return None if _answers(lambda: _ask_proxy(_url(env))) else f"{host} cannot be reached through the proxy"
+
+
+def connects(address: tuple[str, int]) -> bool:
+    """Whether something listens there."""
+    return _answers(lambda: socket.create_connection(address, timeout=LIMIT_S).close())
+
+
+def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
+    """Whether the hub's cache holds some revision.
+
+    Args:
+        kind: `models` or `datasets`.
+
+    Source: huggingface_hub's layout, `models--OWNER--NAME/snapshots/COMMIT`.
+    """
+    home = Path(env.get("HF_HOME", Path(env.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "huggingface"))
+    folder = Path(
+        env.get("HF_HUB_CACHE", env.get("HUGGINGFACE_HUB_CACHE", home / "hub")),
+        f"{kind}--{name.replace('/', '--')}",
+        "snapshots",
+    )
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def endpoint(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """The hub's host and port; None behind a proxy, which resolves names itself."""
+    if any(name in env for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return None
+    url = urlparse(_url(env))
+    return None if url.hostname is None else (url.hostname, url.port or 443)
+
+
+def _url(env: Mapping[str, str]) -> str:
+    return env.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _ask_proxy(url: str) -> None:
+    try:
+        urlopen(Request(url, method="HEAD"), timeout=LIMIT_S).close()
+    except HTTPError:
+        return  # an answer all the same
+    except URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # certificates are the client's business
+            raise
+
+
+def _answers(ask: Callable[[], object]) -> bool:
+    """Whether a question to the network is answered, in time: resolvers know no limit of their own."""
+    answered = []
+
+    def attempt() -> None:
+        try:
+            ask()
+        except OSError:
+            return
+        answered.append(True)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    return bool(answered)

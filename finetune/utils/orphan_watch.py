@@ -1,0 +1,108 @@
+"""The process that started this one. It is noted before anything slow is imported: it may end at any time."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+# Seconds between two looks.
+_EVERY_S = 0.5
+
+# How a command line names Accelerate's command, installed or as a module.
+_ACCELERATE = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerate_cli")
+
+# The launchers of others, by the name of the command or of the module.
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "mpirun", "mpiexec", "deepspeed")
+
+_parent = os.getppid()
+_line: list[str] = []
+
+
+def note() -> None:
+    """Takes whoever is this process's parent now for the one that started it; for processes that were forked."""
+    global _parent, _line
+    _parent, _line = os.getppid(), _command_line()
+
+
+def _command_line() -> list[str]:
+    """That of this process's parent; empty if it cannot be read."""
+    try:
+        parent = psutil.Process().parent()
+        return [] if parent is None else parent.cmdline()
+    except psutil.Error:
+        return []
+
+
+note()
+
+
+def accelerate_arguments() -> list[str] | None:
+    """What `accelerate launch`, or `finetune launch`, was given, where that is this process's parent."""
+    found = _launch(_command_line())
+    return None if found is None else found[1]
+
+
+def is_own_launcher() -> bool:
+    """Whether `finetune launch` started this process."""
+    found = _launch(_line)
+    return found is not None and found[0] == "finetune.distributed.launch.launcher"
+
+
+def _launch(line: list[str]) -> tuple[str, list[str]] | None:
+    """The word of a command line that says that it launches by Accelerate, and what it was given."""
+    for index, word in enumerate(line):
+        name, rest = Path(word).name, line[index + 1 :]
+        if (
+            name == "accelerate-launch"
+            or word.endswith("accelerate/commands/launch.py")
+            or word == "finetune.distributed.launch.launcher"
+        ):
+            return word, rest
+        if name in _ACCELERATE and rest[:1] == ["launch"]:
+            return word, rest[1:]
+    return None
+
+
+def is_launcher() -> bool:
+    """Whether it is a launcher, so that this process is of no use without it.
+
+    A shell is none: whoever starts a process by hand, leaves it and logs out wants it to go on.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or _launch(_line) is not None:
+        return True
+    return any(Path(word).name in _LAUNCHERS or word.startswith("deepspeed.launcher.") for word in _line[:4])
+
+
+def gone() -> bool:
+    """Whether a launcher started this process and has ended: then this process has another parent now."""
+    return os.getppid() != _parent and is_launcher()
+
+
+@contextmanager
+def needed(code: int, *, always: bool = False) -> Iterator[None]:
+    """Ends this process if its launcher ends meanwhile; for as long as there is nothing to save.
+
+    Without its launcher a process may wait half an hour for others that it cannot meet, and hold the run directory.
+
+    Args:
+        code: What to exit with.
+        always: Whether any parent counts as a launcher.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_EVERY_S):
+            if os.getppid() != _parent:
+                os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended before the first step.\n")
+                os._exit(code)
+
+    if always or is_launcher():
+        threading.Thread(target=watch, name="parent", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
