@@ -109,7 +109,7 @@ def stop_after(step: int) -> Callable[[Run], None]:
     """Asks a run to stop, so that it saves after this step and ends."""
 
     def ask(run: Run) -> None:
-        run.stopper.reason = "a test"
+        run.shutdown.reason = "a test"
 
     # Ranks tell each other as a step begins.
     return at_step(step - 1, ask) if step > 1 else ask
@@ -119,14 +119,14 @@ def at_step(step: int, act: Callable[[Run], None]) -> Callable[[Run], None]:
     """Does something at the end of a step, counted from 1, before anything is saved after it."""
 
     def meddle(run: Run) -> None:
-        took = run.keeper.took
+        took = run.checkpoints.step_taken
 
         def then(number: int, signs: Any) -> None:
             took(number, signs)
             if number + 1 == step:
                 act(run)
 
-        run.keeper.took = then  # type: ignore[method-assign]
+        run.checkpoints.step_taken = then  # type: ignore[method-assign]
 
     return meddle
 

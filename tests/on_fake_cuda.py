@@ -113,7 +113,7 @@ def faults(folder: str) -> None:
                 taken = loop.train_step(run, 0)
             said = {
                 "waits": [*seen.reads, *seen.copies],
-                "targets": taken.signs.read()[0],
+                "targets": taken.sync.read()[0],
                 "norm": taken.norm.read()[0],
             }
         except Exception as error:

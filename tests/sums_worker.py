@@ -61,7 +61,7 @@ def steps(run: Run) -> dict[str, Any]:
         name: tensor.tolist() for name, tensor in run.backend.full_parameters(unwrap(run.model)) if tensor is not None
     }
     return {
-        "loss": [run.backend.sum(one.losses.double().sum()).item() / one.signs.read()[0] for one in taken],
+        "loss": [run.backend.sum(one.losses.double().sum()).item() / one.sync.read()[0] for one in taken],
         "norm": [one.norm.read()[0] for one in taken],
         "sent": sent,
         "held": held,

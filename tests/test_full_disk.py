@@ -88,7 +88,7 @@ def acts(**at: Callable[[], Any]) -> Callable[[Run], None]:
 
     def meddle(run: Run) -> None:
         for name, act in at.items():
-            at_step(int(name.partition("_")[2]), lambda run, act=act: (run.keeper.finish(), act()))(run)
+            at_step(int(name.partition("_")[2]), lambda run, act=act: (run.checkpoints.finish(), act()))(run)
 
     return meddle
 
@@ -178,8 +178,8 @@ def test_results_that_cannot_be_written(disk: Disk) -> None:
     tree = mlp(disk.place / "run", task=WIDE)
 
     def fill(run: Run) -> None:
-        finish = run.keeper.finish
-        run.keeper.finish = lambda: (finish(), disk.fill())  # type: ignore[func-returns-value,method-assign,assign]
+        finish = run.checkpoints.finish
+        run.checkpoints.finish = lambda: (finish(), disk.fill())  # type: ignore[func-returns-value,method-assign,assign]
 
     tree["output"]["save_model"] = False
     with pytest.raises(CheckpointError, match=rf"cannot write to .*/run: {FULL}\. Make room"):

@@ -81,4 +81,4 @@ def test_a_step_makes_the_host_wait_for_nothing(made: Run) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sent.tolist() == [1, 1, 1]
-    assert taken.signs.read()[0] > 0
+    assert taken.sync.read()[0] > 0

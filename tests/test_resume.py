@@ -29,7 +29,7 @@ class Crash(Exception):
 
 def crash_after(step: int) -> Callable[[Run], None]:
     def crash(run: Run) -> None:
-        run.keeper.finish()
+        run.checkpoints.finish()
         raise Crash
 
     return at_step(step, crash)

@@ -58,7 +58,7 @@ class Writer:
 
 def written(run: Run) -> None:
     """Waits for what has been let go on; the next step's agreement then brings the save forward."""
-    thread = run.keeper._saver._thread
+    thread = run.checkpoints._saver._thread
     if thread is not None:
         thread.join(60)
         assert not thread.is_alive()
@@ -168,7 +168,7 @@ def test_so_is_what_fails_later(tmp_path: Path, calm: Done, monkeypatch: pytest.
         right(*args, **kwargs)
 
     def describe(run: Run) -> None:
-        run.keeper._saver._describe = fail
+        run.checkpoints._saver._describe = fail
 
     right: Callable[..., None] = (
         (lambda folder: None) if where == "describe" else getattr(save_checkpoint.folders, where)

@@ -71,7 +71,7 @@ class CheckpointManager:
         if self._backend.is_main:
             self._warn(self._ledger.open(step=step, position=position, order=order))
 
-    def signs(self) -> dict[str, float]:
+    def sync_flags(self) -> dict[str, float]:
         """What this rank has to tell the others at the beginning of a step."""
         minutes = self._section.every_minutes
         late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
@@ -81,16 +81,16 @@ class CheckpointManager:
             "save": float(late and self._backend.is_main),
         }
 
-    def took(self, step: int, signs: StepSync) -> None:
+    def step_taken(self, step: int, sync: StepSync) -> None:
         """Notes a step in the ledger, and brings a save under way forward."""
         if self._backend.is_main:
-            self._ledger.step(step, int(signs.rows))
-        self._report(self._saver.settle(busy=signs.busy > 0, failed=signs.failed > 0))
+            self._ledger.step(step, int(sync.rows))
+        self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
-    def due(self, done: int, last: int, signs: StepSync) -> bool:
+    def due(self, done: int, last: int, sync: StepSync) -> bool:
         """Whether a checkpoint is due after `done` of `last` steps."""
         every = self._section.every_steps
-        on_time = signs.save > 0 or (every is not None and done % every == 0)
+        on_time = sync.save > 0 or (every is not None and done % every == 0)
         return self._section.at_end if done == last else on_time
 
     def save(self, network: nn.Module, optimizer: Any, state: dict[str, Any], *, must: bool = False) -> None:

@@ -53,7 +53,7 @@ class ResumePoint:
         """Targets trained on already."""
         return int(self.state.get("tokens", 0))
 
-    def must_look(self, last: int) -> bool:
+    def evaluation_is_due(self, last: int) -> bool:
         """Whether evaluation and samples are due before the first step: those that a stop cut off, or all there is.
 
         Args:

@@ -31,31 +31,31 @@ def planted(fault: str) -> Iterator[None]:
     """
     if fault in ("lost-rank", "scheduler") and os.environ.get("WORLD_SIZE", "1") == "1":
         raise RecipeError(f"--inject {fault} breaks what ranks do together, and a single process has no other.")
-    whole = loop._exchange, ForwardWrapper.forward, lr_schedule.lr_at
+    whole = loop._all_reduce_sync, ForwardWrapper.forward, lr_schedule.lr_at
     {"mean-of-means": _average_means, "lost-rank": _lose_rank, "scheduler": _hurry, "bf16-loss": _round}[fault]()
     try:
         yield
     finally:
-        loop._exchange, ForwardWrapper.forward, lr_schedule.lr_at = whole  # type: ignore[method-assign]
+        loop._all_reduce_sync, ForwardWrapper.forward, lr_schedule.lr_at = whole  # type: ignore[method-assign]
 
 
 def _average_means() -> None:
-    def factors(run: Run, window: list[Any], signs: torch.Tensor) -> list[float]:
+    def factors(run: Run, micro_batches: list[Any], sync: torch.Tensor) -> list[float]:
         assert run.data.train is not None
-        means = run.backend.world * len(window)
-        return [signs[0].item() / (means * run.data.train.num_targets(rows)) for rows in window]
+        means = run.backend.world * len(micro_batches)
+        return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in micro_batches]
 
-    _scale_losses(loop._exchange, factors)
+    _scale_losses(loop._all_reduce_sync, factors)
 
 
 def _lose_rank() -> None:
     def lost(run: Run) -> bool:
         return run.backend.rank == run.backend.world - 1
 
-    exchange = loop._exchange
+    exchange = loop._all_reduce_sync
     _scale_losses(
-        lambda run, window: exchange(run, [] if lost(run) else window),
-        lambda run, window, signs: [0.0 if lost(run) else 1.0] * len(window),
+        lambda run, micro_batches: exchange(run, [] if lost(run) else micro_batches),
+        lambda run, micro_batches, sync: [0.0 if lost(run) else 1.0] * len(micro_batches),
     )
 
 
@@ -63,22 +63,22 @@ def _scale_losses(exchange: Any, factors: Any) -> None:
     """Has the loss of each micro-batch multiplied.
 
     Args:
-        exchange: Stands in for `train._exchange`.
-        factors: What to multiply this rank's losses by, of the run, its window and what was exchanged.
+        exchange: Stands in for `loop._all_reduce_sync`.
+        factors: What to multiply this rank's losses by, of the run, its micro_batches and what was exchanged.
     """
     waiting: list[float] = []
     forward = ForwardWrapper.forward
 
-    def exchanged(run: Run, window: list[Any]) -> torch.Tensor:
-        signs: torch.Tensor = exchange(run, window)
-        waiting[:] = factors(run, window, signs)
-        return signs
+    def exchanged(run: Run, micro_batches: list[Any]) -> torch.Tensor:
+        sync: torch.Tensor = exchange(run, micro_batches)
+        waiting[:] = factors(run, micro_batches, sync)
+        return sync
 
     def scaled(self: ForwardWrapper, function: Any, *args: Any) -> Any:
         value = forward(self, function, *args)
         return value * waiting.pop(0) if waiting else value
 
-    loop._exchange = exchanged
+    loop._all_reduce_sync = exchanged
     ForwardWrapper.forward = scaled  # type: ignore[method-assign]
 
 

@@ -107,7 +107,7 @@ def replay(directory: Path, number: int) -> Replayed:
         recipe = _recipe(directory, facts, start, Path(folder))
         run = build_run(recipe, quiet=True)
         _check_identity(directory, facts["identity"], run.identity)
-        for step in range(run.begin.step, number - 1):
+        for step in range(run.resume.step, number - 1):
             _take(run, step)
         replayed = _look(run, directory, facts, number, str(start or "the first ones"), entry)
         run.backend.close()
@@ -189,12 +189,12 @@ def _look(
     grid = entry.rows.reshape(-1, micro)
     rows = [[_row(run, int(row)) for row in part] for part in grid]
     taken = _take(run, step)
-    losses, signs = taken.losses.double(), taken.signs.read()
+    losses, signs = taken.losses.double(), taken.sync.read()
     now = {
         "loss": losses.sum().item() / max(1.0, signs[0]),
         "grad_norm": taken.norm.read()[0],
         "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
-        "tokens": run.targets.item(),
+        "tokens": run.state.tokens.item(),
     }
     finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
     logged = {line["step"]: line for line in read_lines(directory / "metrics.jsonl") if "grad_norm" in line}

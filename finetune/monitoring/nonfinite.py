@@ -13,6 +13,14 @@ from finetune.utils.errors import DivergedError
 _MAX_OVERFLOWS = 40
 
 
+def spread_nonfinite(loss_sum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`loss_sum * scale`, whose gradient is not finite wherever the loss is not.
+
+    The derivative of a loss may be finite where the loss is not. Spoiled here, every rank sees it in the gradient norm.
+    """
+    return loss_sum * (scale + 0 * loss_sum.detach())
+
+
 class NonFiniteGuard:
     """Looks at each step one step later, when its numbers are there, and counts those that were skipped.
 
@@ -25,7 +33,7 @@ class NonFiniteGuard:
             before: What `state` was when the checkpoint was saved that the run resumes from.
         """
         self._backend, self._max_skipped = backend, max_skipped
-        self._taken: StepOutput | None = None
+        self._last: StepOutput | None = None
         before = before or {}
         self._in_a_row: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("in_a_row", {})}
         self.counts: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("counts", {})}
@@ -36,16 +44,16 @@ class NonFiniteGuard:
         """The counts, for a checkpoint: a restart in the middle of a series must not begin them anew."""
         return {"counts": dict(self.counts), "in_a_row": dict(self._in_a_row)}
 
-    def look(self, taken: StepOutput | None) -> dict[str, Any] | None:
+    def check(self, output: StepOutput | None) -> dict[str, Any] | None:
         """Takes a step in, and returns what happened in the one before if that was skipped.
 
         Args:
-            taken: The newest step; None looks at the last one now.
+            output: The newest step; None looks at the last one now.
 
         Raises:
             DivergedError: If too many steps in a row were skipped; the incident is its `incident`.
         """
-        before, self._taken = self._taken, taken
+        before, self._last = self._last, output
         if before is None:
             return None
         norm = before.norm.read()[0]
@@ -54,13 +62,13 @@ class NonFiniteGuard:
             return None
         return self._incident(before, norm)
 
-    def _incident(self, taken: StepOutput, norm: float) -> dict[str, Any]:
+    def _incident(self, output: StepOutput, norm: float) -> dict[str, Any]:
         backend = self._backend
-        accumulation, micro = len(taken.rows), len(taken.rows[0])
+        accumulation, micro = len(output.rows), len(output.rows[0])
         losses = torch.zeros(accumulation, backend.world, dtype=torch.float64, device=backend.device)
-        losses[:, backend.rank] = taken.losses.double()
+        losses[:, backend.rank] = output.losses.double()
         rows = torch.zeros(accumulation, backend.world, micro, dtype=torch.int64, device=backend.device)
-        for index, own in enumerate(taken.rows):
+        for index, own in enumerate(output.rows):
             rows[index, backend.rank] = torch.as_tensor(own, device=backend.device)
         seen, ids = backend.sum(losses).tolist(), backend.sum(rows).tolist()
         finite = all(abs(loss) < float("inf") for per_rank in seen for loss in per_rank)
@@ -68,7 +76,7 @@ class NonFiniteGuard:
         self.counts[kind] += 1
         self._in_a_row[kind] += 1
         incident = {
-            "step": taken.step + 1,
+            "step": output.step + 1,
             "kind": kind,
             "in_a_row": self._in_a_row[kind],
             "grad_norm": repr(norm),

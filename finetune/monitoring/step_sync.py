@@ -52,8 +52,8 @@ class StepOutput:
     """What one step left to be looked at."""
 
     step: int
-    signs: AsyncScalar
-    """What the ranks told each other as it began, as `Signs`."""
+    sync: AsyncScalar
+    """What the ranks told each other as it began, as `StepSync`."""
     norm: AsyncScalar
     """The global gradient norm; not finite if the step was skipped."""
     losses: torch.Tensor

@@ -14,8 +14,10 @@ from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
+from finetune.checkpoint.train_state import TrainState
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.prefetch import Prefetcher
+from finetune.data.rows.row_sampler import RowSampler
 from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
@@ -34,7 +36,6 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
-from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.task import Rows, Task, TaskData
 from finetune.tasks.task_lookup import check_task_weights, find_task
 from finetune.tasks.training_length import Length, describe_length, measure_length
@@ -57,179 +58,239 @@ class Run:
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
     optimizer: Any
-    proof: RuntimeReport
+    state: TrainState
+    sampler: RowSampler
+    prefetcher: Prefetcher | None
+    """Of the training rows; None where there are none."""
+    runtime: RuntimeReport
+    """What was found to run."""
     directory: RunDirectory
     reporter: Reporter
-    flops_per_target: float
-    """Of training, a token."""
-    begin: ResumePoint
-    """Where the run begins."""
-    keeper: CheckpointManager
-    """Checkpoints, ledger and incidents."""
-    stopper: ShutdownHandler
-    guard: NonFiniteGuard
+    resume: ResumePoint
+    checkpoints: CheckpointManager
+    shutdown: ShutdownHandler
+    nonfinite: NonFiniteGuard
+    timer: PhaseTimer
+    profiler: Profiler | None
+    compiled_graphs: activation_checkpointing.CompiledGraphs | None
+    """What was compiled, where layers are."""
     identity: dict[str, Any]
     """What the mathematics depend on."""
-    targets: torch.Tensor
-    """Targets trained on so far, over all ranks; on the device, float64."""
-    reader: Prefetcher | None
-    """Of the training rows; None where there are none."""
-    watch: PhaseTimer
-    profiler: Profiler | None
-    graphs: activation_checkpointing.CompiledGraphs | None
-    """What was compiled, where layers are."""
-    held: int
+    flops_per_target: float
+    """Of training, a token."""
+    weight_bytes: int
     """Bytes of weights on this rank before the first step."""
     results: dict[str, Any] = field(default_factory=dict)
-    computed: float = 0.0
-    """Tokens that all ranks have computed since this process began, learned or not, without padding."""
 
     def read_from(self, rows: Rows) -> None:
-        """Takes the training rows from somewhere else: the loop reads through `reader`, and counts in `data`."""
-        self.data, self.reader = replace(self.data, train=rows), Prefetcher(rows.batch)
+        """Takes the training rows from somewhere else."""
+        self.data, self.prefetcher = replace(self.data, train=rows), Prefetcher(rows.batch)
 
-    def position_of(self, step: int) -> int:
-        """The first position that a step reads."""
-        return self.begin.position + (step - self.begin.step) * self.recipe.batch.global_size
+    def row_order(self) -> dict[str, Any]:
+        """How positions map to rows, for the ledger."""
+        return {
+            "seed": self.recipe.seed,
+            "num_rows": self.sampler.num_rows,
+            "epoch_rows": self.length.epoch_rows,
+            "global_size": self.recipe.batch.global_size,
+            "data": self.data.digest,
+        }
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What is known of a run before its processes meet."""
+
+    task: Task
+    directory: RunDirectory
+    data: TaskData
+    length: Length
+    weights: Weights | None
+    """The files of the pretrained model."""
+    base: dict[str, Any] | None
+    """What the pretrained model is, by its files' digests."""
+    identity: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The network, and what is read off it before a backend wraps it."""
+
+    wrapper: ForwardWrapper
+    flops_per_target: float
+    products: dict[str, str]
+    """Kernels of matrix products, by name."""
+    infinite: frozenset[str]
+    """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
 
 
 def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
-    """Makes a run of a recipe: data, model, optimiser, prepared for what the launch asks, proved, and resumed.
+    """Makes a run of a recipe: data, model, optimiser, prepared for what the launch asks, verified, and resumed.
 
     Raises:
         FinetuneError: With what is wrong; nothing has been overwritten then.
     """
-    asked = read_launch()
-    settled = resolve_config(recipe, asked)
-    optimizers.check_optimizer(recipe, cut=asked.cuts_state, flat=asked.flattens)
+    launch = read_launch()
+    config = resolve_config(recipe, launch)
+    optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
     float8.check(recipe)
+    inputs = _prepare_inputs(recipe, quiet)
+    data, length, directory, identity = inputs.data, inputs.length, inputs.directory, inputs.identity
+    begun = resume_point.micro_size(recipe, directory)
+    micro = micro_batch_search.resolve_micro_size(recipe, launch, data.digest, begun=begun, quiet=quiet)
+    if micro.facts is not None:
+        recipe, config = micro.recipe, resolve_config(micro.recipe, launch)
+    backend = Backend.start(recipe, launch, config, quiet=quiet)
+    if inputs.weights is not None:
+        _check_values(inputs.weights, backend)
+    sums = micro_batch_search.resolve_gradient_dtype(recipe, backend)
+    network = _build_network(recipe, backend, inputs)
+    if depends_on_micro_size(network.wrapper.network):
+        identity[MICRO_SIZE] = recipe.batch.rows
+    model, optimizer = backend.prepare(
+        network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
+    )
+    runtime = backend.prove(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
+    kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
+    if recipe.model.compile:
+        # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
+        activation_checkpointing.compile_layers(unwrap(model), set(network.wrapper._no_split_modules))
+    memory = backend.memory(model, optimizers.state_bytes(recipe))
+    resume = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
+    profiler = _build_profiler(recipe, backend, directory, resume, length)
+    resume.restore(backend, unwrap(model), optimizer)
+    if not resume.finished:
+        facts = {
+            **backend.facts(),
+            "precision": backend.precision,
+            "runs": runtime.to_dict(),
+            "kernels": kernels or None,
+            "memory": asdict(memory),
+            "length": asdict(length),
+            "micro_size": micro.facts or recipe.batch.rows,
+            "gradients": asdict(sums) if sums is not None else None,
+            "identity": identity,
+            "base": inputs.base,
+            "data": {"digest": data.digest, **data.report},
+        }
+        directory.create(backend, recipe, facts, begin={"from_step": resume.step, "resumed_from": resume.source})
+    reporter = Reporter(backend, directory.path, length.num_steps, text=inputs.task.text, quiet=quiet)
+    if slow := slow_precision(backend.precision):
+        reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
+    for line in (
+        *data.report_lines,
+        *(inputs.weights.lines if inputs.weights is not None else ()),
+        *micro.lines,
+        *describe_length(recipe, length, world=backend.world, accumulation=backend.accumulation),
+        *((sums.line(backend.accumulation),) if sums is not None else ()),
+        runtime.line(),
+        memory.line(),
+        *resume.lines(),
+        *((", ".join(f"{name}: {kernel}" for name, kernel in kernels.items()),) if kernels else ()),
+    ):
+        reporter.say(line)
+    if recipe.log.trackers:
+        backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
+    return Run(
+        recipe=recipe,
+        backend=backend,
+        task=inputs.task,
+        data=data,
+        length=length,
+        model=model,
+        optimizer=optimizer,
+        state=TrainState.at(resume.step, resume.tokens, backend.device),
+        sampler=_build_sampler(recipe, backend, data, length, resume),
+        prefetcher=Prefetcher(data.train.batch) if data.train is not None else None,
+        runtime=runtime,
+        directory=directory,
+        reporter=reporter,
+        resume=resume,
+        checkpoints=CheckpointManager(
+            recipe,
+            backend,
+            directory.path,
+            reporter,
+            step=resume.step,
+            adapter_keys=lora_adapters.adapter_keys(unwrap(model)) if recipe.lora is not None else None,
+            describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
+            note=directory.note_checkpoint,
+            infinite=network.infinite,
+        ),
+        shutdown=ShutdownHandler(recipe.guard.grace_s),
+        nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
+        timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
+        profiler=profiler,
+        compiled_graphs=activation_checkpointing.CompiledGraphs() if recipe.model.compile else None,
+        identity=identity,
+        flops_per_target=network.flops_per_target,
+        weight_bytes=memory.frozen + memory.trained,
+        results=resume.results,
+    )
+
+
+def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
+    """Reads the data, looks at the model's files, and compares both with the run that the directory holds.
+
+    Before any process group exists, so that no rank times out in a collective while another tokenises.
+    """
     task = find_task(recipe)
     directory = RunDirectory.check(recipe)
     resume_point.check(recipe, directory)
-    # Before any process group exists, so that no rank times out in a collective while another tokenises.
-    ready = task.build_data(recipe, quiet)
+    data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
-        sampling.prompt_tokens(
-            recipe, recipe.sample, ready.tokenizer
-        )  # refused before the first step, not after the last
-    length = measure_length(recipe, ready.train)
-    weights = check_task_weights(recipe, ready)
+        # Refused before the first step, not after the last.
+        sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
+    length = measure_length(recipe, data.train)
+    weights = check_task_weights(recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
-    identity = identify(recipe, ready, length, base)
+    identity = identify(recipe, data, length, base)
     resume_point.compare(recipe, directory, identity)
-    begun = resume_point.micro_size(recipe, directory)
-    sized = micro_batch_search.resolve_micro_size(recipe, asked, ready.digest, begun=begun, quiet=quiet)
-    if sized.facts is not None:
-        recipe, settled = sized.recipe, resolve_config(sized.recipe, asked)
-    backend = Backend.start(recipe, asked, settled, quiet=quiet)
-    if weights is not None:
-        _check_values(weights, backend)
-    summed = micro_batch_search.resolve_gradient_dtype(recipe, backend)
-    # Sharded as it loads only what stays as it is loaded; a packed weight is packed whole.
-    sharded = recipe.model.name is not None and recipe.model.quantization is None and task is CAUSAL_LM
+    return _Inputs(task, directory, data, length, weights, base, identity)
+
+
+def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:
+    # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
+    sharded = recipe.model.name is not None and recipe.model.quantization is None and recipe.task.name == "causal_lm"
     with backend.loading(pretrained=sharded):
-        network = init_weights(task.build_model(recipe, ready), recipe.seed)
+        network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
         products = float8.products(network, recipe.model.fp8)
-        networks.set_stop_tokens(network, ready.tokenizer, ready.ends)
+        networks.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
-        if depends_on_micro_size(network):
-            identity[MICRO_SIZE] = recipe.batch.rows
         quantization.compute_in(network, backend.dtype)
         if backend.casts_weights:
             frozen_weights.set_output_dtype(network, backend.dtype)
         infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
-    caller = ForwardWrapper(network.train())
-    caller.autocast = backend.autocast
+    wrapper = ForwardWrapper(network.train())
+    wrapper.autocast = backend.autocast
     if recipe.model.activation_offload:
-        caller.keeping = partial(activation_checkpointing.offload_activations, backend.device)
-    model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe, whole=not asked.cuts_state))
-    proof = backend.prove(model, optimizer, lambda: preflight.forward_once(backend, model, task, ready))
-    kernels = {**(preflight.kernels(backend, model, recipe) if task.text else {}), **products}
-    if recipe.model.compile:
-        # After the forward passes that prove things, whose other shapes and hooks would be compiled as well.
-        activation_checkpointing.compile_layers(unwrap(model), set(caller._no_split_modules))
-    memory = backend.memory(model, optimizers.state_bytes(recipe))
-    begin = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
-    profiler = None
-    if recipe.log.profile is not None and not begin.finished:
-        begins, ends = begin.step, length.num_steps
-        folder = directory.path / "profile"
-        profiler = Profiler(folder, backend.rank, first=begins, steps=recipe.log.profile, last=ends)
-    unwrapped = unwrap(model)
-    begin.restore(backend, unwrapped, optimizer)
-    if not begin.finished:
-        facts = {
-            **backend.facts(),
-            "precision": backend.precision,
-            "runs": proof.to_dict(),
-            "kernels": kernels or None,
-            "memory": asdict(memory),
-            "length": asdict(length),
-            "micro_size": sized.facts or recipe.batch.rows,
-            "gradients": asdict(summed) if summed is not None else None,
-            "identity": identity,
-            "base": base,
-            "data": {"digest": ready.digest, **ready.report},
-        }
-        directory.create(backend, recipe, facts, begin={"from_step": begin.step, "resumed_from": begin.source})
-    reporter = Reporter(backend, directory.path, length.num_steps, text=task.text, quiet=quiet)
-    slow = slow_precision(backend.precision)
-    if slow:
-        reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
-    plan = describe_length(recipe, length, world=backend.world, accumulation=backend.accumulation)
-    sums = (summed.line(backend.accumulation),) if summed is not None else ()
-    for line in (
-        *ready.report_lines,
-        *(weights.lines if weights is not None else ()),
-        *sized.lines,
-        *plan,
-        *sums,
-        proof.line(),
-        memory.line(),
-        *begin.lines(),
-    ):
-        reporter.say(line)
-    if kernels:
-        reporter.say(", ".join(f"{name}: {kernel}" for name, kernel in kernels.items()))
-    if recipe.log.trackers:
-        backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
-    keeper = CheckpointManager(
-        recipe,
-        backend,
-        directory.path,
-        reporter,
-        step=begin.step,
-        adapter_keys=lora_adapters.adapter_keys(unwrapped) if recipe.lora is not None else None,
-        describe=lambda folder: save_model.describe(unwrapped, ready.tokenizer, folder),
-        note=directory.note_checkpoint,
-        # As the network was built: what becomes infinite later is a fault.
-        infinite=infinite,
-    )
-    return Run(
-        recipe=recipe,
-        backend=backend,
-        task=task,
-        data=ready,
-        length=length,
-        model=model,
-        optimizer=optimizer,
-        proof=proof,
-        directory=directory,
-        reporter=reporter,
-        flops_per_target=flops,
-        begin=begin,
-        keeper=keeper,
-        stopper=ShutdownHandler(recipe.guard.grace_s),
-        guard=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, begin.state.get("skipped")),
-        identity=identity,
-        targets=torch.full((1,), float(begin.tokens), dtype=torch.float64, device=backend.device),
-        reader=Prefetcher(ready.train.batch) if ready.train is not None else None,
-        watch=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
-        profiler=profiler,
-        graphs=activation_checkpointing.CompiledGraphs() if recipe.model.compile else None,
-        held=memory.frozen + memory.trained,
-        results=begin.results,
+        wrapper.keeping = partial(activation_checkpointing.offload_activations, backend.device)
+    return _Network(wrapper, flops, products, infinite)
+
+
+def _build_profiler(
+    recipe: Recipe, backend: Backend, directory: RunDirectory, resume: ResumePoint, length: Length
+) -> Profiler | None:
+    if recipe.log.profile is None or resume.finished:
+        return None
+    folder = directory.path / "profile"
+    return Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=length.num_steps)
+
+
+def _build_sampler(recipe: Recipe, backend: Backend, data: TaskData, length: Length, resume: ResumePoint) -> RowSampler:
+    return RowSampler(
+        num_rows=len(data.train) if data.train is not None else 0,
+        epoch_rows=length.epoch_rows,
+        seed=recipe.seed,
+        first_step=resume.step,
+        first_position=resume.position,
+        num_steps=length.num_steps,
+        global_size=recipe.batch.global_size,
+        micro_size=recipe.batch.rows,
+        accumulation=backend.accumulation,
+        world=backend.world,
+        rank=backend.rank,
     )
 
 

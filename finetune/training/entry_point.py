@@ -62,11 +62,11 @@ def _train(parsed: argparse.Namespace) -> int:
     try:
         with orphan_watch.needed(128 + signal.SIGTERM):
             run = build_run(recipe, quiet=parsed.quiet)
-        with run.stopper.listening():
+        with run.shutdown.listening():
             results = train(run)
             run.backend.close()
             # Requests to stop reach the ranks one after the other: the last ones find all saved.
-            run.stopper.ignore()
+            run.shutdown.ignore()
     except FinetuneError:
         raise
     except Exception as error:

@@ -39,7 +39,7 @@ class PeakMemoryMonitor:
         except OSError:
             self._left = 0  # not on this system: nothing can be said
 
-    def took(self) -> None:
+    def step_taken(self) -> None:
         """A step was taken."""
         if not self._left:
             return

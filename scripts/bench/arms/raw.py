@@ -29,7 +29,7 @@ def main() -> None:
 def ours(spec: dict[str, Any]) -> dict[str, float]:
     """A recipe with packed documents."""
     from finetune.config.recipe import validate_recipe
-    from finetune.tasks import causal_lm
+    from finetune.tasks import task_lookup
     from finetune.tasks.causal_lm import CAUSAL_LM
     from finetune.training import loop
     from finetune.training.build_run import build_run
@@ -49,7 +49,7 @@ def ours(spec: dict[str, Any]) -> dict[str, float]:
         return taken
 
     step_of = loop.train_step
-    causal_lm.CAUSAL_LM, loop.train_step = replace(CAUSAL_LM, build_data=timed), marked
+    task_lookup.CAUSAL_LM, loop.train_step = replace(CAUSAL_LM, build_data=timed), marked
     recipe = validate_recipe(
         {
             "model": {"name": spec["model"]},
@@ -81,7 +81,7 @@ def ours(spec: dict[str, Any]) -> dict[str, float]:
         "steps_s": last - stepping,
         "total_s": last - began,
         "end_s": ended - last,
-        "useful": run.targets.item(),
+        "useful": run.state.tokens.item(),
         "steps": run.length.num_steps,
         "loss": run.results["train_loss"],
     }

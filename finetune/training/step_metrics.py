@@ -1,0 +1,57 @@
+"""The metrics of a step: loss, gradient norm, rates, times, MFU."""
+
+import math
+from typing import Any
+
+from finetune.monitoring.flops import peak_flops
+from finetune.monitoring.metrics import peak_memory_gib
+from finetune.monitoring.step_sync import StepOutput
+from finetune.training.build_run import Run
+
+
+def log_step(run: Run, lr: float, output: StepOutput) -> None:
+    """Shows that a step is done, and on log steps writes its metrics; every rank must call it."""
+    step = run.state.step
+    due = step % run.recipe.log.every_steps == 0 or step in (1, run.length.num_steps)
+    values = step_metrics(run, lr, output) if due else None
+    if values is not None:
+        run.reporter.log(values)
+        run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
+    run.reporter.step(step, values)
+
+
+def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
+    """Reads a step's figures from the device; rates and times are of the steps since the last log."""
+    backend, state, before = run.backend, run.state, run.state.last_log
+    run.timer.mark("other")
+    split = run.timer.totals()
+    split.pop("aside", None)  # evaluation and samples are no part of a step
+    loss_sum = backend.sum(output.losses.double().sum().reshape(1)).item()
+    state.log_here()
+    steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
+    # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
+    rate = (state.last_log.tokens - before.tokens) / seconds if steps else None
+    flops = (state.computed - before.computed) * run.flops_per_target / backend.world
+    peak = peak_flops(backend.device, backend.precision)
+
+    def per_step(*phases: str) -> float | None:
+        return sum(split.get(phase, 0.0) for phase in phases) / steps if steps else None
+
+    return {
+        "step": state.step,
+        "epoch": run.sampler.position(state.step) / max(1, run.length.epoch_rows),
+        "loss": loss_sum / max(1.0, output.sync.read()[0]),
+        "lr": lr,
+        "grad_norm": output.norm.read()[0],
+        "tokens": int(state.last_log.tokens),
+        "tokens_per_s": rate,
+        "step_s": per_step("data", "forward", "backward", "optimizer", "other"),
+        "data_s": per_step("data"),
+        "forward_backward_s": per_step("forward", "backward"),
+        # Where the backend steps inside the backward pass, this is in forward_backward_s.
+        "optimizer_s": None if backend.steps_in_backward() else per_step("optimizer"),
+        "peak_memory_gib": peak_memory_gib(backend.device),
+        "mfu": None if peak is None or rate is None else flops / (seconds * peak),
+        "skipped_steps": run.nonfinite.counts["nonfinite"],
+        "overflows": run.nonfinite.counts["overflow"],
+    }
