@@ -219,13 +219,13 @@ def straight(nursery: ForkServer, folder: Path, config: str = "ddp") -> Victim:
 
 
 def finish(nursery: ForkServer, victim: Victim) -> None:
-    """Starts a run and lets it come to its end; it must go on from the newest checkpoint."""
+    """Starts a run and lets it come to its end; it must resume from the newest checkpoint."""
     newest = victim.newest()
     with nursery.start(victim.config, victim.said, str(victim.recipe)) as ranks:
         codes = ranks.wait()
         demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.output()[-3000:]}")
     begun = victim.facts()["starts"][-1]["from_step"]
-    demand(newest in (begun, victim.steps), f"it went on from step {begun}, not {newest}")
+    demand(newest in (begun, victim.steps), f"it resumed from step {begun}, not {newest}")
 
 
 def kill(nursery: ForkServer, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
@@ -264,7 +264,7 @@ def kill_launcher(victim: Victim, moment: Moment) -> str:
             code = again.wait(LIMIT_S)
             said = (victim.folder / "launched").read_text()[-3000:]
             demand(code == 0, f"the same command ended with {code}:\n{said}")
-    demand(victim.facts()["starts"][-1]["from_step"] >= newest, f"it did not go on from step {newest}")
+    demand(victim.facts()["starts"][-1]["from_step"] >= newest, f"it did not resume from step {newest}")
     return f"launcher killed at step {newest} or later" if struck else "came too late"
 
 
@@ -347,7 +347,7 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
         nursery.close()
     shutil.rmtree(root)
     print(
-        f"{done['kill']} kills and {done['signal']} requests to stop: every run went on to the same result, no whole "
+        f"{done['kill']} kills and {done['signal']} requests to stop: every run resumed to the same result, no whole "
         f"checkpoint was lost, the ledgers hold. {late} more came too late. {time.monotonic() - began:.0f} s, seed "
         f"{seed}"
     )

@@ -209,7 +209,7 @@ def assert_near_in_bf16(one: Result, other: Result) -> None:
 
     Sums of fp32 in another order (1e-7) now and then round to another neighbour in bf16 (4e-3 away): from layer to
     layer a difference of d grows to sqrt(4e-3 d), and five layers down gradients differ by 2 to 4e-3. `B` begins at
-    nought, so that all of it is such updates: one process with micro-batches of 1, 2 and 4 rows differs from itself by
+    zero, so that all of it is such updates: one process with micro-batches of 1, 2 and 4 rows differs from itself by
     1.6e-3 in the loss, 2.7e-2 in later gradient norms and 9.6e-2 in `B`. The first gradient has no history yet.
     """
     one.check()
@@ -223,7 +223,7 @@ def assert_near_in_bf16(one: Result, other: Result) -> None:
 def weight_difference(one: Result, other: Result) -> float:
     """The largest relative difference (norm of the difference by norm) of any tensor.
 
-    Elements below 1e-3 on average count as that large: biases whose gradient is nought but for rounding, such as
+    Elements below 1e-3 on average count as that large: biases whose gradient is zero but for rounding, such as
     those of attention's keys, hold nothing but noise.
     """
     assert one.weights.keys() == other.weights.keys()

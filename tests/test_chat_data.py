@@ -230,7 +230,7 @@ def test_padding_that_is_the_end_token_leaves_ends_learned(folder: Path, tmp_pat
 
 
 def test_text_beside_conversations(folder: Path, tmp_path: Path) -> None:
-    """All of a text is learned; a long one goes on in another row."""
+    """All of a text is learned; a long one continues in another row."""
     (tmp_path / "a.txt").write_text("what is the answer " * 100)
     sources = [{"path": str(tmp_path / "a.txt"), "format": "text"}, written(tmp_path / "a.jsonl", pairs(3))]
     data = prepared(folder, sources, sequence_length=100)

@@ -43,7 +43,7 @@ def refusal(folder: Path) -> str:
 
 
 def found(root: Path, said: list[str] | None = None) -> Path:
-    """The checkpoint that a run goes on from; what is said of newer ones goes to `said`."""
+    """The checkpoint that a run resumes from; what is said of newer ones goes to `said`."""
     got = load_checkpoint.find(root, OneRank(), (said if said is not None else []).append)  # type: ignore[arg-type]
     assert got is not None
     got.held.close()

@@ -1,4 +1,4 @@
-"""A build of tokens that is killed goes on where it was, and ends as if nothing had happened."""
+"""A build of tokens that is killed resumes where it was, and ends as if nothing had happened."""
 
 import io
 import itertools

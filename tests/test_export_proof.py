@@ -384,7 +384,7 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     run = spoiled(
         runs["lora"].directory, tmp_path / "run", lambda t: [v.zero_() for k, v in t.items() if "lora_B" in k]
     )
-    with pytest.raises(CheckpointError, match="all 35 lora_B matrices are nought, so the adapter changes nothing"):
+    with pytest.raises(CheckpointError, match="all 35 lora_B matrices are zero, so the adapter changes nothing"):
         exported(run, kind, tmp_path)
     monkeypatch.setattr(validate_files, "check_adapter", lambda *given: None)
     with pytest.raises(CheckpointError, match="The adapter does not move a logit of its base"):

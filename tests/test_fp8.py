@@ -295,7 +295,7 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @installed
 def test_a_network_without_such_modules() -> None:
-    """GPT-2's are of a class of its own. A task of one's own may build a network that never heard of fp8."""
+    """GPT-2's are of a class of its own. A custom task may build a network that never heard of fp8."""
     gpt2 = built(recipe_of(model={"config": ARCHITECTURES["gpt2"]["model"]["config"]}))
     for network in (gpt2, nn.Sequential(nn.Linear(16, 16))):
         assert float8.products(network, False) == {}

@@ -219,7 +219,11 @@ GPT2 = {**ARCHITECTURES["gpt2"]["model"]["config"], "vocab_size": 512}
         ({"freeze": ".*"}, None, "model.freeze: '.*' leaves nothing to train"),
         ({"freeze": ["norm"]}, {}, "model.freeze: with a `lora` section the whole model is frozen already"),
         ({"config": GPT2, "quantization": "int8"}, {}, "model.quantization: GPT2LMHeadModel has no linear modules"),
-        ({"quantization": "int8"}, None, "model.quantization: packed weights (int8) cannot be trained. Add a `lora`"),
+        (
+            {"quantization": "int8"},
+            None,
+            "model.quantization: quantized weights (int8) cannot be trained. Add a `lora`",
+        ),
     ],
 )
 def test_refused(model: dict, lora: dict | None, says: str) -> None:

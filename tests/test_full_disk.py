@@ -128,7 +128,7 @@ def test_a_disk_that_fills(disk: Disk, calm: Done, asynchronous: bool, room: int
     assert failed == (room < 120)
     assert whole(done.directory) == ([5, 15, 20] if failed else [5, 10, 15, 20])
     if failed:
-        assert f"cannot be written: {FULL}. Training goes on, {done.directory}/checkpoints/step-00000005 stays" in (
+        assert f"cannot be written: {FULL}. Training continues, {done.directory}/checkpoints/step-00000005 stays" in (
             done.said
         )
     if room == 0:
@@ -203,7 +203,7 @@ def test_a_disk_that_is_read_only_for_a_while(disk: Disk, calm: Done) -> None:
 
     done = run_here(mlp(disk.place / "run", task=WIDE, checkpoint={"keep": 9}), meddle)
     undisturbed(done, calm)
-    assert f"The checkpoint of step 10 cannot be written: {READ_ONLY}. Training goes on" in done.said
+    assert f"The checkpoint of step 10 cannot be written: {READ_ONLY}. Training continues" in done.said
     assert whole(done.directory) == [5, 15, 20]
     assert done.said.count(f"metrics.jsonl: {READ_ONLY}. It is kept in memory") == 1
 
@@ -221,7 +221,9 @@ def test_a_mount_that_vanishes_and_comes_back(disk: Disk, calm: Done, folder: st
     done = run_here(tree, acts(after_8=disk.vanish, after_14=come))
     undisturbed(done, calm)
     assert below == [[]]
-    assert f"The checkpoint of step 10 cannot be written: {GONE}. Training goes on, there is no older one" in done.said
+    assert (
+        f"The checkpoint of step 10 cannot be written: {GONE}. Training continues, there is no older one" in done.said
+    )
     assert whole(done.directory) == [5, 15, 20]
 
 
@@ -293,7 +295,7 @@ def test_two_ranks_agree(disk: Disk, tmp_path: Path) -> None:
     code, output = run(command("ddp", *map(str, recipes), script="tests/many.py"), env=env)
     assert code != 0, output
     # The second is said, by one rank, and nothing comes of it. The save of step 5 may still have been under way.
-    failed = re.findall(rf"The checkpoint of step (5|10) cannot be written: {FULL}\. Training goes on", output)
+    failed = re.findall(rf"The checkpoint of step (5|10) cannot be written: {FULL}\. Training continues", output)
     assert failed in (["10"], ["5"], ["5", "10"]), output[-4000:]
     assert whole(disk.place / "full") == [step for step in (5, 10, 15, 20) if str(step) not in failed]
     calm, full = (load_file(disk.place / name / "model" / "model.safetensors") for name in ("calm", "full"))

@@ -135,10 +135,10 @@ NAMED = {
     "orphan_watch.py": {'"deepspeed"', '"deepspeed.launcher."'},
     "run_directory.py": {'"deepspeed"', '"deepspeed_config"'},
     "silence_libraries.py": {
-        "# Accelerate notes per parameter that FSDP2 keeps fp32 masters, which the start line says as well."
+        "# Accelerate notes per parameter that FSDP2 keeps fp32 master weights, which the start line says as well."
     },
 }
-# Notices of work that goes on before there is a reporter.
+# Notices of work before there is a reporter.
 TO_STDERR = {
     "exit_codes.py",
     "micro_batch_search.py",

@@ -57,7 +57,7 @@ EVERYWHERE = {
         sample={"prompt": "once", "max_new_tokens": 8},
     ),
     "dora": job({"name": MODEL, "gradient_checkpointing": True}, {"rank": 4, "dora": True, "dropout": 0.2}),
-    # Evaluated on the way: that must leave the packed weights as they are.
+    # Evaluated on the way: that must leave the quantized weights as they are.
     "nf4": job({"name": MODEL, "quantization": "nf4"}, {"rank": 8, "dropout": 0.1}, eval={"every_steps": 2}),
 }
 SOME = {
@@ -116,7 +116,7 @@ def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str)
     if "bf16" in name:
         assert_near_in_bf16(single, other)
     else:
-        # `B` begins at nought: its difference is measured on a few updates, not on a weight.
+        # `B` begins at zero: its difference is measured on a few updates, not on a weight.
         assert_same_path(single, other, 1e-5, weights=5e-5)
     assert single.validation() == pytest.approx(other.validation(), rel=5e-3 if "bf16" in name else 1e-5)
     if name == "plain":
@@ -329,7 +329,7 @@ def test_a_classifiers_head_is_trained_whole() -> None:
 
 
 def own() -> Task:
-    """A task of one's own around a network of transformers, for recipes that name it as `test_lora:own`."""
+    """A custom task around a network of transformers, for recipes that name it as `test_lora:own`."""
     return Task(
         build_data=lambda recipe, quiet: TaskData(train=None),
         build_model=lambda recipe, data: AutoModelForCausalLM.from_pretrained(MODEL),

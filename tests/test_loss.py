@@ -199,7 +199,7 @@ def test_changed_logits_are_left_alone(model_type: str, sizes: dict[str, Any]) -
 
 
 def test_fp16_keeps_the_order_that_loss_scaling_needs() -> None:
-    """Small gradients would be nought before the scale reaches them: chunks go through autograd."""
+    """Small gradients would be zero before the scale reaches them: chunks go through autograd."""
     hidden, weight, _, targets = case()
     head = nn.Linear(H, V, bias=False, dtype=torch.float16)
     head.weight.data.copy_(weight)

@@ -49,7 +49,7 @@ def held(launch: Launch, outline: Outline, *, state_bytes: float = 8, gradient_b
 def test_the_papers_figures(kind: str, expected: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, weights and gradients in 2 bytes, 12 of Adam's.
 
-    Without sharding the fp32 masters are the optimiser's; DeepSpeed's are counted apart.
+    Without sharding the fp32 master weights are the optimiser's; DeepSpeed's are counted apart.
     """
     state_bytes = 12 if kind == "ddp" else 8
     found = held(*one(kind, 64, 7_500_000_000, itemsize=2), state_bytes=state_bytes, gradient_bytes=2)
@@ -321,4 +321,4 @@ def test_every_shipped_launch_file_has_its_place_and_reason() -> None:
         launch = launch_of_file(file, 1 if file.stem == "single" else 16)
         found[file.stem] = (recommendations.plain_name(launch), recommendations.reason(launch))
     assert all(name.removesuffix("_2nodes") == plain for name, (plain, _) in found.items())
-    assert "a launch file of your own" not in {reason for _, reason in found.values()}
+    assert "a custom launch file" not in {reason for _, reason in found.values()}

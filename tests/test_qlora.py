@@ -35,7 +35,7 @@ def packed(network: nn.Module) -> dict[str, bnb.nn.Linear4bit]:
 
 
 def num_bytes(module: bnb.nn.Linear4bit) -> int:
-    """Of the packed weights and all that belongs to them."""
+    """Of the quantized weights and all that belongs to them."""
     state = module.weight.quant_state
     nested = [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
     return sum(tensor.nbytes for tensor in (module.weight, state.absmax, state.code, *nested))
@@ -145,7 +145,7 @@ def test_flops_count_weights_not_bytes() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lora": None}, "model.quantization: packed weights (nf4) cannot be trained. Add a `lora` section"),
+        ({"lora": None}, "model.quantization: quantized weights (nf4) cannot be trained. Add a `lora` section"),
         ({"lora": {"init": "pissa"}}, "lora.init: `pissa` takes singular vectors out of the weights, which"),
         ({"model": {"name": MODEL, "quantization": "int3"}}, "input should be 'nf4', 'fp4' or 'int8'"),
     ],

@@ -1,4 +1,4 @@
-"""Where a run goes on, and when it refuses to; that nothing is done twice, and that a folder has one run at a time."""
+"""Where a run resumes, and when it refuses to; that nothing is done twice, and that a folder has one run at a time."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after 12 of its 20 steps; a copy of it is for each test to go on with."""
+    """The same run, stopped after 12 of its 20 steps; a copy of it is for each test to resume."""
     tree = mlp(tmp_path_factory.mktemp("stopped") / "run", checkpoint={"every_steps": 5, "keep": 9})
     return run_here(tree, stop_after(12)).directory
 
@@ -123,7 +123,7 @@ def test_one_that_left_no_checkpoint(tmp_path: Path, steps: int) -> None:
     before = content(run_here(tree).directory)
     assert f"this run ended at step {steps}" in run_here(tree).said
     tree["resume"] = {"allow": ["data"]}  # an evaluation has no epochs
-    with pytest.raises(RecipeError, match="has ended and left no checkpoint to go on from"):
+    with pytest.raises(RecipeError, match="has ended and left no checkpoint to resume from"):
         run_here({**tree, "length": {"steps": 24}})
     assert content(tmp_path / "run") == before
 
@@ -146,7 +146,7 @@ def test_a_path_begins_a_new_run(
     with pytest.raises(Crash):
         run_here(tree, crash_after(13))  # before its own first checkpoint: it begins there again
     assert f"resumed at step {begin} from" in run_here(tree, stop_after(17)).said
-    # The same command goes on with its own checkpoints; so does another way to say it.
+    # The same command resumes from its own checkpoints; so does another way to say it.
     tree["resume"]["mode"] = str(stopped) if not inside else tree["resume"]["mode"]
     done = run_here(tree)
     assert "resumed at step 17 from" in done.said

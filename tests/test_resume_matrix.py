@@ -1,4 +1,4 @@
-"""A run that was stopped and went on is the run that was not stopped, on the same backend and on any other."""
+"""A run that was stopped and resumed is the run that was not stopped, on the same backend and on any other."""
 
 import pytest
 from harness import Launcher

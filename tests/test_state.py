@@ -1,4 +1,4 @@
-"""State goes from any backend to any other without the loss of a bit, and training goes on as if never stopped."""
+"""State goes from any backend to any other without the loss of a bit, and training continues as if never stopped."""
 
 import json
 from pathlib import Path

@@ -155,6 +155,6 @@ class CheckpointManager:
         newest = self.newest()
         kept = f"{newest} stays" if newest is not None else "there is no older one"
         self._reporter.warn(
-            f"The checkpoint of step {outcome.step} cannot be written: {outcome.error}. Training goes on, {kept}, and "
-            "the next one is tried when it is due."
+            f"The checkpoint of step {outcome.step} cannot be written: {outcome.error}. Training continues, {kept}, "
+            "and the next one is tried when it is due."
         )

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to go on from, verified by all ranks together, and restores it on any backend."""
+"""Finds the checkpoint to resume from, verified by all ranks together, and restores it on any backend."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager

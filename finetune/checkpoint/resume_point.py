@@ -130,7 +130,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
-    """Refuses to go on with a run whose mathematics differ, before a network is built.
+    """Refuses to resume a run whose mathematics differ, before a network is built.
 
     Raises:
         RecipeError: With the differences.
@@ -144,7 +144,7 @@ def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> Non
 
 
 def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
-    """The size of micro-batches that a run has to go on with; None if it is free to choose."""
+    """The size of micro-batches that a resumed run has to keep; None if it is free to choose."""
     free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
     return None if saved is None else int(saved)
@@ -162,7 +162,7 @@ def choose(
     """The place to begin at, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
-    goes on after every stop.
+    resumes after every stop.
 
     Args:
         num_steps: Steps of the whole run.
@@ -183,13 +183,13 @@ def choose(
             return ResumePoint(finished=True, results=before["results"])
         if "finished" in before:
             raise RecipeError(
-                f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to go on "
+                f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to resume "
                 "from. Choose another output.dir, or set output.overwrite=true to delete it."
             )
         if backend.tell(directory.had_checkpoints()):
             raise RecipeError(
                 f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
-                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To go on, put a "
+                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To resume, put a "
                 "checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To start "
                 "again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
             )

@@ -109,7 +109,7 @@ class RunDirectory:
         if previous is not None and mode == "never" and not _started_again():
             raise RecipeError(
                 f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
-                "output.overwrite=true to delete it, or resume=auto to go on with it."
+                "output.overwrite=true to delete it, or resume=auto to resume it."
             )
         return previous
 
@@ -295,8 +295,8 @@ def _lock_file(path: Path) -> Path:
     print(
         f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
         "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "
-        "export from it only while no run goes on, since a checkpoint may be deleted while it is read. Mount the file "
-        "system with locks (`-o flock` for Lustre) to have both again.",
+        "export from it only while no run is under way, since a checkpoint may be deleted while it is read. Mount the "
+        "file system with locks (`-o flock` for Lustre) to have both again.",
         file=sys.stderr,
         flush=True,
     )

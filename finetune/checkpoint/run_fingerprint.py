@@ -174,7 +174,7 @@ def compare(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], 
         listing = "; ".join(_difference(key, saved, now) for key in refused)
         raise RecipeError(
             f"{place} holds a run whose mathematics differ from this recipe's: {listing}. Choose another output.dir "
-            f"for a new run, or go on with the change by resume.allow=[{', '.join(refused)}]."
+            f"for a new run, or resume with the change by resume.allow=[{', '.join(refused)}]."
         )
     return permitted
 

@@ -1,4 +1,4 @@
-"""A copy of the state in host memory, from which a checkpoint's files are written while training goes on."""
+"""A copy of the state in host memory, from which a checkpoint's files are written while training continues."""
 
 import errno
 import json

@@ -14,7 +14,7 @@ from finetune.utils.errors import DataError, FinetuneError, RecipeError
 def check(recipe: Recipe) -> None:
     """Looks for the data files and model directories that a recipe names.
 
-    Names on the hub are not looked up, and nothing is read. A task of one's own may mean something else by these keys,
+    Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,
     so nothing is checked for it.
 
     Raises:

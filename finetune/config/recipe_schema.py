@@ -71,14 +71,14 @@ class OutputSection(Section):
 
 
 class CheckpointSection(Section):
-    """Saving what a run needs to go on after it was stopped, by whatever means, on this or any other backend."""
+    """Saving what a run needs to resume after it was stopped, by whatever means, on this or any other backend."""
 
     every_steps: PositiveInt | None = None
     """Steps between checkpoints."""
     every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
     """Minutes between checkpoints, by rank 0's clock; whichever of the two comes first."""
     at_end: bool = True
-    """Save after the last step, so that a longer run can go on from it."""
+    """Save after the last step, so that a longer run can resume from it."""
     keep: PositiveInt = 2
     """How many of the newest stay."""
     keep_best: bool = True
@@ -91,7 +91,7 @@ class ResumeSection(Section):
     """Going on where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
 
     mode: Annotated[str, Field(min_length=1)] = "auto"
-    """`auto`: go on if `output.dir` holds this run, else start; `must`: go on or fail; `never`: start, and fail if
+    """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
     there is a run; or the path of a checkpoint or of another run, to begin from."""
     allow: tuple[str, ...] = ()
     """Keys or sections whose values may differ from the checkpoint's, such as `optim.lr` or `data`."""
@@ -178,7 +178,7 @@ class DataSection(Section):
     """`documents`: whole documents packed best-fit into rows, each blind to the others; `wrapped`: one stream
     cut every `sequence_length` tokens (pre-training); `padded`: one document a row."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
-    """What happens to documents longer than a row (`documents` and `padded`): go on in another row, lose
+    """What happens to documents longer than a row (`documents` and `padded`): continue in another row, lose
     their end, or be left out. The data report counts them."""
     remainder: Literal["keep", "drop"] = "keep"
     """The last, incomplete row of a `wrapped` stream: padded, or left out."""
@@ -337,8 +337,8 @@ class LoraSection(Section):
     dora: bool = False
     """Train the length of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
     init: Literal["default", "gaussian", "orthogonal", "pissa"] = "default"
-    """The first weights. `default`: `A` random, `B` nought; `gaussian`: the same with a normal `A`; `orthogonal`:
-    both random, and their product nought; `pissa`: the largest singular vectors, taken out of the frozen weights."""
+    """The first weights. `default`: `A` random, `B` zero; `gaussian`: the same with a normal `A`; `orthogonal`:
+    both random, and their product zero; `pissa`: the largest singular vectors, taken out of the frozen weights."""
     save_modules: tuple[str, ...] = ()
     """Modules that are trained whole, such as `[embed_tokens, lm_head]`, and kept in the adapter's file."""
 
@@ -362,7 +362,7 @@ class TaskSection(Section):
     num_labels: PositiveInt | None = None
     """Classes of `sequence_classification`. Left out: counted in the data."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for a task of your own."""
+    """Arguments for a custom task."""
 
 
 class BatchSection(Section):
@@ -505,7 +505,7 @@ class Recipe(Section):
             return self
         if self.lora is None:
             raise ValueError(
-                f"model.quantization: packed weights ({self.model.quantization}) cannot be trained. Add a `lora` "
+                f"model.quantization: quantized weights ({self.model.quantization}) cannot be trained. Add a `lora` "
                 "section, whose adapters are, or leave quantization out"
             )
         if self.lora.init == "pissa":

@@ -20,13 +20,13 @@ from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
 STATE = "state.json"
-"""A build that leaves this file in its folder can go on with what is there."""
+"""A build that leaves this file in its folder can continue with what is there."""
 STATE_VERSION = 2
 """Of that file, which says it as `version`, and of those that it is about."""
 
 
 class Interrupted(DataError):
-    """A build ends for no reason that lies in the data; the next one goes on."""
+    """A build ends for no reason that lies in the data; the next one continues."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cache:
             os.rename(staging, folder)
             sync(self._root)
         except BaseException as error:
-            # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can go on.
+            # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can continue.
             hopeless = isinstance(error, DataError) and not isinstance(error, Interrupted)
             if hopeless or not (staging / STATE).exists():
                 shutil.rmtree(staging, ignore_errors=True)

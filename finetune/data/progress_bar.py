@@ -58,7 +58,7 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
     """A bar with documents done and documents/s while open; with total and time left where all sizes are known.
 
     Args:
-        title: What is going on.
+        title: What is under way.
         sizes: Bytes of each source's files; None where nobody knows.
         quiet: Show and say nothing.
     """

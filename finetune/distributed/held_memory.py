@@ -19,7 +19,7 @@ class Memory:
     frozen: int
     """Weights that are not trained, with the scales of packed ones, and buffers."""
     trained: int
-    """Weights that are trained, and their masters where these are apart."""
+    """Weights that are trained, and their fp32 master weights where these are apart."""
     gradients: int
     """At their largest: while a step's micro-batches add up."""
     optimizer: int
@@ -104,13 +104,13 @@ def _held(parameter: Any) -> int:
 
 
 def _masters(inner: Any) -> int:
-    """Elements of the masters here; those on NVMe are empty between steps."""
+    """Elements of the master weights here; those on NVMe are empty between steps."""
     sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
     return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
 
 
 def _apart(inner: Any) -> int:
-    """Elements of the masters that are not the weights themselves.
+    """Elements of the master weights that are not the weights themselves.
 
     Stage 3 means to step fp32 weights in place, but deepspeed 0.19 compares a device with its name
     (`_create_fp32_partitions` in `runtime/zero/stage3.py`), so that its masters are copies.
@@ -123,7 +123,7 @@ def _apart(inner: Any) -> int:
 
 
 def _scales(state: Any) -> Iterator[torch.Tensor]:
-    """What belongs to packed weights; see bitsandbytes' `QuantState`."""
+    """What belongs to quantized weights; see bitsandbytes' `QuantState`."""
     if state is not None:
         yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
         yield from _scales(state.state2)

@@ -77,7 +77,7 @@ class Line:
 def fit(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
     """The link with which rings come nearest to what was measured, in relative squares.
 
-    A latency below nought, which noise can give, becomes nought, and the bandwidth is fitted alone.
+    A latency below zero, which noise can give, becomes zero, and the bandwidth is fitted alone.
     """
     # Each row divided by its time: sizes count alike, whether they take microseconds or seconds.
     rows = [(ring.hops(processes) / s.seconds, ring.share(processes) * s.bytes / s.seconds) for ring, s in measured]
@@ -119,7 +119,7 @@ def measure(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]
 
 def _measure(name: str, size: int, device: torch.device) -> Size:
     processes = distributed.get_world_size()
-    # Sums of noughts stay what they are, however often.
+    # Sums of zeros stay what they are, however often.
     whole = torch.zeros(size // 4, device=device)
     part = torch.zeros(size // 4 // processes, device=device)
     call: Callable[[], Any] = {

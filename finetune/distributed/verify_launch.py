@@ -43,7 +43,7 @@ class RuntimeReport:
     optimizer_fraction: float
     """Share of the optimiser's state that this rank holds."""
     parameter_dtypes: tuple[str, ...]
-    """Of the trainable parameters as the optimiser updates them (the masters)."""
+    """Of the trainable parameters as the optimiser updates them (the fp32 master weights)."""
     model_dtypes: tuple[str, ...]
     """Of the parameters that the network computes with."""
     reduce_dtype: str
@@ -78,7 +78,7 @@ class RuntimeReport:
             f"{self.wrapper} on {self.device}" + (f"/{self.communication}" if self.communication else ""),
             f"{self.num_parameters:,} parameters, {self.parameter_fraction:.0%} here",
             f"optimiser {self.optimizer_fraction:.0%} here",
-            f"masters {'+'.join(self.parameter_dtypes)}",
+            f"master weights {'+'.join(self.parameter_dtypes)}",
             f"weights computed with {'+'.join(self.model_dtypes)}",
             f"gradients summed in {self.reduce_dtype}",
             f"products in {self.compute_dtype or 'a dtype not seen'}, loss in {self.output_dtypes.get('loss')}",

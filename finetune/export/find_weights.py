@@ -51,7 +51,7 @@ def find(place: Path, step: int | None = None) -> Source:
     """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
 
     Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
-    run went on after that.
+    run continued after that.
 
     Raises:
         CheckpointError: If there are none, or they are damaged.

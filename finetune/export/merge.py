@@ -35,7 +35,7 @@ def source_head(source: Source) -> Head:
     head = head_of(source.recipe)
     if head is None:
         raise RecipeError(
-            f"task.name is '{source.recipe.task.name}', a task of your own, and nothing but its code can open its "
+            f"task.name is '{source.recipe.task.name}', a custom task, and nothing but its code can open its "
             f"network in a fresh process. Exports are for causal_lm and sequence_classification; the weights lie in "
             f"{source.weights}."
         )
@@ -141,7 +141,7 @@ def dequantised(network: PreTrainedModel) -> PreTrainedModel:
     whole: Any = network.dequantize()
     if hasattr(whole.config, "quantization_config"):
         del whole.config.quantization_config
-    # How packed weights were read; written back by it, plain ones would not be.
+    # How quantized weights were read; written back by it, plain ones would not be.
     whole.__dict__.pop("_weight_conversions", None)
     return whole
 

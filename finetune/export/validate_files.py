@@ -115,7 +115,7 @@ def check_adapter(tensors: dict[str, torch.Tensor], place: Path) -> None:
     """Refuses an adapter that would change nothing.
 
     Raises:
-        CheckpointError: If it is empty, or all that it multiplies by is nought.
+        CheckpointError: If it is empty, or all that it multiplies by is zero.
     """
     if not tensors or not sum(tensor.numel() for tensor in tensors.values()):
         raise CheckpointError(f"{place} holds no tensor: the adapter is empty. Take another step with --step.")
@@ -123,6 +123,6 @@ def check_adapter(tensors: dict[str, torch.Tensor], place: Path) -> None:
     others = [name for name in tensors if ".lora_" not in name]
     if ends and not others and not any(bool(tensor.any()) for tensor in ends):
         raise CheckpointError(
-            f"{place}: all {len(ends)} lora_B matrices are nought, so the adapter changes nothing: nothing was "
+            f"{place}: all {len(ends)} lora_B matrices are zero, so the adapter changes nothing: nothing was "
             "trained, or it was lost as it was saved. Take another step with --step."
         )

@@ -243,7 +243,7 @@ def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learn
 
 
 def _of_any_head(logits: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same for a head that is more than a product (adapters, packed weights): chunks are computed twice."""
+    """The same for a head that is more than a product (adapters, quantized weights): chunks are computed twice."""
 
     def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return plain_loss(logits(hidden), targets)

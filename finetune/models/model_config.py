@@ -80,7 +80,7 @@ def _check_kind(config: PretrainedConfig, section: ModelSection, head: Head) -> 
     if head == "causal_lm" and getattr(config, "is_encoder_decoder", False):
         raise RecipeError(
             f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
-            "`causal_lm` trains decoders, which go on with a text. Name a decoder-only model, such as llama, qwen3 or "
+            "`causal_lm` trains decoders, which continue a text. Name a decoder-only model, such as llama, qwen3 or "
             "gpt2 (docs/architectures.md lists those that were tried)."
         )
     own_code = section.trust_remote_code and getattr(config, "auto_map", None)

@@ -133,7 +133,7 @@ def look_at_packed(section: ModelSection) -> Weights:
     """What file headers tell of a model that is stored packed; it can only be put together with storage.
 
     Raises:
-        RecipeError: If a file cannot be read, or a packed weight lacks one of its parts.
+        RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     folder = weights_folder(section)
     missing = _incomplete(name for file in weight_files(folder) for name in names_of(file))
@@ -238,7 +238,7 @@ def _in_pieces(folder: Path, missing: list[str]) -> str:
 
 
 def _incomplete(found: Iterable[str]) -> list[str]:
-    """Parts of packed weights, such as scales, that others of the same files have.
+    """Parts of quantized weights, such as scales, that others of the same files have.
 
     bitsandbytes stores `NAME.weight` with `NAME.weight.absmax` and others beside it.
     """

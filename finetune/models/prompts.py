@@ -9,7 +9,7 @@ from finetune.utils.errors import DataError
 
 
 def text(tokenizer: Any, prompt: str) -> list[int]:
-    """Tokens to go on from; of an empty text the one that begins texts, or that ends the text before.
+    """Tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
 
     Raises:
         DataError: If there are none.

@@ -1,6 +1,6 @@
 """Holds a frozen model's linear weights in 4 or 8 bits.
 
-Packed weights are stored as fp32 (eight, or four, a number): one dtype everywhere, which is what backends need to
+Quantized weights are stored as fp32 (eight, or four, a number): one dtype everywhere, which is what backends need to
 shard them.
 """
 

@@ -35,7 +35,7 @@ class ShutdownHandler:
     def requested(self) -> bool:
         """Whether this rank wants to stop."""
         if self.reason is None and orphan_watch.gone():
-            # An orphan would go on with nobody to see it, and hold the run directory.
+            # An orphan would continue with nobody to see it, and hold the run directory.
             self._request("the launcher is gone", 128 + signal.SIGTERM)
         return self.reason is not None
 

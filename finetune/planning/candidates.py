@@ -223,7 +223,7 @@ def _copies(
     launch: Launch, outline: Outline, setting: Setting, *, half: bool, whole: bool, fused: bool
 ) -> dict[str, int]:
     """Bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
-    # Packed weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
+    # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
     read = max(
         (2 * w.packed if half else 4 * (w.packed or w.elements * (w.itemsize < 4)) for w in outline.weights), default=0
     )

@@ -1,4 +1,4 @@
-"""The networks that a plan compares, without weights: all of it trained, LoRA, and LoRA on packed weights."""
+"""The networks that a plan compares, without weights: all of it trained, LoRA, and LoRA on quantized weights."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -110,7 +110,7 @@ def _cell(cell: Cell, unit: str) -> Text:
 
 
 def _unit(plan: Plan) -> str:
-    """One unit for all cells: of tiny networks GiB would show nought."""
+    """One unit for all cells: of tiny networks GiB would show zero."""
     return "GiB" if max(cell.peak for cell in plan.cells.values()) >= GIB else "MiB"
 
 

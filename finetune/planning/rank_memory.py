@@ -22,7 +22,7 @@ class Weight:
 
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes an element: packed weights lie in fp32."""
+    """Bytes an element: quantized weights lie in fp32."""
     group: int | None
     """The optimiser's group that it is in; None if it is not trained."""
     unit: str
@@ -47,7 +47,7 @@ class Outline:
 
     weights: tuple[Weight, ...]
     rest: int
-    """Bytes that every rank holds whole: buffers, and the scales of packed weights."""
+    """Bytes that every rank holds whole: buffers, and the scales of quantized weights."""
     width: int
     embedding: str = ""
     """The unit of what looks tokens up, and of what scores them; "" if these are in no unit of their own."""
@@ -75,7 +75,7 @@ def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0) -> Ou
     Args:
         model: The `ForwardWrapper` around the network.
         groups: The optimiser's.
-        scales: Bytes of the scales of packed weights that are no buffers.
+        scales: Bytes of the scales of quantized weights that are no buffers.
     """
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -142,7 +142,7 @@ def preference(launch: Launch, nodes: int) -> int:
 
 def reason(launch: Launch) -> str:
     """Why to take it."""
-    return dict(_ORDER).get(plain_name(launch), "a launch file of your own")
+    return dict(_ORDER).get(plain_name(launch), "a custom launch file")
 
 
 def files(folder: Path, gpus: int, nodes: int) -> dict[str, Path]:

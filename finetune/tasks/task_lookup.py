@@ -43,7 +43,7 @@ def find_task(recipe: Recipe) -> Task:
 
 
 def _adapted(task: Task) -> Task:
-    """A task of one's own whose networks get adapters; the built-in ones ask for theirs when they build."""
+    """A custom task whose networks get adapters; the built-in ones ask for theirs when they build."""
     build_skeleton = task.build_skeleton
 
     def model(recipe: Recipe, ready: TaskData) -> nn.Module:
@@ -60,7 +60,7 @@ def _adapted(task: Task) -> Task:
 
 
 def head_of(recipe: Recipe) -> lora_adapters.Head | None:
-    """What a built-in task's network puts out; None for a task of one's own."""
+    """What a built-in task's network puts out; None for a custom task."""
     found: dict[str, lora_adapters.Head] = {
         "causal_lm": "causal_lm",
         "sequence_classification": "sequence_classification",

@@ -26,7 +26,7 @@ def evaluate(
     """Mean loss per target over all rows, with what follows from it.
 
     Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights
-    in them. A rank whose share is used up goes on with a row that counts for nothing.
+    in them. A rank whose share is used up continues with a row that counts for nothing.
 
     Args:
         model: The prepared model, a `ForwardWrapper` inside.

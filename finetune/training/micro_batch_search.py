@@ -67,7 +67,7 @@ def resolve_micro_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int
 
     Args:
         digest: Of the training rows.
-        begun: The number that a run which goes on has to keep.
+        begun: The number that a run that resumes has to keep.
 
     Raises:
         MemoryFullError: If not even one row fits.
@@ -143,7 +143,7 @@ class Summed:
 def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> Summed | None:
     """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
 
-    What decides is the same at every start on a machine, so that a run that goes on takes the same path to the bit.
+    What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
 
     Returns:
         None where there is nothing to choose.

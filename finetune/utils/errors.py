@@ -48,7 +48,7 @@ class CheckpointError(FinetuneError, OSError):
 
 
 class DivergedError(FinetuneError, ArithmeticError):
-    """Training cannot go on: step after step, a loss or gradient is not finite."""
+    """Training cannot continue: step after step, a loss or gradient is not finite."""
 
 
 class MemoryFullError(FinetuneError, MemoryError):

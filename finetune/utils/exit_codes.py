@@ -17,7 +17,7 @@ from finetune.utils.errors import FinetuneError
 # What a process exits with when the user has to change something.
 USER_ERROR = 2
 
-# What it exits with when it was asked to stop, and all is saved: start the same command again, and it goes on.
+# What it exits with when it was asked to stop, and all is saved: start the same command again, and it resumes.
 # Source: BSD's sysexits.h, EX_TEMPFAIL.
 REQUEUE = 75
 

@@ -70,7 +70,7 @@ def _launch(line: list[str]) -> tuple[str, list[str]] | None:
 def is_launcher() -> bool:
     """Whether it is a launcher, so that this process is of no use without it.
 
-    A shell is none: whoever starts a process by hand, leaves it and logs out wants it to go on.
+    A shell is none: whoever starts a process by hand, leaves it and logs out wants it to continue.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or _launch(_line) is not None:
         return True

@@ -15,7 +15,7 @@ def silence_libraries() -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    # Accelerate notes per parameter that FSDP2 keeps fp32 masters, which the start line says as well.
+    # Accelerate notes per parameter that FSDP2 keeps fp32 master weights, which the start line says as well.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     # It looks for a kernel to download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""One side of the split while it is written: files that only grow, so that a killed build can go on."""
+"""One side of the split while it is written: files that only grow, so that a killed build can resume."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -75,7 +75,7 @@ device = sys.argv[1]
 weight = torch.linspace(-1, 1, 4096, device=device).reshape(64, 64)
 packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
 error = (bitsandbytes.functional.dequantize_4bit(packed, state) - weight).abs().max().item()
-assert error < 0.2, f"packed weights come back with an error of {error}"
+assert error < 0.2, f"quantized weights come back with an error of {error}"
 print(bitsandbytes.__version__)
 """
 

@@ -36,7 +36,7 @@ class Tolerance:
 
 _FP32 = Tolerance("fp32", 1e-4, 1e-4, 1e-4, 1e-4)
 _HALF = Tolerance("16 bit", 1e-2, 1e-3, 1e-2, 1e-2)
-# A matrix that begins at nought is all updates: what bf16 rounds otherwise is a large part of it.
+# A matrix that begins at zero is all updates: what bf16 rounds otherwise is a large part of it.
 _HALF_ADAPTERS = Tolerance("adapters in 16 bit", 5e-3, 1e-3, 0.1, 0.2)
 
 
@@ -211,7 +211,7 @@ def _weights(one: Finished, other: Finished) -> tuple[list[tuple[str, float]], s
 def distance(one: Any, other: Any) -> float:
     """The norm of two tensors' difference by the first one's norm; infinite if a number in either is not finite.
 
-    Elements below 1e-3 on average count as that large: biases whose gradient is nought but for rounding, such as
+    Elements below 1e-3 on average count as that large: biases whose gradient is zero but for rounding, such as
     those of attention's keys, hold nothing but noise.
     """
     one, other = one.double(), other.double()

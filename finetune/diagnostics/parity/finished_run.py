@@ -68,7 +68,7 @@ def read(directory: Path, name: str | None = None) -> Finished:
     if "finished" not in facts or not steps:
         raise RecipeError(
             f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
-            "compared. Start its command again, and it goes on."
+            "compared. Start its command again, and it resumes."
         )
     return Finished(name or directory.name, directory, facts, steps, rows)
 

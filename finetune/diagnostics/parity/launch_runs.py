@@ -23,7 +23,7 @@ from finetune.utils.repository import ROOT
 FAULTS = {
     "mean-of-means": "each micro-batch's loss is divided by its own targets, and the means are averaged",
     "lost-rank": "the last rank's rows are dropped",
-    "scheduler": "the learning rate's schedule goes on by one step a rank",
+    "scheduler": "the learning rate's schedule advances by one step a rank",
     "bf16-loss": "the loss of each micro-batch is rounded to bf16",
 }
 
@@ -116,7 +116,7 @@ _QUIET: dict[str, dict[str, Any]] = {
 }
 
 
-# Adam divides gradients by their own size: a weight whose gradient is nought but for rounding would go wherever that
+# Adam divides gradients by their own size: a weight whose gradient is zero but for rounding would go wherever that
 # says, on every backend elsewhere. With the usual 1e-8, two such weights of 2,048 are a tensor 1e-4 away.
 _LEAST_EPS = 1e-6
 

@@ -262,7 +262,7 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
     if env.get("FSDP_VERSION", "1") != "2":
         raise BackendError(
             f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
-            "deprecated and keeps no fp32 masters): set `fsdp_version: 2` under fsdp_config."
+            "deprecated and keeps no fp32 master weights): set `fsdp_version: 2` under fsdp_config."
         )
     if _truthy(env.get("FSDP_ACTIVATION_CHECKPOINTING")):
         raise BackendError(

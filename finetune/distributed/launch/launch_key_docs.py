@@ -117,7 +117,7 @@ PARALLELISM = {
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     ),
     "parallelism_config.parallelism_config_dp_shard_size": Key(
-        "Processes that one copy is cut over; best those of one machine.",
+        "Processes that one copy is sharded over; best those of one machine.",
         "processes",
         1,
         "PARALLELISM_CONFIG_DP_SHARD_SIZE",
@@ -183,7 +183,7 @@ DS_CONFIG: dict[str, tuple[str, str]] = {
     "data_types.grad_accum_dtype": ("What gradients are accumulated in over micro-batches.", ""),
     "communication_data_type": ("What gradients are summed over processes in. bf16 halves traffic, and rounds.", ""),
     "zero_optimization.stage": ("What is cut: 1 optimiser, 2 gradients too, 3 parameters too.", "stage"),
-    "zero_optimization.overlap_comm": ("Reduce gradients while the backward pass goes on; more buffers.", ""),
+    "zero_optimization.overlap_comm": ("Reduce gradients while the backward pass runs; more buffers.", ""),
     "zero_optimization.contiguous_gradients": ("Copy gradients into one buffer as they come.", ""),
     "zero_optimization.reduce_bucket_size": (
         "Elements that are reduced at a time. `auto`: max(hidden size squared, 1,000,000), once the model is there.",

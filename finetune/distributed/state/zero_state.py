@@ -1,4 +1,4 @@
-"""DeepSpeed's flat buffers: which part of which parameter lies where in the masters and their optimiser state.
+"""DeepSpeed's flat buffers: which part of which parameter lies where in the master weights and their optimiser state.
 
 DeepSpeed's accessors (`safe_get_full_fp32_param` and others) are not used. Those of the optimiser's state know the
 first parameter group only, those of the weights look in the wrong place under `round_robin_gradients`, sums of floats
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ZeroState:
-    """One flat buffer of masters on this rank, with the optimiser that steps it."""
+    """One flat buffer of master weights on this rank, with the optimiser that steps it."""
 
     index: int
     master: torch.Tensor
@@ -54,7 +54,7 @@ class ZeroState:
     group: dict[str, Any]
     """The optimiser's settings for it."""
     ranks: Any
-    """The processes that it is cut over."""
+    """The processes that it is sharded over."""
     parts: list[Part]
 
     @property

@@ -1,4 +1,4 @@
-"""Modules with packed weights that compute nothing: bitsandbytes' own kernels take no tensors without values."""
+"""Modules with quantized weights that compute nothing: bitsandbytes' own kernels take no tensors without values."""
 
 import math
 from typing import Any

@@ -163,7 +163,7 @@ def realise(network: nn.Module) -> None:
 
 
 def batch(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """A micro-batch on the meta device. For a task of one's own its data is made, for it may be of any shape."""
+    """A micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
     rows, length = recipe.batch.rows, recipe.data.sequence_length
     if head_of(recipe) is None:
         train = find_task(recipe).build_data(recipe, True).train

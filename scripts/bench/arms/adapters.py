@@ -9,7 +9,7 @@ from torch import nn
 
 
 def equal_adapters(network: nn.Module) -> None:
-    """Draws each adapter's first matrix from a seed that its name gives; the second is nought already."""
+    """Draws each adapter's first matrix from a seed that its name gives; the second is zero already."""
     for name, parameter in network.named_parameters():
         if "lora_A" in name:
             known = name[name.index("layers.") :]
