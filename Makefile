@@ -39,18 +39,18 @@ test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 20 minutes)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/matrix.py docs/resume-matrix.md
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md
 
 # KILLS, requests to stop and the seed of what is drawn: make test-chaos CHAOS="100 20 7"
 CHAOS ?= 100 20
 test-chaos: setup  ## Kill runs and ask them to stop at random moments, 120 times (about 20 minutes)
-	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/chaos.py $(CHAOS)
+	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/chaos.py $(CHAOS)
 
 check: setup  ## Format, lint, types and import rules
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict finetune/
-	$(PY) -m pytest -q tests/test_imports.py
+	$(PY) -m pytest -q tests/utils/test_imports.py
 
 ops: setup  ## Build DeepSpeed's native ops ahead of the first run (about 4 minutes on 2 cores)
 	@.venv/bin/finetune ops

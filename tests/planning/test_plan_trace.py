@@ -196,7 +196,7 @@ def test_real_ranks_allocate_as_much(nursery: ForkServer, name: str, rows: int, 
     """Two processes on gloo, of which rank 0 is looked at; with 8 rows, micro-batches add up."""
     asked, source, result = sections(SMALL, rows=rows), tmp_path / "recipe.json", tmp_path / "peak.json"
     source.write_text(json.dumps(asked))
-    code, output = nursery.launch(name, source, result, script="tests/peak_worker.py", processes=2)
+    code, output = nursery.launch(name, source, result, script="tests/support/peak_worker.py", processes=2)
     assert code == 0, output
     assert trace(asked, name, 2).peak == pytest.approx(json.loads(result.read_text()), rel=0.01)
 
@@ -236,7 +236,7 @@ def own(task: str) -> dict[str, Any]:
 
 
 def test_a_task_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support")
     found = trace(own("own_task:mlp"))
     elements = 8 * 32 + 32 + 32 * 32 + 32 + 32 + 1
     assert found.state == {"weights": 4 * elements, "gradients": 4 * elements, "optimizer": 8 * elements}
@@ -249,7 +249,7 @@ def test_a_task_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_traced_is_one_paragraph(
     task: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support")
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(own(f"untraceable_task:{task}")))
     assert main.main(["plan", str(file), "--gpus", "1", "--trace", "single"]) == 0

@@ -22,7 +22,7 @@ from harness import Launcher, Result, assert_same_path
 from finetune.distributed import device_selection
 from finetune.monitoring import out_of_memory
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: tests/test_gpu.py")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: tests/training/test_gpu.py")
 
 
 def recipe(**sections: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Fake:
 
     def start(self, config: str, *words: str) -> tuple[int, str]:
         env = {"FAKE_CUDA": str(self.library.parent)}
-        return self.server.launch(config, *words, script="tests/on_fake_cuda.py", processes=1, env=env)
+        return self.server.launch(config, *words, script="tests/support/on_fake_cuda.py", processes=1, env=env)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_what_fails_on_a_gpu_fails_here(fake: Fake) -> None:
     }
     assert found.keys() == expected.keys()
     for name, wait in expected.items():
-        assert found[name]["waits"][0].startswith(f"{wait}: tests/on_fake_cuda.py"), name
+        assert found[name]["waits"][0].startswith(f"{wait}: tests/support/on_fake_cuda.py"), name
         assert found[name]["norm"] == none["norm"], name
 
 

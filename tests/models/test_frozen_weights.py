@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from exports import exported, opened_here
-from filelock import FileLock
 from harness import Launcher, assert_near_in_bf16, assert_same_path
 from inside import run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
+from stored_model import store
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,25 +26,6 @@ from finetune.utils.errors import RecipeError
 
 IDS = torch.arange(3, 43).reshape(2, 20)
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def store(folder: Path, name: str, dtype: torch.dtype) -> str:
-    """A model that is stored in 16 bit."""
-    place = folder / f"{name}-{str(dtype).removeprefix('torch.')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{place}.lock"):
-        if not place.exists():
-            if name == "stories":
-                network = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
-            else:
-                config = dict(ARCHITECTURES[name]["model"]["config"])
-                quiet = {key: 0.0 for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop") if key in config}
-                made = AutoConfig.for_model(config.pop("model_type"), vocab_size=512, **{**config, **quiet})
-                torch.manual_seed(0)
-                network = AutoModelForCausalLM.from_config(made).to(dtype)
-            network.save_pretrained(f"{place}.part")
-            Path(f"{place}.part").rename(place)
-    return str(place)
 
 
 def recipe_of(model: dict[str, Any], lora: dict[str, Any] | None = None) -> Recipe:

@@ -15,7 +15,7 @@ from finetune.data.cache import Cache
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.utils.errors import DataError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sample(cache: Path, **keys: Any) -> PreparedData:

@@ -14,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from inside import run_here
 from ranks import CONFIG, MODEL, Place
+from recipe_keys import keys_of
 from testdata import BPE
 
 from finetune.checkpoint import run_fingerprint
-from finetune.config.recipe import section_in, validate_recipe
+from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task_lookup import find_task
 from finetune.tasks.training_length import measure_length
@@ -153,19 +154,6 @@ SEVERAL |= {"optim.args": {"optim.args", "optim.args.eps"}, "model.config": {"mo
 def reported(key: str) -> set[str]:
     """Under which names a difference is told."""
     return {"data"} if key.split(".")[0] in ("data", "tokenizer", "source", "chat") else SEVERAL.get(key, {key})
-
-
-def keys_of(section: Any, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for name, facts in section.model_fields.items():
-        inner = section_in(facts.annotation)
-        if inner is None or prefix == "data.":
-            found.add(prefix + name)
-        else:
-            found |= keys_of(inner, f"{prefix}{name}.")
-    if prefix == "data.":
-        found |= keys_of(section_in(section.model_fields["train"].annotation), "source.")
-    return found
 
 
 def test_every_key_is_decided() -> None:
@@ -396,7 +384,9 @@ def test_one_rank_reads_the_base_once(place: Place, monkeypatch: pytest.MonkeyPa
     """Over all starts, until it changes; the other ranks hear of it."""
     recipe = place.recipe(model={"name": str(MODEL), "config": None}, length={"steps": 1})
     env = {"DIGESTED": str(place.folder / "digested")}
-    with place.nursery.start("ddp", place.folder / "ranks", recipe, script="tests/digest_worker.py", env=env) as ranks:
+    with place.nursery.start(
+        "ddp", place.folder / "ranks", recipe, script="tests/support/digest_worker.py", env=env
+    ) as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
     assert sorted((place.folder / "digested").read_text().splitlines()) == ["0 config.json", "0 model.safetensors"]
     assert "Nothing is left to do" in run_here(yaml.safe_load(recipe.read_text())).said

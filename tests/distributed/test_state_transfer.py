@@ -94,7 +94,7 @@ def launched(
     (folder / f"{name}.jobs").write_text(json.dumps(places))
     arguments = (name, str(folder), str(folder / f"{name}.jobs"))
     config = "single" if processes == 1 else "ddp"
-    code, output = nursery.launch(config, *arguments, script="tests/state_worker.py", processes=processes)
+    code, output = nursery.launch(config, *arguments, script="tests/support/state_worker.py", processes=processes)
     assert code == 0, output[-6000:]
     report: dict[str, str] = json.loads((folder / f"{name}.json").read_text())
     return report

@@ -52,7 +52,7 @@ def alone(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def taken(nursery: ForkServer, folder: Path, config: str, ranks: int, *words: str) -> dict[str, Any]:
     result = folder / "result.json"
-    code, output = nursery.launch(config, job(folder, ranks), result, *words, script="tests/sums_worker.py")
+    code, output = nursery.launch(config, job(folder, ranks), result, *words, script="tests/support/sums_worker.py")
     assert code == 0, output[-4000:]
     found: dict[str, Any] = json.loads(result.read_text())
     return found

@@ -1,6 +1,7 @@
 """Kills runs and asks them to stop at random moments, over and over; each must end as if nothing had happened.
 
-`PYTHONPATH=. python tests/chaos.py KILLS SIGNALS SEED`; `make test-chaos` runs it. The suite does a few of the same.
+`PYTHONPATH=. python tests/support/chaos.py KILLS SIGNALS SEED`; `make test-chaos` runs it. The suite does a few
+of the same.
 
 A case is one run: it is disturbed, and the same command is started again until it has ended. After each start this
 must hold: no checkpoint that was whole is gone but by rotation, and all that are there are whole. At the end all

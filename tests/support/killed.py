@@ -1,6 +1,6 @@
 """Tokenises in forks that kill themselves at chosen moments, and prints what they leave and what the next one does.
 
-    python tests/killed.py FOLDER RECIPE WORKERS NUM_MOMENTS
+    python tests/support/killed.py FOLDER RECIPE WORKERS NUM_MOMENTS
 
 A moment is a call of anything that changes the disk. One line of JSON comes for each, and before these one for the
 build that nothing stops. `test_data_resume.py` judges them.

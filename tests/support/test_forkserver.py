@@ -48,7 +48,7 @@ def test_its_ranks_see_what_those_of_a_real_launch_see(nursery: ForkServer, tmp_
     for name, start in (("forked", nursery.launch), ("real", launch_really)):
         folder = tmp_path / name
         folder.mkdir()
-        code, output = start(config, str(folder), "optim.lr=1", script="tests/seen.py")
+        code, output = start(config, str(folder), "optim.lr=1", script="tests/support/seen.py")
         assert code == 0, output
         seen[name] = [json.loads(file.read_text()) for file in sorted(folder.glob("?"))]
         for rank in seen[name]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("FINETUNE_REAL_DATA") or ROOT.parent / "shared" / "data")
 
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]

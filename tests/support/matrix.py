@@ -1,7 +1,7 @@
 """Resuming on every backend what any backend has saved: which runs to launch, and how far their paths lie apart.
 
-`python tests/matrix.py FILE` runs all pairs and writes the table; `make test-resume` does that. The suite runs a
-part of them.
+`python tests/support/matrix.py FILE` runs all pairs and writes the table; `make test-resume` does that. The suite
+runs a part of them.
 """
 
 import json

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import ROOT, Launcher
 from recipes_for_tests import ARCHITECTURES, UNEVEN, base
-from test_frozen import store
+from stored_model import store
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.launch.launch_environment import launch_of_file

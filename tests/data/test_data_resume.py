@@ -56,7 +56,7 @@ def tree(folder: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("kind", "workers"), [("texts", 2), ("labels", 1), ("conversations", 1)])
 def test_a_killed_build_goes_on(tmp_path: Path, kind: str, workers: int) -> None:
     words = [str(tmp_path), json.dumps(tree(tmp_path, kind)), str(workers), str(NUM_MOMENTS)]
-    output, said = python(str(ROOT / "tests" / "killed.py"), *words)
+    output, said = python(str(ROOT / "tests" / "support" / "killed.py"), *words)
     whole, *killed = [json.loads(line) for line in output.splitlines()]
     assert any(name.endswith("train.tokens") for name in whole["files"])
     documents = whole["encoded"]

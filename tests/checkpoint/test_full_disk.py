@@ -292,7 +292,7 @@ def test_two_ranks_agree(disk: Disk, tmp_path: Path) -> None:
         recipes[-1].write_text(yaml.safe_dump(mlp(disk.place / name, task=task, checkpoint=keep)))
     env = environment()
     env["PYTHONPATH"] += f":{tmp_path}"
-    code, output = run(command("ddp", *map(str, recipes), script="tests/many.py"), env=env)
+    code, output = run(command("ddp", *map(str, recipes), script="tests/support/many.py"), env=env)
     assert code != 0, output
     # The second is said, by one rank, and nothing comes of it. The save of step 5 may still have been under way.
     failed = re.findall(rf"The checkpoint of step (5|10) cannot be written: {FULL}\. Training continues", output)

@@ -12,7 +12,7 @@ import yaml
 from forkserver import ForkServer
 from harness import ROOT, environment
 from ranks import Place, exported
-from test_identity import keys_of
+from recipe_keys import keys_of
 
 from finetune.cli.main import main
 from finetune.config import recipe as recipe_module

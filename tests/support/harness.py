@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # A hung collective must not hang the suite.
 LIMIT_S = 300
 
@@ -67,7 +67,7 @@ def environment(**extra: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
         "PYTHONUNBUFFERED": "1",
     }
     return env | extra
@@ -159,7 +159,7 @@ class Launcher:
                         recipe["data"] = {"cache_dir": str(self.shared / "cache"), **recipe.get("data", {})}
                     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
                 names = [str(folder / f"{name}.yaml") for name in jobs]
-                code, output = self.launch(config, *names, script="tests/many.py", processes=processes, env=env)
+                code, output = self.launch(config, *names, script="tests/support/many.py", processes=processes, env=env)
                 (folder / "done.json").write_text(json.dumps([code, output]))
             code, output = json.loads((folder / "done.json").read_text())
         return {name: Result(code, output, folder / name) for name in jobs}

@@ -101,7 +101,13 @@ def said(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     questions = [talk[:n] for talk in conversations() for n in range(1, len(talk), 2)]
     exports = {name: {"folder": str(path), "base": base_of.get(name)} for name, path in places.items() if "_" in name}
     (root / "ask.json").write_text(json.dumps({"questions": questions, "places": exports}))
-    words = [sys.executable, "-P", str(ROOT / "tests" / "answers.py"), str(root / "ask.json"), str(root / "told.json")]
+    words = [
+        sys.executable,
+        "-P",
+        str(ROOT / "tests" / "support" / "answers.py"),
+        str(root / "ask.json"),
+        str(root / "told.json"),
+    ]
     code, output = run(words, cwd=root, env={**environment(), "PYTHONPATH": ""})
     assert code == 0, output
     return json.loads((root / "told.json").read_text())
