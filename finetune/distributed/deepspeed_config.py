@@ -8,15 +8,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-
 from finetune.config.provenance import places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
 from finetune.utils.errors import BackendError
 
 
-def width_of(model: nn.Module) -> int:
+def width_of(model: Any) -> int:
     """The model's hidden size: what it says, or the largest matrix side of a model that says nothing."""
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)

@@ -239,7 +239,7 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     line: str | None,
 ) -> None:
-    monkeypatch.setattr(micro_batch_search.devices, "capacity", lambda: round(gib * 2**30))
+    monkeypatch.setattr(micro_batch_search.device_selection, "capacity", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast), accumulation)
     found = micro_batch_search.resolve_gradient_dtype(recipe, backend)

@@ -16,14 +16,14 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
-from finetune.training import evaluation, loop
+from finetune.training import evaluation
 from finetune.training.build_run import Run
 
 
 def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of seven tokens, of which one is learned: half-empty targets are no half-idle device."""
     peak = 1e9
-    monkeypatch.setattr(loop, "peak_flops", lambda *_: peak)
+    monkeypatch.setattr(step_metrics, "peak_flops", lambda *_: peak)
     monkeypatch.setattr(own_task.Points, "num_computed", lambda self, rows: 7 * len(rows), raising=False)
     found: list[Run] = []
     lines: list[dict[str, Any]] = []
@@ -36,7 +36,7 @@ def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypat
     run_here(mlp(tmp_path / "run"), note)
     steps = [line for line in lines if "mfu" in line]
     assert len(steps) == 20
-    assert found[0].computed == 20 * 8 * 7
+    assert found[0].state.computed == 20 * 8 * 7
     for line in steps[1:]:
         # 8 targets a step, and 56 tokens.
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * 7 * found[0].flops_per_target / peak)
