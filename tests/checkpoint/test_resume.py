@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,13 @@ import pytest
 import torch
 import yaml
 from harness import ROOT, environment
-from inside import Done, at_step, copy, forge, forge_state, mlp, run_here, stop_after
+from inside import Crash, Done, copy, crash_after, forge, forge_state, mlp, run_here, stop_after
 
 from finetune.checkpoint import run_directory
-from finetune.training.build_run import Run
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("resume")]
-
-
-class Crash(Exception):
-    """Ends a run at once, with nothing saved."""
-
-
-def crash_after(step: int) -> Callable[[Run], None]:
-    def crash(run: Run) -> None:
-        run.checkpoints.finish()
-        raise Crash
-
-    return at_step(step, crash)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """The run that was never stopped."""
-    return run_here(mlp(tmp_path_factory.mktemp("straight") / "run", checkpoint={"every_steps": 5, "keep": 9}))
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after 12 of its 20 steps; a copy of it is for each test to resume."""
-    tree = mlp(tmp_path_factory.mktemp("stopped") / "run", checkpoint={"every_steps": 5, "keep": 9})
-    return run_here(tree, stop_after(12)).directory
 
 
 def content(directory: Path) -> dict[str, tuple[bytes, int]]:

@@ -15,44 +15,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from inside import Done, alone, at_step, copy, forge, forge_state, mlp, run_here, stop_after
+from inside import Crash, Done, alone, copy, crash_after, forge, forge_state, mlp, run_here, stop_after
+from ranks import CONFIG
 
 from finetune.checkpoint import run_directory
 from finetune.data.cache import Cache
 from finetune.diagnostics.replay import replay
 from finetune.distributed.native_ops import native_ops
 from finetune.export import write
-from finetune.training.build_run import Run
 from finetune.utils import atomic_files
 from finetune.utils.atomic_files import digest
 from finetune.utils.errors import BackendError, CheckpointError, DataError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("run_directory")]
-
-
-class Crash(Exception):
-    """Ends a run at once, with nothing saved."""
-
-
-def crash_after(step: int) -> Callable[[Run], None]:
-    def crash(run: Run) -> None:
-        run.checkpoints.finish()
-        raise Crash
-
-    return at_step(step, crash)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A run of 20 steps that was never stopped."""
-    return run_here(mlp(tmp_path_factory.mktemp("straight") / "run", checkpoint={"every_steps": 5, "keep": 9}))
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after 12 steps, with checkpoints of steps 5, 10 and 12."""
-    tree = mlp(tmp_path_factory.mktemp("stopped") / "run", checkpoint={"every_steps": 5, "keep": 9})
-    return run_here(tree, stop_after(12)).directory
 
 
 @pytest.fixture(scope="module")
@@ -452,21 +427,11 @@ def test_files_follow_the_umask(umask: int, tmp_path: Path) -> None:
     assert wrong_modes(done.directory, umask) == {}
 
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-
-
 @pytest.mark.parametrize("umask", [0o022], indirect=True, ids=oct)
 def test_exports_follow_the_umask(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an adapter and a tokenizer, which libraries write."""
     tree = {
-        "model": {"config": LLAMA},
+        "model": {"config": CONFIG},
         "lora": {"rank": 2},
         "tokenizer": {"vocab_size": 300},
         "data": {"train": [{"sample": 60}], "sequence_length": 32, "cache_dir": str(tmp_path / "cache")},

@@ -19,7 +19,6 @@ from inside import run_here
 from pydantic import ValidationError
 from testdata import MODEL
 
-from finetune.config import recipe
 from finetune.config.recipe import divisors, dump_recipe, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed import deepspeed_config
@@ -519,7 +518,3 @@ def test_ds_config_completes(file: Path, precision: str) -> None:
     assert config["gradient_clipping"] == 0.0
     assert config["fp16"]["enabled"] is False
     assert config["communication_data_type"] == "fp32"
-
-
-def test_the_module_says_what_it_offers() -> None:
-    assert all(hasattr(recipe, name) for name in recipe.__all__)

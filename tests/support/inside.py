@@ -131,6 +131,18 @@ def at_step(step: int, act: Callable[[Run], None]) -> Callable[[Run], None]:
     return meddle
 
 
+class Crash(Exception):
+    """Ends a run at once, with nothing saved."""
+
+
+def crash_after(step: int) -> Callable[[Run], None]:
+    def crash(run: Run) -> None:
+        run.checkpoints.finish()
+        raise Crash
+
+    return at_step(step, crash)
+
+
 def copy(run: Path, target: Path) -> Path:
     """A copy of a run to spoil."""
     return Path(shutil.copytree(run, target, symlinks=True))

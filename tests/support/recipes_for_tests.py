@@ -4,21 +4,20 @@ from typing import Any
 
 from testdata import MODEL, stories
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def base(**sections: Any) -> dict[str, Any]:
     """A tiny Llama from nothing on built-in stories; `sections` are merged in."""
     recipe: dict[str, Any] = {
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 128,
-            }
-        },
+        "model": {"config": {**LLAMA, "max_position_embeddings": 128}},
         "tokenizer": {"name": MODEL},
         "data": {
             "train": stories("train", limit=600),

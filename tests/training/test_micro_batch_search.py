@@ -15,7 +15,7 @@ from harness import Result, assert_same_path, command, environment, run
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import alone
-from recipes_for_tests import base
+from recipes_for_tests import LLAMA, base
 from torch import nn
 
 from finetune.cli import main
@@ -32,16 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Logits of 16,000 words: 31 MiB a row of 512 tokens, and several times that with the loss.
-WIDE = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 16_000,
-    "tie_word_embeddings": True,
-}
+WIDE = {**LLAMA, "vocab_size": 16_000, "tie_word_embeddings": True}
 LIMIT = 4_000_000_000
 
 

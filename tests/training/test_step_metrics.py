@@ -16,7 +16,7 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
-from finetune.training import evaluation
+from finetune.training import evaluation, step_metrics
 from finetune.training.build_run import Run
 
 
