@@ -15,7 +15,7 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.repository import ROOT
 
 if TYPE_CHECKING:
-    from finetune.export.load_model import Opened
+    from finetune.export.load_model import LoadedModel
 
 
 def add_run_commands(verbs: Any) -> None:
@@ -281,7 +281,9 @@ def generate(parsed: argparse.Namespace, write: Callable[[str], None], say: Call
     """
     from finetune.export import generate_text
 
-    manner = generate_text.Manner(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
+    manner = generate_text.SamplingOptions(
+        parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed
+    )
     place = _open(parsed, say)
     if not parsed.chat:
         write(parsed.prompt)
@@ -307,11 +309,11 @@ def evaluate(parsed: argparse.Namespace, write: Callable[[str], None], say: Call
     )
 
 
-def _open(parsed: argparse.Namespace, say: Callable[[str], None], *, exact: bool = False) -> "Opened":
-    from finetune.export.load_model import open_place
+def _open(parsed: argparse.Namespace, say: Callable[[str], None], *, exact: bool = False) -> "LoadedModel":
+    from finetune.export.load_model import load_model
 
     trusted = parsed.trust_remote_code
-    place = open_place(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
+    place = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
     for line in place.lines:
         say(line)
     return place

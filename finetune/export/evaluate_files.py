@@ -12,7 +12,7 @@ import torch
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
-from finetune.export.load_model import Opened
+from finetune.export.load_model import LoadedModel
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils.errors import DataError, RecipeError
 
@@ -26,7 +26,9 @@ _FLAGS = {
 }
 
 
-def recipe_of(opened: Opened, files: Sequence[str], *, text_field: str | None = None, chat: bool = False) -> Recipe:
+def recipe_of(
+    opened: LoadedModel, files: Sequence[str], *, text_field: str | None = None, chat: bool = False
+) -> Recipe:
     """How the files are read: as the run's own data if it is one, else as packed documents.
 
     Args:
@@ -66,7 +68,7 @@ def told_in_flags() -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def score(opened: Opened, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
+def score(opened: LoadedModel, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
     """Mean loss per target over all rows of the recipe's validation files.
 
     Raises:

@@ -13,7 +13,7 @@ from finetune.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A run, and the weights of one of its steps."""
 
     run: Path
@@ -47,7 +47,7 @@ def is_run(place: Path) -> bool:
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
 
 
-def find(place: Path, step: int | None = None) -> Source:
+def find_weights(place: Path, step: int | None = None) -> WeightSource:
     """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
 
     Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
@@ -80,7 +80,7 @@ def find(place: Path, step: int | None = None) -> Source:
     facts = _facts(place)
     last = facts.get("length", {}).get("num_steps")
     if "finished" in facts and (place / "model").is_dir() and (newest is None or integrity.step_of(newest) != last):
-        return Source(place, place / "model", last, load_recipe(place / "recipe.yaml"), facts)
+        return WeightSource(place, place / "model", last, load_recipe(place / "recipe.yaml"), facts)
     if newest is None:
         raise CheckpointError(
             f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
@@ -89,7 +89,7 @@ def find(place: Path, step: int | None = None) -> Source:
     return _source(place, newest)
 
 
-def _source(run: Path, folder: Path) -> Source:
+def _source(run: Path, folder: Path) -> WeightSource:
     if not (run / "recipe.yaml").is_file():
         raise CheckpointError(
             f"{folder} does not lie in its run's directory: {run} has no recipe.yaml, which says what the weights "
@@ -103,7 +103,7 @@ def _source(run: Path, folder: Path) -> Source:
     except CheckpointError as error:
         held.close()
         raise CheckpointError(f"{error}. Name another step with --step.") from error
-    return Source(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held)
+    return WeightSource(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held)
 
 
 def _check_links(run: Path) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from finetune.export.load_model import Opened
+from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
 from finetune.utils.errors import DataError
 
 
 @dataclass(frozen=True)
-class Manner:
+class SamplingOptions:
     """How the next token is chosen. Temperature 0 takes the likeliest."""
 
     max_new_tokens: int = 200
@@ -66,7 +66,9 @@ class _Stream:
             self.told = whole
 
 
-def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str], None], *, chat: bool = False) -> str:
+def generate(
+    opened: LoadedModel, prompt: str, manner: SamplingOptions, write: Callable[[str], None], *, chat: bool = False
+) -> str:
     """Writes on after a prompt, or answers it, and returns what was written.
 
     Args:
@@ -102,11 +104,11 @@ def generate(opened: Opened, prompt: str, manner: Manner, write: Callable[[str],
     return stream.told
 
 
-def _ends(opened: Opened, network: Any) -> list[int]:
+def _ends(opened: LoadedModel, network: Any) -> list[int]:
     """All ends of text: the generation config's, the tokenizer's, and what the answers of a run end in."""
     return prompts.ends(network.generation_config, opened.tokenizer, opened.ends)
 
 
-def _padding(opened: Opened) -> int:
+def _padding(opened: LoadedModel) -> int:
     found = (opened.tokenizer.pad_token_id, opened.tokenizer.eos_token_id, 0)
     return next(int(token) for token in found if token is not None)

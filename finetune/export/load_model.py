@@ -18,7 +18,7 @@ from finetune.utils.errors import CheckpointError, RecipeError
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """A causal language model in evaluation mode, on the device that there is."""
 
     network: nn.Module
@@ -45,9 +45,9 @@ class Opened:
         return next(self.network.parameters()).device
 
 
-def open_place(
+def load_model(
     name: str, *, step: int | None = None, base: str | None = None, exact: bool = False, trust_remote_code: bool = False
-) -> Opened:
+) -> LoadedModel:
     """Opens a place; an adapter goes onto the base that it names.
 
     Args:
@@ -83,8 +83,8 @@ def open_place(
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
 
 
-def _run(place: Path, step: int | None, base: str | None) -> Opened:
-    found = find_weights.find(place, step)
+def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
+    found = find_weights.find_weights(place, step)
     with found.held:
         _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
         folder = str(found.weights)
@@ -94,7 +94,7 @@ def _run(place: Path, step: int | None, base: str | None) -> Opened:
         return _ready(model, tokenizer, folder, found.recipe, stop_tokens.learned(found, tokenizer))
 
 
-def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> Opened:
+def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
     told = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     _check_head(told.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {told.get('task_type')})")
     name = base or told.get("base_model_name_or_path")
@@ -139,6 +139,6 @@ def _ready(
     recipe: Recipe | None,
     stops: Sequence[int] = (),
     lines: tuple[str, ...] = (),
-) -> Opened:
+) -> LoadedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Opened(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops), lines)
+    return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops), lines)

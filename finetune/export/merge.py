@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
-from finetune.export.find_weights import Source
+from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters
 from finetune.models.lora_adapters import Head
 from finetune.models.model_config import resolve_model_config
@@ -26,7 +26,7 @@ from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 ADAPTER = "adapter_model.safetensors"
 
 
-def source_head(source: Source) -> Head:
+def source_head(source: WeightSource) -> Head:
     """What the network puts out.
 
     Raises:
@@ -42,7 +42,7 @@ def source_head(source: Source) -> Head:
     return head
 
 
-def data_of(source: Source, recipe: Recipe) -> tuple[TaskData, str | None]:
+def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]:
     """The run's data, and why there are none: then there is a tokenizer only.
 
     Args:
@@ -58,7 +58,7 @@ def data_of(source: Source, recipe: Recipe) -> tuple[TaskData, str | None]:
     return TaskData(train=None, tokenizer=tokenizer), reason
 
 
-def with_base(source: Source, base: str | None) -> Recipe:
+def with_base(source: WeightSource, base: str | None) -> Recipe:
     """The run's recipe, with its base at another place if that holds the same model.
 
     Raises:
@@ -94,7 +94,7 @@ def with_base(source: Source, base: str | None) -> Recipe:
     return recipe
 
 
-def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool) -> nn.Module:
+def trained(source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool) -> nn.Module:
     """The network as it was trained, in fp32, from the checkpoint and the base.
 
     Args:
@@ -115,7 +115,7 @@ def trained(source: Source, recipe: Recipe, ready: TaskData, *, quantised: bool)
     return network.train(mode=False)
 
 
-def merged(source: Source, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
+def merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
     """The network with whatever was trained in its weights, in `dtype`.
 
     Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
@@ -170,7 +170,7 @@ def generation_of(recipe: Recipe) -> GenerationConfig:
         return GenerationConfig.from_model_config(resolve_model_config(recipe))
 
 
-def config_of(source: Source, recipe: Recipe, ready: TaskData) -> Any:
+def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
     """The configuration of the network that is written."""
     return task_config(recipe, ready) if recipe.lora is not None else resolve_model_config(_from(source, recipe))
 
@@ -203,7 +203,7 @@ def _unquantised(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
 
 
-def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
     """A network of which everything was trained, from the folder that has it all."""
     recipe = _from(source, recipe)
     config = resolve_model_config(recipe)
@@ -214,12 +214,12 @@ def _whole(source: Source, recipe: Recipe, head: Head, dtype: torch.dtype) -> Pr
     return whole
 
 
-def _from(source: Source, recipe: Recipe) -> Recipe:
+def _from(source: WeightSource, recipe: Recipe) -> Recipe:
     there = {"name": str(source.weights), "revision": None, "config": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
 
 
-def _check_names(source: Source, skeleton: nn.Module) -> None:
+def _check_names(source: WeightSource, skeleton: nn.Module) -> None:
     assert isinstance(skeleton, PreTrainedModel)
     missing = lacking(skeleton, {name for file in source.files for name in names_of(file)})
     if missing:

@@ -8,13 +8,13 @@ import yaml
 
 from finetune.checkpoint import row_ledger
 from finetune.config.recipe import dump_recipe
-from finetune.export.find_weights import Source
+from finetune.export.find_weights import WeightSource
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
 
 
-def write(folder: Path, source: Source, kind: str, proof: list[str], base_folder: Path | None) -> None:
+def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None) -> None:
     """Writes README.md.
 
     Args:
@@ -42,7 +42,7 @@ def write(folder: Path, source: Source, kind: str, proof: list[str], base_folder
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _head(source: Source, kind: str, base_folder: Path | None) -> list[str]:
+def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str]:
     facts: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
     name, notes = source.recipe.model.name, []
     # The hub refuses a card whose base is a folder of somebody's machine.
@@ -71,7 +71,7 @@ def _licence(base_folder: Path | None) -> dict[str, Any]:
     return {key: told[key] for key in wanted if key in told} if isinstance(told, dict) else {}
 
 
-def _origin(source: Source, kind: str) -> str:
+def _origin(source: WeightSource, kind: str) -> str:
     recipe = source.recipe
     base = (
         f"`{recipe.model.name}`" if recipe.model.name else f"a {(recipe.model.config or {}).get('model_type')} network"

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.export.find_weights import Source
+from finetune.export.find_weights import WeightSource
 from finetune.utils.errors import CheckpointError
 
 
-def learned(source: Source, tokenizer: Any) -> list[int]:
+def learned(source: WeightSource, tokenizer: Any) -> list[int]:
     """The tokens that the answers which a run learned end in; none if it learned no conversations.
 
     Raises:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, stop_tokens, validate_files, verify_export
-from finetune.export.find_weights import Source
+from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters, prompts
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import Task, TaskData
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 class _Job:
     """What is exported, and what is needed for it."""
 
-    source: Source
+    source: WeightSource
     recipe: Recipe
     """The run's, with the base that was asked for."""
     ready: TaskData
@@ -60,7 +60,7 @@ def export(
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
     merge.return_memory_at_once()
-    found = find_weights.find(place, step)
+    found = find_weights.find_weights(place, step)
     with found.held:
         target = to if to is not None else found.run / "exports" / kind
         _check_target(target)
@@ -243,7 +243,7 @@ def _dtype(job: _Job) -> torch.dtype:
     return torch.float16 if getattr(config, "dtype", None) == torch.float16 else torch.bfloat16
 
 
-def _check_kind(found: Source, kind: str) -> None:
+def _check_kind(found: WeightSource, kind: str) -> None:
     merge.source_head(found)
     if kind != "adapter":
         return

@@ -20,7 +20,13 @@ from finetune.planning.rank_memory import (
     state,
     steps_on_host,
 )
-from finetune.planning.transient_memory import Device, early_gradients, keeps_inputs_whole, late_gradients, passing
+from finetune.planning.transient_memory import (
+    Device,
+    early_gradients,
+    keeps_inputs_whole,
+    late_gradients,
+    transient_memory,
+)
 from finetune.utils.errors import RecipeError
 
 Verdict = Literal["fits", "tight", "no", "refused"]
@@ -163,7 +169,7 @@ def _peak(
 ) -> tuple[dict[str, int], bool]:
     """The fullest moment of a step on the device, by category; and whether activations are in it."""
     outline, shape, whole = variant.outline, shape_of(variant), keeps_inputs_whole(launch)
-    lent = passing(launch, outline, accumulation=accumulation, device=device)
+    lent = transient_memory(launch, outline, accumulation=accumulation, device=device)
     weights = (memory.frozen + memory.trained) * (launch.offload_params == "none")
     optimizer = memory.optimizer * (launch.offload_optimizer == "none")
     gradients = memory.gradients * adds_on_device(launch, accumulation)

@@ -32,7 +32,7 @@ class _Measured(BaseModel):
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """What each collective was measured to do, by name; empty where nothing was."""
 
     within: dict[str, Line] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Links:
         return (self.between if far else self.within).get(collective)
 
 
-UNMEASURED = Links()
+UNMEASURED = LinkSpeeds()
 
 
-def read(names: Sequence[str]) -> Links:
+def read(names: Sequence[str]) -> LinkSpeeds:
     """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
 
     Raises:
@@ -62,7 +62,7 @@ def read(names: Sequence[str]) -> Links:
             kind = "several machines" if far else "one machine"
             raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
         found[far] = {key: Line(ring.latency_s, ring.bandwidth) for key, ring in measured.collectives.items()}
-    return Links(found.get(False, {}), found.get(True, {}))
+    return LinkSpeeds(found.get(False, {}), found.get(True, {}))
 
 
 def _of_file(file: Path) -> _Measured:

@@ -6,7 +6,7 @@ from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning.candidates import Cell, is_half
 from finetune.planning.communication_volume import Flow, flows
-from finetune.planning.link_speeds import UNMEASURED, Links
+from finetune.planning.link_speeds import UNMEASURED, LinkSpeeds
 from finetune.planning.model_shapes import Variant
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
@@ -29,7 +29,7 @@ class Machines:
     """Of a GPU and hour."""
     host_gib: float | None = None
     """Of a machine, for what is offloaded; None: enough."""
-    links: Links = UNMEASURED
+    links: LinkSpeeds = UNMEASURED
     """Measured ones, which stand in for the data sheet's."""
 
     @property

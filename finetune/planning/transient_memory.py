@@ -18,7 +18,7 @@ _MAX_LIVE, _REUSE, _PREFETCH, _SUB_GROUP = 1_000_000_000, 1_000_000_000, 50_000_
 
 
 @dataclass(frozen=True)
-class Passing:
+class TransientMemory:
     """Bytes on the device, by the moments of a step."""
 
     begins: int = 0
@@ -41,7 +41,7 @@ class Passing:
     """Copies while the optimiser steps."""
 
 
-def passing(launch: Launch, outline: Outline, *, accumulation: int, device: Device) -> Passing:
+def transient_memory(launch: Launch, outline: Outline, *, accumulation: int, device: Device) -> TransientMemory:
     """What a backend adds to what a rank holds from step to step.
 
     Args:
@@ -86,8 +86,8 @@ def late_gradients(launch: Launch, outline: Outline) -> int:
     return late // shards(launch)
 
 
-def _buckets(size: int) -> Passing:
-    return Passing(products=size, buckets=size)
+def _buckets(size: int) -> TransientMemory:
+    return TransientMemory(products=size, buckets=size)
 
 
 def early_gradients(launch: Launch, outline: Outline, gradients: int) -> int:
@@ -103,7 +103,7 @@ def early_gradients(launch: Launch, outline: Outline, gradients: int) -> int:
     return min(gradients, own // shards(launch))
 
 
-def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
+def _fsdp(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     """FSDP2 gathers into one tensor, copies weights out of it, and keeps it until the next unit is copied out.
 
     In the backward pass the next unit is gathered while one computes, and the last one's gradients are still being
@@ -134,7 +134,7 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
     products = max(sum(last) + max(own, default=0) for last, own, _ in steps)
     # gloo's copy of a unit is gone before this unit's gradients are there.
     copied = max(sum(last) + _bytes(unit) for last, _, unit in steps) if device == "cpu" and launch.reshard else 0
-    return Passing(
+    return TransientMemory(
         begins=forward,
         ends=forward,
         scores=scores,
@@ -145,7 +145,7 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> Passing:
     )
 
 
-def _zero2(launch: Launch, outline: Outline, device: Device) -> Passing:
+def _zero2(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     """Buckets are there for the backward pass only; a gradient is made whole before it is copied there.
 
     Sources: https://www.deepspeed.ai/docs/config-json/ (`overlap_comm` doubles them), `stage_1_and_2.py`.
@@ -160,7 +160,7 @@ def _zero2(launch: Launch, outline: Outline, device: Device) -> Passing:
     return replace(_buckets(buckets + max((4 * w.elements for w in outline.trained), default=0)), steps=steps)
 
 
-def _zero3(launch: Launch, outline: Outline, device: Device) -> Passing:
+def _zero3(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     """Stage 3 runs ahead as the forward pass begins, at every module by another bucket, and frees what has run,
     but for what the backward pass needs again within a distance, counted in elements that are used between.
 
@@ -188,7 +188,7 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> Passing:
     # A bucket goes when it is full: all of an adapter's may fit in one.
     gradient = max(min(bucket, sum(gradients)), max(gradients, default=0))
     masters = math.ceil(sum(w.elements for w in outline.trained) / launch.num_processes)
-    return Passing(
+    return TransientMemory(
         begins=live + (max(map(_bytes, units.values())) if device == "cpu" else 0),
         ends=max(held, min(live, scores + largest)),
         scores=scores,

@@ -60,7 +60,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     silence_libraries()
     try:
-        with orphan_watch.needed(128 + signal.SIGTERM):
+        with orphan_watch.end_with_parent(128 + signal.SIGTERM):
             run = build_run(recipe, quiet=parsed.quiet)
         with run.shutdown.listening():
             results = train(run)

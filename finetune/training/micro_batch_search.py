@@ -53,7 +53,7 @@ _MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
 
 
 @dataclass(frozen=True)
-class Sized:
+class MicroBatchChoice:
     """What `auto` came to."""
 
     recipe: Recipe
@@ -62,7 +62,9 @@ class Sized:
     lines: tuple[str, ...] = ()
 
 
-def resolve_micro_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int | None, quiet: bool) -> Sized:
+def resolve_micro_size(
+    recipe: Recipe, asked: Launch, digest: str, *, begun: int | None, quiet: bool
+) -> MicroBatchChoice:
     """Puts a number in place of `batch.micro_size: auto`, the same on every rank; every rank calls it.
 
     Args:
@@ -74,10 +76,12 @@ def resolve_micro_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int
         BackendError: If a trial fails otherwise.
     """
     if recipe.batch.micro_size != "auto":
-        return Sized(recipe, None)
+        return MicroBatchChoice(recipe, None)
     if begun is not None:
         line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
-        return Sized(_changed(recipe, {"batch": {"micro_size": begun}}), {"asked": "auto", "rows": begun}, (line,))
+        return MicroBatchChoice(
+            _changed(recipe, {"batch": {"micro_size": begun}}), {"asked": "auto", "rows": begun}, (line,)
+        )
     rank, world = int(os.environ.get("RANK", "0")), asked.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // world), device_selection.room()
@@ -117,7 +121,7 @@ def resolve_micro_size(recipe: Recipe, asked: Launch, digest: str, *, begun: int
 
 
 @dataclass(frozen=True)
-class Summed:
+class GradientSumChoice:
     """When gradients of a step's micro-batches are summed over ranks."""
 
     each: bool
@@ -140,7 +144,7 @@ class Summed:
         return f"gradients are {how} of {accumulation} micro-batches ({why})"
 
 
-def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> Summed | None:
+def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
     """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
 
     What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
@@ -151,15 +155,15 @@ def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> Summed | None:
     launch, rows = backend.launch, recipe.batch.rows
     if not launch.defers(backend.accumulation):
         chosen = launch.sync_each_batch if backend.accumulation > 1 else None
-        return None if chosen is None else Summed(chosen, None, 0)
+        return None if chosen is None else GradientSumChoice(chosen, None, 0)
     least = backend.max(torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device))
-    found = Summed(True, None, int(-least.item()))
+    found = GradientSumChoice(True, None, int(-least.item()))
     if backend.is_main:
         of = cells(recipe, replace(launch, sync_each_batch=False), found.room)
         whole = of(rows) if of is not None else None
         if whole is not None and whole.memory is not None:
-            found = Summed(whole.verdict != "fits", whole.needed, found.room)
-    found = Summed(**backend.tell(asdict(found)))
+            found = GradientSumChoice(whole.verdict != "fits", whole.needed, found.room)
+    found = GradientSumChoice(**backend.tell(asdict(found)))
     backend.launch = replace(launch, sync_each_batch=found.each)
     return found
 
@@ -270,12 +274,12 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> Sized:
+def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> MicroBatchChoice:
     share, trials = found["tried"][str(found["rows"])], len(found["tried"])
     how = "as found before" if known else f"{trials} trial" + ("s" if trials > 1 else "")
     line = f"batch.micro_size: auto is {found['rows']}, with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place}"
     changed = _changed(recipe, {"batch": {"micro_size": found["rows"]}})
-    return Sized(changed, {"asked": "auto", **found, "known": known}, (f"{line} ({how})",))
+    return MicroBatchChoice(changed, {"asked": "auto", **found, "known": known}, (f"{line} ({how})",))
 
 
 def _kept(recipe: Recipe, asked: Launch, digest: str) -> Path:

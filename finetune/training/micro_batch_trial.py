@@ -19,7 +19,7 @@ from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.silence_libraries import silence_libraries
 
 
-class Longest:
+class LongestRows:
     """Training rows in whose place the longest are read."""
 
     def __init__(self, rows: Any) -> None:
@@ -42,7 +42,7 @@ def main(file: str, report: str) -> int:
     room = device_selection.room()
     run = build_run(recipe, quiet=True)
     if hasattr(run.data.train, "longest"):
-        run.read_from(Longest(run.data.train))
+        run.read_from(LongestRows(run.data.train))
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)
@@ -53,7 +53,7 @@ def main(file: str, report: str) -> int:
 
 def _guarded() -> int:
     try:
-        with orphan_watch.needed(1, always=True):
+        with orphan_watch.end_with_parent(1, always=True):
             return main(*sys.argv[1:])
     except MemoryFullError:
         return OUT_OF_MEMORY

@@ -18,7 +18,7 @@ def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
         "scaler": run.backend.scaler_state(),
         "skipped": run.nonfinite.state,
         "looked_at": evaluated,
-        "results": run.results,
+        "results": dict(run.results),  # It is written while training continues.
         "identity": run.identity,
         "recipe": run.recipe.model_dump(mode="json"),
         "backend": run.backend.launch.kind,

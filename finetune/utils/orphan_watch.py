@@ -22,7 +22,7 @@ _parent = os.getppid()
 _line: list[str] = []
 
 
-def note() -> None:
+def record_parent() -> None:
     """Takes whoever is this process's parent now for the one that started it; for processes that were forked."""
     global _parent, _line
     _parent, _line = os.getppid(), _command_line()
@@ -37,7 +37,7 @@ def _command_line() -> list[str]:
         return []
 
 
-note()
+record_parent()
 
 
 def accelerate_arguments() -> list[str] | None:
@@ -77,13 +77,13 @@ def is_launcher() -> bool:
     return any(Path(word).name in _LAUNCHERS or word.startswith("deepspeed.launcher.") for word in _line[:4])
 
 
-def gone() -> bool:
+def parent_is_gone() -> bool:
     """Whether a launcher started this process and has ended: then this process has another parent now."""
     return os.getppid() != _parent and is_launcher()
 
 
 @contextmanager
-def needed(code: int, *, always: bool = False) -> Iterator[None]:
+def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
     """Ends this process if its launcher ends meanwhile; for as long as there is nothing to save.
 
     Without its launcher a process may wait half an hour for others that it cannot meet, and hold the run directory.

@@ -13,7 +13,7 @@ import torch
 from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
-from finetune.checkpoint import save_checkpoint, snapshot
+from finetune.checkpoint import integrity, retention, snapshot
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import Run
@@ -170,11 +170,10 @@ def test_so_is_what_fails_later(tmp_path: Path, calm: Done, monkeypatch: pytest.
     def describe(run: Run) -> None:
         run.checkpoints._saver._describe = fail
 
-    right: Callable[..., None] = (
-        (lambda folder: None) if where == "describe" else getattr(save_checkpoint.folders, where)
-    )
-    if where != "describe":
-        monkeypatch.setattr(save_checkpoint.folders, where, fail)
+    module = {"seal": integrity, "prune": retention}.get(where)
+    right: Callable[..., None] = (lambda folder: None) if module is None else getattr(module, where)
+    if module is not None:
+        monkeypatch.setattr(module, where, fail)
     done = run_here(mlp(tmp_path / "run", checkpoint=ALL), describe if where == "describe" else None)
     undisturbed(done, calm)
     assert len(calls) == 4
@@ -210,7 +209,7 @@ def test_a_fault_of_the_program_surfaces(tmp_path: Path, monkeypatch: pytest.Mon
     def wrong(*args: Any, **kwargs: Any) -> None:
         raise TypeError("a slip")
 
-    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (save_checkpoint.folders, "seal")), wrong)
+    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (integrity, "seal")), wrong)
     with pytest.raises(TypeError, match="a slip"):
         run_here(mlp(tmp_path / "run"))
     assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()] == [".staging"]

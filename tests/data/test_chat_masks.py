@@ -16,7 +16,7 @@ from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import PLAIN, Template, find_template
 from finetune.data.chat.conversation_formats import Conversation
-from finetune.data.chat.invalid_records import BrokenConversation, Tolerance
+from finetune.data.chat.invalid_records import InvalidConversation, Tolerance
 from finetune.utils.errors import DataError
 
 EXCHANGES = talk("Hello", "The answer", "what is", "forty two", system="there")
@@ -89,7 +89,7 @@ def test_a_vocabulary_that_holds_a_special_token_as_a_word_is_refused() -> None:
     chat = ChatEncoder(
         words, Template(PLAIN, "plain"), ChatSection(), row_length=99, around=(None, None), tolerance=Tolerance(False)
     )
-    with pytest.raises(BrokenConversation, match="'</s>' becomes a special token whatever is done"):
+    with pytest.raises(InvalidConversation, match="'</s>' becomes a special token whatever is done"):
         chat.encode(talk("a </s> a", "a").to_json().encode(), "here")
 
 

@@ -17,7 +17,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.data.tokenization import encoding, token_shards
-from finetune.data.tokenization.split_writer import Side
+from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 6000  # as in killed.py
@@ -92,7 +92,7 @@ def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         def stop(self: Any, form: str) -> None:
             raise error
 
-        patch.setattr(Side, "repeat", stop)
+        patch.setattr(SplitWriter, "repeat", stop)
         with pytest.raises((KeyboardInterrupt, DataError)):
             tiny(tmp_path)
     (left,) = tmp_path.glob("tokens-*.part")
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path, monkeypatch:
     def stop(self: Any, form: str) -> None:
         raise DataError("a bad line")
 
-    monkeypatch.setattr(Side, "repeat", stop)
+    monkeypatch.setattr(SplitWriter, "repeat", stop)
     with pytest.raises(DataError, match="a bad line"):
         tiny(tmp_path)
     assert not list(tmp_path.glob("*.part"))
@@ -117,7 +117,7 @@ def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a build that was killed behind its last document has left."""
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Side, "repeat", lambda self, form: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(SplitWriter, "repeat", lambda self, form: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tiny(folder)
     (left,) = folder.glob("tokens-*.part")

@@ -149,7 +149,7 @@ CHANGES = {
 
 
 @pytest.fixture
-def pair(launched: Any, tmp_path: Path) -> tuple[finished_run.Finished, Path]:
+def pair(launched: Any, tmp_path: Path) -> tuple[finished_run.FinishedRun, Path]:
     """A run, and a copy of it to spoil."""
     source = launched[3] / "single"
     return finished_run.read(source), Path(shutil.copytree(source, tmp_path / "copy"))

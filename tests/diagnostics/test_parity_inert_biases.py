@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.diagnostics.parity import compare
-from finetune.diagnostics.parity.finished_run import Finished
+from finetune.diagnostics.parity.finished_run import FinishedRun
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -24,11 +24,11 @@ KEYS = {
 }
 
 
-def run_of(folder: Path, name: str) -> Finished:
+def run_of(folder: Path, name: str) -> FinishedRun:
     runs = dict.fromkeys(("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"))
     identity = {"optim.name": "AdamW", "optim.args.eps": 1e-8}
     facts = {"precision": "fp32", "identity": identity, "runs": runs, "length": {"num_steps": 1}}
-    return Finished(name, folder, facts, {1: {"loss": 3.1, "grad_norm": 1.0, "lr": 0.1, "tokens": 7}}, {})
+    return FinishedRun(name, folder, facts, {1: {"loss": 3.1, "grad_norm": 1.0, "lr": 0.1, "tokens": 7}}, {})
 
 
 def pair(tmp_path: Path, kind: str, changes: dict[str, Any]) -> compare.Comparison:

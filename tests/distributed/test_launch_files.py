@@ -330,10 +330,10 @@ def test_only_a_launcher_is_watched(monkeypatch: pytest.MonkeyPatch, line: list[
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(orphan_watch, "_line", line)
     monkeypatch.setattr(orphan_watch, "_parent", os.getppid() + 1)  # it is gone
-    assert orphan_watch.gone() == launches
+    assert orphan_watch.parent_is_gone() == launches
     monkeypatch.setattr(orphan_watch, "_parent", os.getppid())
-    assert not orphan_watch.gone()
-    with orphan_watch.needed(1):
+    assert not orphan_watch.parent_is_gone()
+    with orphan_watch.end_with_parent(1):
         watches = [thread for thread in threading.enumerate() if thread.name == "parent"]
     assert bool(watches) == launches
     for thread in watches:
@@ -344,7 +344,7 @@ def test_torchelastic_is_a_launcher_under_whatever_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(orphan_watch, "_line", SHELL)
     monkeypatch.setattr(orphan_watch, "_parent", os.getppid() + 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert orphan_watch.gone()
+    assert orphan_watch.parent_is_gone()
 
 
 # ---------------------------------------------------------------- what is said

@@ -184,7 +184,7 @@ def test_answers_without_an_end_are_said(
 
 
 def test_a_template_that_refuses_is_quoted(places: dict[str, Path]) -> None:
-    place = load_model.open_place(str(places["lora_merged"]))
+    place = load_model.load_model(str(places["lora_merged"]))
     place.tokenizer.chat_template = "{{ raise_exception('tell me who you are first') }}"
     with pytest.raises(DataError, match=r"refuses a single turn of a user: tell me who you are first\. Write"):
-        generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)
+        generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)

@@ -42,7 +42,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         lora={"rank": 2},
     )
     run_here({**tree, "model": {"name": MODEL}})
-    found = find_weights.find(root / "run")
+    found = find_weights.find_weights(root / "run")
     tokenizer = AutoTokenizer.from_pretrained(found.weights)
     merged = merge.merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
     merged.save_pretrained(root / "merged")
@@ -73,35 +73,38 @@ def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixtu
 
 
 def test_it_streams_and_samples_by_seed(places: dict[str, Path]) -> None:
-    place = load_model.open_place(str(places["merged"]))
+    place = load_model.load_model(str(places["merged"]))
     pieces: list[str] = []
-    manner = generate_text.Manner(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
+    manner = generate_text.SamplingOptions(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
     text = generate_text.generate(place, "Once", manner, pieces.append)
     assert len([piece for piece in pieces if piece]) > 5
     assert "".join(pieces) == text
     assert generate_text.generate(place, "Once", manner, pieces.append) == text
-    assert generate_text.generate(place, "Once", generate_text.Manner(20, 1.0, 50, 0.95, seed=2), pieces.append) != text
+    assert (
+        generate_text.generate(place, "Once", generate_text.SamplingOptions(20, 1.0, 50, 0.95, seed=2), pieces.append)
+        != text
+    )
 
 
 def test_it_stops_at_the_end_of_text(places: dict[str, Path]) -> None:
     """Of the generation config and of the tokenizer, which may be two."""
-    place = load_model.open_place(str(places["merged"]))
-    whole = generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None)
+    place = load_model.load_model(str(places["merged"]))
+    whole = generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None)
     ids = place.tokenizer.encode(whole, add_special_tokens=False)
     model: Any = place.network
     model.generation_config.eos_token_id = [2, ids[4]]
-    cut = generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None)
+    cut = generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None)
     assert whole.startswith(cut.rstrip())
     assert len(cut) < len(whole)
     model.generation_config.eos_token_id = 2
     place.tokenizer.eos_token = place.tokenizer.convert_ids_to_tokens(ids[4])
-    assert generate_text.generate(place, "Once", generate_text.Manner(30), lambda text: None).strip() in cut
+    assert generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None).strip() in cut
 
 
 def test_chat_needs_a_template(places: dict[str, Path]) -> None:
-    place = load_model.open_place(str(places["adapter"]))
+    place = load_model.load_model(str(places["adapter"]))
     with pytest.raises(DataError, match="--chat needs a tokenizer with a chat template, and this one has none"):
-        generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)
+        generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)
     place.tokenizer.chat_template = (
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
@@ -111,25 +114,25 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
     assert ids[0] == 1
     assert ids.count(1) == 1
     assert place.tokenizer.decode(ids).endswith("A:")
-    assert generate_text.generate(place, "Hello", generate_text.Manner(3), lambda text: None, chat=True)
+    assert generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)
 
 
 def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
-    place = load_model.open_place(str(places["merged"]))
+    place = load_model.load_model(str(places["merged"]))
     with pytest.raises(DataError, match=r"The prompt has \d+ tokens, and the model knows 512 positions"):
-        generate_text.generate(place, "word " * 700, generate_text.Manner(3), lambda text: None)
+        generate_text.generate(place, "word " * 700, generate_text.SamplingOptions(3), lambda text: None)
     with pytest.raises(CheckpointError, match=r"holds no network: it has no recipe\.yaml"):
-        load_model.open_place(str(tmp_path))
+        load_model.load_model(str(tmp_path))
     with pytest.raises(CheckpointError, match="--step is for run directories"):
-        load_model.open_place(str(places["merged"]), step=3)
+        load_model.load_model(str(places["merged"]), step=3)
     with pytest.raises(CheckpointError, match="--base is for adapters"):
-        load_model.open_place(str(places["merged"]), base=MODEL)
+        load_model.load_model(str(places["merged"]), base=MODEL)
     config = places["merged"] / "config.json"
     (tmp_path / "config.json").write_text(
         json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForSequenceClassification"]})
     )
     with pytest.raises(RecipeError, match="is no causal language model"):
-        load_model.open_place(str(tmp_path))
+        load_model.load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(

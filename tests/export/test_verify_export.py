@@ -139,7 +139,7 @@ def test_the_head_of_the_card_is_one_that_the_hub_takes(
     runs: dict[str, Trained], tmp_path: Path, name: str, said: str
 ) -> None:
     """It refuses a base that is a folder, and wants the licence of the base."""
-    found = find_weights.find(runs["full"].directory)
+    found = find_weights.find_weights(runs["full"].directory)
     model = found.recipe.model.model_copy(update={"name": name})
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
     run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))

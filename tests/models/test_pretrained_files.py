@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.export.load_model import open_place
+from finetune.export.load_model import load_model
 from finetune.models import lora_adapters, pretrained_files
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model, check_pretrained
@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "lora": lambda folder: built(recipe_of(folder, lora={"rank": 2})),
     "nf4": lambda folder: built(recipe_of(folder, lora={"rank": 2}, model={"quantization": "nf4"})),
     "int8": lambda folder: built(recipe_of(folder, lora={"rank": 2}, model={"quantization": "int8"})),
-    "opened": lambda folder: open_place(str(folder)),
+    "opened": lambda folder: load_model(str(folder)),
 }
 
 
@@ -293,7 +293,7 @@ def test_every_rank_refuses_weights_that_are_not_finite(place: Place) -> None:
 def test_generate_refuses_weights_that_are_not_finite(tmp_path: Path) -> None:
     folder = spoil(MODEL, tmp_path / "spoiled", spoil_value(float("inf")))
     with pytest.raises(RecipeError, match=f"model.safetensors: {UP} holds 1 numbers"):
-        open_place(str(folder))
+        load_model(str(folder))
 
 
 def test_what_is_not_read_may_be_infinite(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.data.rows.row_order import rows_at
 from finetune.export import model_card
-from finetune.export.find_weights import Source
+from finetune.export.find_weights import WeightSource
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput
 from finetune.utils.atomic_files import read_lines
@@ -295,7 +295,7 @@ def test_skipped_steps_are_named_with_their_rows(
     assert "2 of these steps skipped, so their rows changed no weight:\n  " + "\n  ".join(lines) in said
     recipe = validate_recipe(tree)
     for step, named in ((4, lines[:1]), (20, lines)):
-        source = Source(done.directory, done.directory / "model", step, recipe, done.facts)
+        source = WeightSource(done.directory, done.directory / "model", step, recipe, done.facts)
         model_card.write(tmp_path, source, "merged", [], None)
         written = (tmp_path / "README.md").read_text()
         assert "## Skipped steps" in written

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from finetune.diagnostics.parity import compare, parity_report
-from finetune.diagnostics.parity.finished_run import Finished
+from finetune.diagnostics.parity.finished_run import FinishedRun
 from finetune.export import verify_export
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.training import preflight
@@ -29,7 +29,7 @@ RUNS = dict.fromkeys(("parameter_dtypes", "model_dtypes", "reduce_dtype"), None)
 }
 
 
-def run(folder: Path, spoilt: str | None = None, value: float = NAN) -> Finished:
+def run(folder: Path, spoilt: str | None = None, value: float = NAN) -> FinishedRun:
     """A finished run of one step, one number of whose weights is spoilt."""
     weights = {name: torch.ones(4) for name in NAMES}
     if spoilt is not None:
@@ -38,7 +38,7 @@ def run(folder: Path, spoilt: str | None = None, value: float = NAN) -> Finished
     save_file(weights, folder / "model" / "model.safetensors")
     facts = {"precision": "fp32", "identity": {}, "runs": RUNS, "length": {"num_steps": 1}}
     line = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 8, "step_s": 1.0}
-    return Finished(folder.name, folder, facts, {1: line}, {})
+    return FinishedRun(folder.name, folder, facts, {1: line}, {})
 
 
 @pytest.mark.parametrize("name", NAMES)

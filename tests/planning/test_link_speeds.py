@@ -30,7 +30,7 @@ def written(folder: Path, name: str, tree: Any) -> str:
     return str(file)
 
 
-def time_of(name: str, found: link_speeds.Links, nodes: int = 1) -> Time:
+def time_of(name: str, found: link_speeds.LinkSpeeds, nodes: int = 1) -> Time:
     plan = planned(sections(), nodes=nodes)
     variant = plan.variants["full"]
     assert isinstance(variant, Variant)
@@ -44,7 +44,7 @@ def test_time_is_that_of_the_measured_ring(name: str) -> None:
     """Twice the bandwidth is half the time, and a latency counts for each hop of each collective."""
     found: dict[str, list[float]] = {}
     for kind, line in {"slow": Line(0.0, 1e9), "fast": Line(0.0, 2e9), "late": Line(1e-3, 1e9)}.items():
-        time = time_of(name, link_speeds.Links(within=dict.fromkeys(RINGS, line)))
+        time = time_of(name, link_speeds.LinkSpeeds(within=dict.fromkeys(RINGS, line)))
         assert all(moved.measured for moved in time.moved)
         found[kind] = [moved.seconds for moved in time.moved]
     sheet = time_of(name, link_speeds.UNMEASURED)
@@ -61,16 +61,16 @@ def test_time_is_that_of_the_measured_ring(name: str) -> None:
 def test_links_of_one_machine_say_nothing_of_those_between() -> None:
     line = dict.fromkeys(RINGS, Line(0.0, 1e9))
     for found, near, far in (
-        (link_speeds.Links(within=line), True, False),
-        (link_speeds.Links(between=line), False, True),
+        (link_speeds.LinkSpeeds(within=line), True, False),
+        (link_speeds.LinkSpeeds(between=line), False, True),
     ):
         for moved in time_of("hsdp", found, nodes=2).moved:
             assert moved.measured is (far if moved.between_machines else near)
 
 
 def test_slow_links_are_not_hidden() -> None:
-    fast = time_of("fsdp", link_speeds.Links(within=dict.fromkeys(RINGS, Line(0.0, 1e15))))
-    slow = time_of("fsdp", link_speeds.Links(within=dict.fromkeys(RINGS, Line(0.0, 1e6))))
+    fast = time_of("fsdp", link_speeds.LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e15))))
+    slow = time_of("fsdp", link_speeds.LinkSpeeds(within=dict.fromkeys(RINGS, Line(0.0, 1e6))))
     assert all(moved.hidden for moved in fast.moved)
     assert not any(moved.hidden for moved in slow.moved)
     assert fast.step_s == pytest.approx(fast.compute_s)

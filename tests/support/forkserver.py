@@ -65,7 +65,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
     # As imports leave them; Python's own is seeded anew in every fork.
     np.random.seed()
     torch.seed()
-    orphan_watch.note()
+    orphan_watch.record_parent()
     path = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
     if words[0] == "-m":
         sys.argv, sys.path[:1] = words[1:], [cwd, *path]

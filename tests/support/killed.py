@@ -98,7 +98,7 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("append", "sync", "cut", "close"):
             moments.before(GrowingArray, name)
         for name in ("begin", "repeat", "finish", "clear"):
-            moments.before(split_writer.Side, name)
+            moments.before(split_writer.SplitWriter, name)
         moments.before(token_shards, "write_json")
         moments.before(cache, "sync")
         moments.before(cache.os, "rename")

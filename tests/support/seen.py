@@ -25,7 +25,7 @@ SEEN = {
     "cwd": os.getcwd(),
     "env": dict(os.environ),
     "flags": repr(sys.flags),
-    "orphan": orphan_watch.gone(),
+    "orphan": orphan_watch.parent_is_gone(),
     "stdin": os.readlink("/proc/self/fd/0"),
     "streams": [(s.isatty(), s.encoding, s.errors, s.write_through) for s in (sys.stdin, sys.stdout, sys.stderr)],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),

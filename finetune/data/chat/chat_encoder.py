@@ -18,7 +18,7 @@ from finetune.data.chat import special_token_text
 from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.chat.chat_templates import Template, answers, writes_tools
 from finetune.data.chat.conversation_formats import Conversation
-from finetune.data.chat.invalid_records import BrokenConversation, Tolerance
+from finetune.data.chat.invalid_records import InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encode_worker import open_tokenizer
@@ -119,8 +119,8 @@ class ChatEncoder:
         try:
             return self._fitting(found, where)
         except RecursionError:
-            problem = BrokenConversation("nested too deeply", f"{where}: its tools or calls are nested too deeply.")
-        except BrokenConversation as broken:
+            problem = InvalidConversation("nested too deeply", f"{where}: its tools or calls are nested too deeply.")
+        except InvalidConversation as broken:
             problem = broken
         self._tolerance.meet(problem)
         return left_out(Facts(refused=1))
@@ -207,7 +207,7 @@ class ChatEncoder:
             return _Written(text, [], spans, self._without_tools(conversation, text, where))
         clean, parts, removed = marks.remove(text)
         if clean != self._template.render(conversation.messages, conversation.tools, where):
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "special tokens",
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
                 "chat template reads as more than characters. Remove it from the record.",
@@ -227,7 +227,7 @@ class ChatEncoder:
         if not tools or writes_tools(self._template, text, messages, tools, where):
             return False
         if not self._section.drop_tools:
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "tools that the template does not write",
                 f"{where}: the conversation has tools, and the chat template ({self._template.name}) does not write "
                 "all of them, so that a model would learn calls of functions that it never saw. Name a template that "
@@ -242,7 +242,7 @@ class ChatEncoder:
             inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
             made = set(tokens[inside].tolist()) & self._special.keys()
             if any(self._special[number] in written.text[start:end] for number in made):
-                raise BrokenConversation(
+                raise InvalidConversation(
                     "special tokens",
                     f"{where}: the text {written.text[start:end]!r} becomes a special token whatever is done, because "
                     "the tokenizer's vocabulary holds it as a word. Remove it from the record.",

@@ -16,7 +16,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.chat.invalid_records import InvalidConversation
 from finetune.data.chat.special_token_text import Marks, marks_for
 from finetune.utils.errors import DataError
 
@@ -91,7 +91,7 @@ class Template:
         except Exception as error:  # Whatever a template does with what it did not expect.
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             roles = ", ".join(message["role"] for message in messages[:8])
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "refused by the template",
                 f"{where}: the chat template ({self.name}) refuses this conversation: {reason}. Its roles are {roles}. "
                 "Mend the record, or name another template as chat.template.",
@@ -103,7 +103,7 @@ def writes_tools(template: Template, text: str, messages: Sequence[Message], too
     """Whether a template has written a conversation's tools into its text: each name more often than without them."""
     try:
         bare = template.render(messages, None, where)
-    except BrokenConversation:
+    except InvalidConversation:
         bare = ""  # it cannot do without them
     names = [_tool_name(tool) for tool in tools]
     return text != bare and all(name is None or text.count(name) > bare.count(name) for name in names)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.chat.invalid_records import BrokenConversation, Tolerance
+from finetune.data.chat.invalid_records import InvalidConversation, Tolerance
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 1
@@ -116,7 +116,7 @@ class RecordForm:
             conversation = self._messages(record, where) if "messages" in self._paths else self._pair(record, where)
             _check(conversation, where)
             return _written(conversation, where)
-        except BrokenConversation as problem:
+        except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
 
@@ -139,7 +139,7 @@ class RecordForm:
     def _messages(self, record: Mapping[str, Any], where: str) -> Conversation:
         turns = self._value(record, "messages", where)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {_kind(turns)}."
             )
         messages, weights = self._turns(turns, where)
@@ -170,7 +170,7 @@ class RecordForm:
             who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
             if not isinstance(turn, Mapping) or who not in turn:
                 got = ", ".join(turn) if isinstance(turn, Mapping) else _kind(turn)
-                raise BrokenConversation(
+                raise InvalidConversation(
                     "missing field",
                     f"{place}: a turn of format {self.detected} has the fields {who} and {what}, got {got}. Mend the "
                     "record, or set the source's `format`.",
@@ -187,7 +187,7 @@ class RecordForm:
         known = {**ROLES, **self.roles}
         role = known.get(name) if isinstance(name, str) else None
         if role is None:
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "unknown role",
                 f"{place}: the role is '{name}'; known are {', '.join(known)}. Mend the record, or say whose role it "
                 f"is: chat.roles: {{{name}: user}}.",
@@ -199,7 +199,7 @@ class RecordForm:
         if value is None and key in _OPTIONAL:
             return ""
         if not isinstance(value, str):
-            raise BrokenConversation("no text", f"{where}: '{self._path(key)}' must be a text, got {_kind(value)}.")
+            raise InvalidConversation("no text", f"{where}: '{self._path(key)}' must be a text, got {_kind(value)}.")
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
@@ -207,11 +207,11 @@ class RecordForm:
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
         except (ValueError, RecursionError) as error:
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "tools", f"{where}: '{self._path('tools')}' is not valid JSON: {error}."
             ) from error
         if tools and not isinstance(tools, list):
-            raise BrokenConversation("tools", f"{where}: '{self._path('tools')}' must be a list, got {_kind(tools)}.")
+            raise InvalidConversation("tools", f"{where}: '{self._path('tools')}' must be a list, got {_kind(tools)}.")
         return tools or None
 
     def _path(self, key: str) -> str:
@@ -226,7 +226,7 @@ class RecordForm:
             return value
         if key in _OPTIONAL and key not in self.fields:
             return None
-        raise BrokenConversation(
+        raise InvalidConversation(
             "missing field",
             f"{where}: there is no field '{path}' (read as {self.detected}); the fields are {_names(record)}. Mend the "
             f"record, or name another field: the source's fields: {{{key}: …}}.",
@@ -263,8 +263,8 @@ def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
     if isinstance(value, str):
         return value
     if value is _ABSENT:
-        raise BrokenConversation("missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}.")
-    raise BrokenConversation("no text", f"{place}: '{key}' must be a text, got {_kind(value)}. Only text can be read.")
+        raise InvalidConversation("missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}.")
+    raise InvalidConversation("no text", f"{place}: '{key}' must be a text, got {_kind(value)}. Only text can be read.")
 
 
 def _weight(turn: Mapping[str, Any], place: str) -> int:
@@ -272,7 +272,7 @@ def _weight(turn: Mapping[str, Any], place: str) -> int:
     if weight is None:
         return 1
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BrokenConversation(
+        raise InvalidConversation(
             "weight", f"{place}: the weight is {weight!r}; a message is learned (1) or not (0). Write one of these."
         )
     return int(weight)
@@ -283,7 +283,7 @@ def _written(conversation: Conversation, where: str) -> str:
     try:
         return conversation.to_json()
     except (TypeError, RecursionError) as error:
-        raise BrokenConversation(
+        raise InvalidConversation(
             "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
         ) from error
 
@@ -294,7 +294,7 @@ def _check(conversation: Conversation, where: str) -> None:
     if "system" in roles[1:]:
         what = "there are two system turns" if roles.count("system") > 1 else "the system turn is not the first"
         number = len(roles) - roles[::-1].index("system")
-        raise BrokenConversation(
+        raise InvalidConversation(
             "system turns",
             f"{where}, turn {number}: {what}, and a conversation has at most one, at its start. Join them, or cut the "
             "record in two.",
@@ -303,7 +303,7 @@ def _check(conversation: Conversation, where: str) -> None:
         if message["role"] != "assistant" or not weight or message.get("tool_calls"):
             continue
         if not message["content"].strip():
-            raise BrokenConversation(
+            raise InvalidConversation(
                 "empty answer",
                 f"{where}, turn {number}: the answer is empty, and a model would learn to say nothing. Remove the "
                 "record, or give this turn `weight: 0`.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from finetune.utils.errors import DataError
 
 
-class BrokenConversation(DataError):
+class InvalidConversation(DataError):
     """One conversation cannot be used as it is."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -37,7 +37,7 @@ class Tolerance:
         self.counts = Counter(counts)
         self.first = first
 
-    def meet(self, problem: BrokenConversation) -> None:
+    def meet(self, problem: InvalidConversation) -> None:
         """Raises it, or counts it.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.chat.invalid_records import InvalidConversation
 from finetune.data.tokenization.memmap import Int64s
 
 Span = tuple[int, int]
@@ -56,7 +56,7 @@ def marks_for(text: str) -> Marks:
     """
     free = [character for character in _NONCHARACTERS if character not in text]
     if len(free) < 2:
-        raise BrokenConversation("no text", "A conversation holds all of Unicode's noncharacters; remove it.")
+        raise InvalidConversation("no text", "A conversation holds all of Unicode's noncharacters; remove it.")
     return Marks(free[0], free[1])
 
 

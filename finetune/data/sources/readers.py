@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.data.chat.conversation_formats import RecordForm
-from finetune.data.chat.invalid_records import BrokenConversation
+from finetune.data.chat.invalid_records import InvalidConversation
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils.errors import DataError
 
@@ -195,7 +195,7 @@ def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         documents = _read_jsonl(path, fields, meter)
         try:
             first = next(documents, None)
-        except BrokenConversation:
+        except InvalidConversation:
             raise
         except DataError as error:
             raise _explained(error, start) from error

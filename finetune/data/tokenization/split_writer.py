@@ -18,7 +18,7 @@ from finetune.utils.errors import DataError
 _COPY_TOKENS = 1 << 22
 
 
-class Side:
+class SplitWriter:
     """Writes one side of the split. What is held in memory does not grow with the documents."""
 
     def __init__(

@@ -18,7 +18,7 @@ from finetune.data.text_issues import said
 from finetune.data.tokenization import loss_masks
 from finetune.data.tokenization.encoding import Encoder, batched
 from finetune.data.tokenization.memmap import Int64s, damaged, map_array
-from finetune.data.tokenization.split_writer import Side
+from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
 from finetune.utils.errors import DataError
 
@@ -118,7 +118,7 @@ def write(
     """
     dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
     encode = encode_with(encoder)
-    sides = {side: Side(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
+    sides = {side: SplitWriter(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):

@@ -17,7 +17,7 @@ from finetune.data.chat.invalid_records import Tolerance
 from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
-from finetune.data.tokenization.split_writer import Side
+from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import DataError
 
@@ -29,7 +29,7 @@ class Shards:
     """Keeps the state of one build."""
 
     def __init__(
-        self, folder: Path, corpora: Sequence[Corpus], sides: Mapping[str, Side], tolerance: Tolerance, bar: Bar
+        self, folder: Path, corpora: Sequence[Corpus], sides: Mapping[str, SplitWriter], tolerance: Tolerance, bar: Bar
     ) -> None:
         """Goes back to the state that a killed build has left in the folder, if any."""
         self._path = folder / STATE

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from finetune.diagnostics.parity.finished_run import Finished
+from finetune.diagnostics.parity.finished_run import FinishedRun
 
 # Learning rates are a pure function of the step; another machine's cosine may differ in its last digit.
 _SAME_RATE = 1e-12
@@ -52,8 +52,8 @@ def tolerance(one: dict[str, Any], other: dict[str, Any]) -> Tolerance:
 class Comparison:
     """How far a run is from another."""
 
-    one: Finished
-    other: Finished
+    one: FinishedRun
+    other: FinishedRun
     allowed: Tolerance
     steps: dict[int, dict[str, float]]
     """By step, counted from 1: relative differences of `loss` and `grad_norm`."""
@@ -76,7 +76,7 @@ class Comparison:
         return max((differences[key] for differences in self.steps.values()), default=None)
 
 
-def compare(one: Finished, other: Finished) -> Comparison:
+def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
     """Compares two runs at the steps that both have logged, and at the end."""
     allowed = tolerance(one.facts, other.facts)
     common = sorted(one.steps.keys() & other.steps.keys())
@@ -110,7 +110,7 @@ def compare(one: Finished, other: Finished) -> Comparison:
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
 
 
-def _inert(one: Finished, other: Finished, names: Collection[str]) -> set[str]:
+def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
     """The biases among these tensors that could be anything along the line between both runs."""
     biases = [name for name in names if name.endswith("bias")]
     if not biases:
@@ -120,7 +120,7 @@ def _inert(one: Finished, other: Finished, names: Collection[str]) -> set[str]:
     return among(one, other, biases)
 
 
-def _effect_of_eps(run: Finished, apart: dict[str, float]) -> str:
+def _effect_of_eps(run: FinishedRun, apart: dict[str, float]) -> str:
     facts, worst = run.facts["identity"], max(apart, key=lambda name: apart[name])
     more = f" (the farthest of {len(apart)} such biases)" if len(apart) > 1 else ""
     eps = f"eps {facts['optim.args.eps']:g}" if "optim.args.eps" in facts else "its default eps"
@@ -139,7 +139,7 @@ def relative(left: float | None, right: float | None) -> float:
 
 
 def _difference(
-    one: Finished, other: Finished, step: int, differences: dict[str, float], allowed: Tolerance
+    one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: Tolerance
 ) -> str | None:
     """What is another in a step, in the order in which one follows from the other; None if nothing is."""
     left, right = one.steps[step], other.steps[step]
@@ -161,7 +161,7 @@ def _difference(
     return None
 
 
-def _rounded(run: Finished) -> bool:
+def _rounded(run: FinishedRun) -> bool:
     """Whether every loss looks as if its sum had gone through bf16, whatever the tolerance would let pass."""
     sums = []
     for step, line in run.steps.items():
@@ -171,14 +171,14 @@ def _rounded(run: Finished) -> bool:
     return len(sums) >= _FEWEST_SUMS and all(abs(value - round(value)) < 1e-6 for value in sums)
 
 
-def _other_recipe(one: Finished, other: Finished) -> Iterator[str]:
+def _other_recipe(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
     left, right = one.facts["identity"], other.facts["identity"]
     keys = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
     if keys:
         yield f"the recipes differ in {', '.join(keys)}"
 
 
-def _other_dtypes(one: Finished, other: Finished) -> Iterator[str]:
+def _other_dtypes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
     left, right = one.facts["runs"], other.facts["runs"]
     for key in ("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"):
         # One process sums nothing over processes.
@@ -190,7 +190,7 @@ def _flat(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _weights(one: Finished, other: Finished) -> tuple[list[tuple[str, float]], str]:
+def _weights(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, float]], str]:
     """The distance of each tensor, and the names of those that have no counterpart. Reads a pair at a time."""
     with ExitStack() as opened:
         places: list[dict[str, Any]] = []
@@ -225,7 +225,7 @@ def distance(one: Any, other: Any) -> float:
 _NOTHING = 1e-3
 
 
-def among(one: Finished, other: Finished, biases: Collection[str]) -> set[str]:
+def among(one: FinishedRun, other: FinishedRun, biases: Collection[str]) -> set[str]:
     """Those of the biases that can be moved far, from one run's value towards the other's, without changing scores.
 
     Far, so that what is a small part of the difference would show. None where the network cannot be opened.
@@ -256,7 +256,7 @@ def among(one: Finished, other: Finished, biases: Collection[str]) -> set[str]:
     return found
 
 
-def _read(run: Finished, name: str) -> torch.Tensor:
+def _read(run: FinishedRun, name: str) -> torch.Tensor:
     for file in run.weights:
         with safe_open(file, framework="pt") as opened:
             if name in opened.keys():  # noqa: SIM118

@@ -11,7 +11,7 @@ from finetune.utils.errors import CheckpointError, RecipeError
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run that has ended."""
 
     name: str
@@ -49,7 +49,7 @@ class Finished:
         return measured["measured"] / 2**30 if measured else None
 
 
-def read(directory: Path, name: str | None = None) -> Finished:
+def read(directory: Path, name: str | None = None) -> FinishedRun:
     """Reads a run that has ended.
 
     Raises:
@@ -70,7 +70,7 @@ def read(directory: Path, name: str | None = None) -> Finished:
             f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
             "compared. Start its command again, and it resumes."
         )
-    return Finished(name or directory.name, directory, facts, steps, rows)
+    return FinishedRun(name or directory.name, directory, facts, steps, rows)
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

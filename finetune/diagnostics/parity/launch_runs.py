@@ -11,7 +11,7 @@ from typing import Any
 from finetune.config.recipe import dump_recipe, hint, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity import small_model
-from finetune.diagnostics.parity.finished_run import Finished, read
+from finetune.diagnostics.parity.finished_run import FinishedRun, read
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.launch.launcher import command
 from finetune.distributed.resolve_config import derive_accumulation
@@ -121,7 +121,7 @@ _QUIET: dict[str, dict[str, Any]] = {
 _LEAST_EPS = 1e-6
 
 
-def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]) -> Finished:
+def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]) -> FinishedRun:
     """Launches one run, waits for its end, and reads it.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.diagnostics.parity.compare import Comparison
-from finetune.diagnostics.parity.finished_run import Finished
+from finetune.diagnostics.parity.finished_run import FinishedRun
 
 # Steps that a table shows; of more, some that lie evenly between the first and the last.
 _MOST_STEPS = 24
@@ -89,7 +89,7 @@ def _runs(comparisons: Sequence[Comparison]) -> list[list[str]]:
     return table
 
 
-def _facts(run: Finished) -> list[str]:
+def _facts(run: FinishedRun) -> list[str]:
     runs = run.facts["runs"]
     outputs = runs["output_dtypes"]
     product = outputs.get("Linear") or outputs.get("Conv1D")
