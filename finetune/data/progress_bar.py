@@ -25,7 +25,7 @@ class Bar:
     def __init__(self, display: Progress | None, *, quiet: bool) -> None:
         """Takes what shows it, with one task."""
         self._display, self._quiet = display, quiet
-        self._done = self._documents = 0
+        self._documents = 0
         self._began = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -39,14 +39,13 @@ class Bar:
 
     def start(self, done: int) -> None:
         """Begins at so many bytes of the files, which do not count for the rate."""
-        self._done, self._documents, self._began = done, 0, time.monotonic()
+        self._documents, self._began = 0, time.monotonic()
         if self._display is not None:
             self._display.reset(self._display.task_ids[0], completed=done)
 
     def advance(self, documents: int, done: int = 0) -> None:
         """Shows that some more documents are done, and so many bytes of the files with them."""
         self._documents += documents
-        self._done = done
         if self._display is not None:
             rate = self._documents / max(time.monotonic() - self._began, 1e-9)
             shown = f"{self._documents:,} documents, {rate:,.0f}/s"

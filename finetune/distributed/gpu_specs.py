@@ -18,8 +18,6 @@ class Gpu:
     """What programs can have: what is sold, less what error correction and the driver keep."""
     bf16_tflops: float
     """Dense matrix products in bf16, without sparsity."""
-    bandwidth_tbs: float
-    """Of its memory, in 10^12 bytes a second."""
     link_gbs: float
     """To another GPU of the same machine, each way, in 10^9 bytes a second."""
     watts: float
@@ -38,24 +36,23 @@ class Gpu:
 # MI300X: https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 # Those without a link of their own talk over PCIe: generation 4 x16 is 32, generation 5 x16 is 64 GB/s each way.
 _KNOWN = (
-    Gpu("h100-80gb", "H100", 79.0, 989.0, 3.35, 450.0, 700.0),
-    Gpu("h100-pcie-80gb", "H100 PCIe", 79.0, 756.0, 2.0, 64.0, 350.0),
-    Gpu("h100-nvl-94gb", "H100 NVL", 93.0, 835.0, 3.9, 300.0, 400.0),
-    Gpu("h200-141gb", "H200", 139.0, 989.0, 4.8, 450.0, 700.0),
-    Gpu("b200-180gb", "B200", 178.0, 2250.0, 8.0, 900.0, 1000.0),
-    Gpu("a100-80gb", "A100", 79.0, 312.0, 2.04, 300.0, 400.0),
-    Gpu("a100-40gb", "A100", 39.0, 312.0, 1.555, 300.0, 400.0),
-    Gpu("a10g-24gb", "A10G", 22.0, 70.0, 0.6, 32.0, 300.0),
-    Gpu("l4-24gb", "L4", 22.0, 121.0, 0.3, 32.0, 72.0),
-    Gpu("l40s-48gb", "L40S", 44.0, 362.0, 0.864, 32.0, 350.0),
-    Gpu("rtx3090-24gb", "RTX 3090", 23.5, 71.0, 0.936, 32.0, 350.0),
-    Gpu("rtx4090-24gb", "RTX 4090", 23.5, 165.0, 1.008, 32.0, 450.0),
-    Gpu("mi300x-192gb", "MI300X", 191.0, 1307.0, 5.3, 448.0, 750.0),
+    Gpu("h100-80gb", "H100", 79.0, 989.0, 450.0, 700.0),
+    Gpu("h100-pcie-80gb", "H100 PCIe", 79.0, 756.0, 64.0, 350.0),
+    Gpu("h100-nvl-94gb", "H100 NVL", 93.0, 835.0, 300.0, 400.0),
+    Gpu("h200-141gb", "H200", 139.0, 989.0, 450.0, 700.0),
+    Gpu("b200-180gb", "B200", 178.0, 2250.0, 900.0, 1000.0),
+    Gpu("a100-80gb", "A100", 79.0, 312.0, 300.0, 400.0),
+    Gpu("a100-40gb", "A100", 39.0, 312.0, 300.0, 400.0),
+    Gpu("a10g-24gb", "A10G", 22.0, 70.0, 32.0, 300.0),
+    Gpu("l4-24gb", "L4", 22.0, 121.0, 32.0, 72.0),
+    Gpu("l40s-48gb", "L40S", 44.0, 362.0, 32.0, 350.0),
+    Gpu("rtx3090-24gb", "RTX 3090", 23.5, 71.0, 32.0, 350.0),
+    Gpu("rtx4090-24gb", "RTX 4090", 23.5, 165.0, 32.0, 450.0),
+    Gpu("mi300x-192gb", "MI300X", 191.0, 1307.0, 448.0, 750.0),
 )
 _OWN = {
     "memory": "memory_gib",
     "bf16": "bf16_tflops",
-    "bandwidth": "bandwidth_tbs",
     "link": "link_gbs",
     "watts": "watts",
 }
@@ -80,7 +77,7 @@ def find(text: str) -> Gpu:
         close = difflib.get_close_matches(first, known, n=1, cutoff=0.4)
         raise RecipeError(
             f"--gpu: there is no '{first}'" + (f", did you mean '{close[0]}'?" if close else ".") + " Known are "
-            f"{', '.join(known)}; of others give figures: memory=GIB,bf16=TFLOPS,bandwidth=TB/s,link=GB/s,watts=W."
+            f"{', '.join(known)}; of others give figures: memory=GIB,bf16=TFLOPS,link=GB/s,watts=W."
         )
     figures = _figures(rest if named else text.split(","))
     if named:
@@ -88,7 +85,7 @@ def find(text: str) -> Gpu:
     if not {"memory_gib", "bf16_tflops"} <= figures.keys():
         raise RecipeError(f"--gpu: '{text}' must say memory (GiB) and bf16 (TFLOP/s) at least: memory=24,bf16=70.")
     # What is not said: no fast links, and the power of a large card.
-    return _with(Gpu("your own", "", 0.0, 0.0, 1.0, 32.0, 300.0), figures)
+    return _with(Gpu("your own", "", 0.0, 0.0, 32.0, 300.0), figures)
 
 
 def _with(gpu: Gpu, figures: dict[str, float]) -> Gpu:
@@ -106,7 +103,7 @@ def _figures(words: list[str]) -> dict[str, float]:
         if key not in _OWN or not 0.0 < number < 1e9:
             raise RecipeError(
                 f"--gpu: cannot read '{word}'. Figures are {', '.join(f'{k}=NUMBER' for k in _OWN)}, in GiB, TFLOP/s, "
-                "TB/s, GB/s each way and W, all above 0."
+                "GB/s each way and W, all above 0."
             )
         found[_OWN[key]] = number
     return found

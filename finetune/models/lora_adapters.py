@@ -117,11 +117,6 @@ def adapter_keys(network: nn.Module) -> dict[str, str]:
     return {name: key for key, name in kept.items()}
 
 
-def adapter_key(network: nn.Module, name: str) -> str:
-    """One of `adapter_keys`."""
-    return adapter_keys(network)[name]
-
-
 def fill(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
     """Gives a network's adapters the values of an adapter file.
 

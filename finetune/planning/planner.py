@@ -201,7 +201,7 @@ def cells(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Cell] | 
     except RecipeError:
         return None
     assert not isinstance(variant, str)
-    gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0, 0.0)
+    gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0)
     state_bytes, checkpointed = state_bytes_of(recipe), recipe.model.gradient_checkpointing is True
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     return lambda rows: cell("", launch, variant, Setting(rows, checkpointed), gpu, state_bytes, device=device)

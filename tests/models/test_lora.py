@@ -229,7 +229,7 @@ def test_keys_are_pefts() -> None:
         f"{layer}.lora_magnitude_vector.default.weight": f"{layer}.lora_magnitude_vector",
         "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
     }.items():
-        assert lora_adapters.adapter_key(network, name) == key
+        assert lora_adapters.adapter_keys(network)[name] == key
     assert lora_adapters.adapter_keys(network).keys() == trained(network).keys()
     assert lora_adapters.adapter_config(built(validate_recipe(base()))) is None
 
