@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task import TaskData
 from finetune.tasks.training_length import Length
 from finetune.utils.atomic_files import digest, digest_of, write_json
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
 # Of `model`: those that change where weights come from or what the network computes.
@@ -42,10 +41,10 @@ def depends_on_micro_size(network: nn.Module) -> bool:
     config: Any = getattr(network, "config", None)
     values = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
     for module in network.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, torch_private.BatchNorm):
             return True
         values |= {f"{id(module)}.{name}": value for name, value in vars(module).items()}
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, torch_private.Dropout):
             values[f"{id(module)}.dropout"] = module.p
     return any(
         ("drop" in name or "jitter" in name)
@@ -137,11 +136,13 @@ def _facts(file: Path) -> list[int]:
 def _commit(recipe: Recipe) -> str:
     from transformers import AutoConfig
 
+    from finetune.utils.compat.transformers_private import commit_hash
+
     section = recipe.model
     config = AutoConfig.from_pretrained(
         section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
-    return str(getattr(config, "_commit_hash", None) or f"{section.name}@{section.revision}")
+    return str(commit_hash(config) or f"{section.name}@{section.revision}")
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:

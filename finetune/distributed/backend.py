@@ -26,6 +26,7 @@ from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.verify_launch import RuntimeReport
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
 
@@ -256,7 +257,7 @@ class Backend:
         inner = getattr(optimizer, "optimizer", optimizer)
         if self.launch.uses_deepspeed or self.accelerator.scaler is not None:
             optimizer.step()
-        elif getattr(inner, "_step_supports_amp_scaling", False) and not _makes_momenta(inner):
+        elif torch_private.skips_nonfinite_steps(inner) and not _makes_momenta(inner):
             # The kernel itself skips, as it does under loss scaling, so that the host need not wait.
             inner.grad_scale, inner.found_inf = None, (~norm.isfinite()).float()
             inner.step()

@@ -41,9 +41,11 @@ def slow_precision(precision: str) -> str:
     """
     import torch
 
+    from finetune.utils.compat.torch_private import cpu_has_bf16
+
     built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     known = precision == "bf16" and built and not torch.cuda.is_available()
-    if not known or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not known or cpu_has_bf16():
         return ""
     return "This CPU has no instructions for bf16: its products take 4 to 200 times as long as those of fp32."
 

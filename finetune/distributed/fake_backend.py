@@ -6,20 +6,17 @@ memory. Only for a process that does nothing else: it changes what libraries do.
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import resolve_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from finetune.utils.compat.torch_private import GradBucket
 
 # Accelerate's variables: what the user's shell says of another launch must not reach this one.
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -71,16 +68,17 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         # Its autocast is that of the launch.
         return _still(replace(backend, launch=launch))
     if launch.num_processes > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from finetune.utils.compat import torch_tracing_private
 
-        store: Any = FakeStore()
-        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=launch.num_processes)
-        _let_fake_tensors_pass()
+        torch_tracing_private.start_fake_process_group(launch.num_processes)
+        torch_tracing_private.let_fake_tensors_pass()
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 
 def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
     """`Backend.prepare`, of a model of fake tensors."""
+    from finetune.utils.compat.torch_tracing_private import keep_buckets
+
     for number, parameter in enumerate(model.parameters()):
         # By which Accelerate finds the optimiser's parameters again; fake ones have none.
         known: Any = parameter
@@ -88,8 +86,7 @@ def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
     wrapped, prepared = backend.prepare(model, optimizer)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
         wrapped.register_comm_hook(None, _arrived)
-        inner: Any = wrapped
-        inner.reducer = _Arranged(wrapped.reducer)
+        keep_buckets(wrapped)
     return wrapped, prepared
 
 
@@ -100,47 +97,8 @@ def _still(backend: Backend) -> Backend:
     return backend
 
 
-class _Arranged:
-    """A reducer whose buckets stay as they are: real ones are arranged anew once, as large as before, by values.
-
-    Source: torch 2.13, `Reducer::rebuild_buckets` in `csrc/distributed/c10d/reducer.cpp`.
-    """
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-
 def _arrived(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A bucket as if it had been summed: the process group's own answer holds no tensor."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def _let_fake_tensors_pass() -> None:
-    """Puts aside what reads values while a model is wrapped.
-
-    Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
-    compare and send; meshes of ranks are tensors themselves.
-    """
-    import torch.distributed.fsdp._fully_shard._fsdp_init as sharding
-    import torch.nn.parallel.distributed as copies
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    parallel: Any = copies
-    parallel._verify_param_shape_across_processes = lambda *_, **__: True
-    parallel._sync_module_states = lambda *_, **__: None
-    shards: Any = sharding
-    mesh: Callable[..., Any] = shards.init_device_mesh
-
-    def really(*arguments: Any, **options: Any) -> Any:
-        with unset_fake_temporarily():
-            return mesh(*arguments, **options)
-
-    shards.init_device_mesh = really

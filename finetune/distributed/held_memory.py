@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.verify_launch import local, states
+from finetune.distributed.verify_launch import local
 from finetune.utils.errors import BackendError
 
 
@@ -74,16 +74,18 @@ def prove_gradients(launch: Launch, model: nn.Module) -> None:
     Raises:
         BackendError: With the difference.
     """
+    from finetune.utils.compat import torch_sharding_private as sharding
+
     whole = cut = 0
-    for state in states(model):
-        group = state._fsdp_param_group
+    for group in sharding.fsdp_param_groups(model):
         for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
+            unsharded = sharding.unsharded(parameter)
             found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
             whole += sum(tensor.nbytes for tensor in found if tensor is not None)
             cut += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
         # What waits to be summed over the copies of a hybrid shard.
-        cut += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
+        waiting = sharding.partial_reduce_output(group)
+        cut += 0 if waiting is None else waiting.nbytes
     unwanted, wanted = (whole, cut) if launch.sync_each_batch else (cut, whole)
     if unwanted or not wanted:
         raise BackendError(

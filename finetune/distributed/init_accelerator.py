@@ -1,10 +1,8 @@
 """Builds the `Accelerator` for what the launch asks, on GPUs with NCCL and on machines without one with gloo."""
 
-import importlib
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
 # Collectives wait this long for a slow rank before they give up.
@@ -69,33 +68,20 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
     return accelerator
 
 
-@contextmanager
-def _meeting_anew() -> Iterator[None]:
+def _meeting_anew() -> AbstractContextManager[None]:
     """Lets ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own.
 
     The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
     attempts, so that a rank may find the address of one that is dead.
     """
-    # Not `torch.distributed.rendezvous`, which is a function of that name.
-    distributed: Any = torch.distributed
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    create, attempt = rendezvous._create_c10d_store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    attempt += os.environ.get(rendezvous_store.TRIAL, "")
-
-    def prefixed(*arguments: Any, **options: Any) -> Any:
-        return distributed.PrefixStore(f"finetune/attempt-{attempt}", create(*arguments, **options))
-
-    rendezvous._create_c10d_store = prefixed
-    try:
-        yield
-    finally:
-        rendezvous._create_c10d_store = create
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(rendezvous_store.TRIAL, "")
+    return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt}")
 
 
 def _enter_fsdp_on_gloo() -> None:
     """Starts gloo and opens Accelerate's FSDP branch, which it only takes for GPU process groups.
 
-    Private state, so in this one place; `prove` afterwards reads back what really runs.
+    `prove` afterwards reads back what really runs.
     Source: accelerate 1.15, `AcceleratorState.__init__` (MULTI_CPU is not in its list).
     """
     state = PartialState(cpu=True, timeout=TIMEOUT)
@@ -104,8 +90,7 @@ def _enter_fsdp_on_gloo() -> None:
             "This version of accelerate no longer starts gloo as MULTI_CPU, which running FSDP without a GPU builds "
             "on. Install the accelerate version of constraints.txt."
         )
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    PartialState._shared_state["device"] = torch.device("cpu")
+    accelerate_private.set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 
 
 def _fsdp_plugin(launch: Launch, reduced: torch.dtype) -> Any:
@@ -131,7 +116,9 @@ def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
     """
     if launch.kind != "zero3" or (pretrained and launch.sharded_init):
         return nullcontext()
-    return _WholeModel()
+    from finetune.utils.compat.transformers_private import hidden_deepspeed
+
+    return hidden_deepspeed()
 
 
 def sum_in_bf16(group: Any, bucket: Any) -> Any:
@@ -171,32 +158,15 @@ def plan_gathers_by_training(engine: Any) -> None:
     Source: deepspeed 0.19, `__params_to_release` in `runtime/zero/partitioned_param_coordinator.py` (an `lru_cache`
     that outlives the order it was made for).
     """
+    from finetune.utils.compat.deepspeed_private import invalidate_trace
+
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
 
     def forget(module: nn.Module, arguments: Any) -> None:
         if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
+            invalidate_trace(coordinator)
         if torch.is_grad_enabled():
             handle.remove()
 
     # Before DeepSpeed's own hook, which takes the order of the pass before as settled.
     handle = engine.module.register_forward_pre_hook(forget, prepend=True)
-
-
-class _WholeModel(AbstractContextManager[None]):
-    """Hides DeepSpeed from transformers, which otherwise shards models while it builds them.
-
-    Source: transformers, `integrations/deepspeed.py`: the config is a module global.
-    """
-
-    def __enter__(self) -> None:
-        from transformers.integrations import deepspeed
-
-        self._config = deepspeed.deepspeed_config()
-        self._reference = deepspeed._hf_deepspeed_config_weak_ref
-        deepspeed.unset_hf_deepspeed_config()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.integrations import deepspeed
-
-        deepspeed._hf_deepspeed_config_weak_ref = self._reference

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
 # Where matrix products happen, and with them nearly all the arithmetic.
@@ -139,8 +140,7 @@ def check_all_used(launch: Launch, model: Any, optimizer: Any, *, holds: bool) -
     zeros = launch.uses_deepspeed or bool(launch.uses_fsdp and launch.sync_each_batch)
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     if launch.uses_fsdp and holds and not zeros:
-        parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
-        named = {p._param_fqn.removeprefix("network.") for p in parameters if getattr(p, "reduce_dtype", None)}
+        named = _reduced_in_another_dtype(model)
         trained = _leaves(launch, model)
         gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
         _refuse(unused(trained, gathered), "torch cannot hold their gradients")
@@ -166,11 +166,23 @@ def _leaves(launch: Launch, model: Any) -> dict[str, torch.Tensor | None]:
     """What autograd gives the gradient of each trained tensor to; None for those that FSDP2 has never gathered."""
     if not launch.uses_fsdp:
         return {name: p for name, p in model.module.network.named_parameters() if p.requires_grad}
-    parameters = [p for state in states(model) for p in state._fsdp_param_group.fsdp_params]
+    from finetune.utils.compat import torch_sharding_private as sharding
+
     return {
-        p._param_fqn.removeprefix("network."): getattr(p, "_unsharded_param", None)
-        for p in parameters
+        sharding.parameter_name(p).removeprefix("network."): sharding.unsharded(p)
+        for p in sharding.fsdp_params(model)
         if p.sharded_param.requires_grad
+    }
+
+
+def _reduced_in_another_dtype(model: Any) -> set[str]:
+    """Parameters whose gradients FSDP2 reduces in a dtype that was named."""
+    from finetune.utils.compat import torch_sharding_private as sharding
+
+    return {
+        sharding.parameter_name(p).removeprefix("network.")
+        for p in sharding.fsdp_params(model)
+        if sharding.reduce_dtype(p) is not None
     }
 
 
@@ -303,12 +315,14 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
 
 def _halves_gradients(model: Any) -> bool:
     """Whether DDP sends gradients in bf16."""
-    return "bf16" in str(model._get_ddp_logging_data().get("comm_hook", ""))
+    return "bf16" in str(torch_private.ddp_logging_data(model).get("comm_hook", ""))
 
 
 def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> RuntimeReport:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.tensor import DTensor, Shard
+
+    from finetune.utils.compat import torch_sharding_private as sharding
 
     def held(tensors: list[Any]) -> float:
         here: int = sum(local(t).numel() for t in tensors)
@@ -325,12 +339,13 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
     mesh = sharded[0].device_mesh if sharded else None
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
     # The root and the units at the model's ends stay gathered in any case; it is the layers that are asked about.
-    layers = getattr(model, "_no_split_modules", ())
+    layers = accelerate_private.unsplit_classes(model)
     units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in units if isinstance(m, FSDPModule)]
-    reshards = any(g._reshard_after_forward for g in groups if g is not None) if groups else None
-    policies = {type(s._fsdp_param_group.offload_policy) for s in states(model)}
-    policy = next(s._fsdp_param_group.mp_policy for s in states(model))
+    groups = [sharding.fsdp_param_group(m) for m in units if isinstance(m, FSDPModule)]
+    reshards = any(sharding.reshards_after_forward(g) for g in groups if g is not None) if groups else None
+    owning = sharding.fsdp_param_groups(model)
+    policies = {type(group.offload_policy) for group in owning}
+    policy = owning[0].mp_policy
     compute = policy.param_dtype
     # Where parameters rest on the CPU while the process computes elsewhere, they are offloaded.
     offload = "cpu" if CPUOffloadPolicy in policies else "none"
@@ -356,14 +371,6 @@ def rows_of(rows: int, rank: int, shards: int) -> int:
     """
     most = -(-rows // shards)
     return max(0, min(most, rows - rank * most))
-
-
-def states(model: nn.Module) -> list[Any]:
-    """FSDP2's state of each sharded unit that owns parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    return [s for s in states if s._fsdp_param_group is not None]
 
 
 def _read_deepspeed(engine: Any, common: dict[str, Any]) -> RuntimeReport:
@@ -416,8 +423,10 @@ def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
     shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
     held = sum(size for size, mark in marks if mark == "nvme")
+    from finetune.utils.compat.deepspeed_private import is_swapped
+
     groups = list(enumerate(inner.fp16_partitioned_groups_flat_numel))
-    swapped = sum(size for index, size in groups if inner._swappable_optimizer_subgroup(index))
+    swapped = sum(size for index, size in groups if is_swapped(inner, index))
     return held / max(1, sum(size for size, _ in marks)), swapped / max(1, sum(size for _, size in groups))
 
 

@@ -21,6 +21,7 @@ from finetune.models.networks import build_base_model, build_meta_model, build_m
 from finetune.models.pretrained_files import lacking, names_of, stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task, head_of, task_config
+from finetune.utils.compat import transformers_private
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 ADAPTER = "adapter_model.safetensors"
@@ -142,7 +143,7 @@ def dequantised(network: PreTrainedModel) -> PreTrainedModel:
     if hasattr(whole.config, "quantization_config"):
         del whole.config.quantization_config
     # How quantized weights were read; written back by it, plain ones would not be.
-    whole.__dict__.pop("_weight_conversions", None)
+    transformers_private.forget_weight_conversions(whole)
     return whole
 
 
@@ -210,7 +211,7 @@ def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype)
     _check_names(source, build_meta_model(config, head, trust_remote_code=recipe.model.trust_remote_code))
     whole = build_base_model(recipe, config, head, dtype=dtype)
     # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
-    whole.__dict__.pop("_weight_conversions", None)
+    transformers_private.forget_weight_conversions(whole)
     return whole
 
 

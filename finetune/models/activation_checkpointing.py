@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from finetune.models import attention
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -87,7 +88,5 @@ class CompiledGraphs:
 
     def grew(self) -> bool:
         """Whether something was compiled since the last call."""
-        from torch._dynamo.utils import counters
-
-        before, self.count = self.count, int(counters["stats"]["unique_graphs"])
+        before, self.count = self.count, torch_private.num_compiled_graphs()
         return self.count > before

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from finetune.utils.compat import transformers_private
 from finetune.utils.errors import RecipeError
 
 NAME = "packed"
@@ -45,11 +46,12 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
         RecipeError: If it cannot use what is asked.
     """
     _register()
-    known, text = architectures._model_mapping, config.get_text_config()
+    known, text = transformers_private.model_mapping(architectures), config.get_text_config()
     # What a model brings as code of its own is not in the table.
     network = known.get(type(config), None)
     # Capped scores (Gemma 2) and sinks (GPT-OSS) only attention that writes them out can do.
-    written = not getattr(network, "_supports_sdpa", False) or getattr(text, "attn_logit_softcapping", None) is not None
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    written = capped or not transformers_private.supports_sdpa(network)
     if asked == NAME and written:
         raise RecipeError(
             f"model.attention is `{NAME}`, which {config.model_type} cannot use: its attention does more than scaled "
@@ -61,7 +63,7 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
         return "eager"
     masked = any(getattr(text, key, None) for key in _MASKED)
     masked = masked or not _TOLD_APART.issuperset(getattr(text, "layer_types", None) or ())
-    return NAME if told and not masked and getattr(network, "_supports_attention_backend", False) else "sdpa"
+    return NAME if told and not masked and transformers_private.supports_attention_backend(network) else "sdpa"
 
 
 def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +72,7 @@ def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tens
     Of rows that are a document each there are no edges to tell, but that there are none: else transformers looks for
     documents in the positions, for which the host has to wait for the device.
     """
-    if network is None or network.config._attn_implementation != NAME:
+    if network is None or transformers_private.attention_implementation(network.config) != NAME:
         return {}
     if EDGES in batch:
         return {"attention_mask": batch[EDGES].view(1, 1, 1, -1)}

@@ -6,6 +6,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from finetune.utils.compat.transformers_private import from_config
 from finetune.utils.errors import RecipeError
 
 
@@ -21,7 +22,7 @@ def init_weights(network: nn.Module, seed: int) -> nn.Module:
         return network
     torch.manual_seed(seed)
     if isinstance(network, PreTrainedModel):
-        fresh: nn.Module = type(network)._from_config(network.config, dtype=torch.float32)
+        fresh = from_config(type(network), network.config, dtype=torch.float32)
         return fresh.train(network.training)
     network.to_empty(device="cpu")
     for name, module in network.named_modules():

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models.lora_adapters import Head
+from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
 
 AUTO_CLASSES = {
@@ -84,7 +85,7 @@ def _check_kind(config: PretrainedConfig, section: ModelSection, head: Head) -> 
             "gpt2 (docs/architectures.md lists those that were tried)."
         )
     own_code = section.trust_remote_code and getattr(config, "auto_map", None)
-    if type(config) not in AUTO_CLASSES[head]._model_mapping and not own_code:
+    if type(config) not in model_mapping(AUTO_CLASSES[head]) and not own_code:
         raise RecipeError(
             f"model: transformers has no {head} network of a {config.model_type} model. Name a model of another "
             "architecture (docs/architectures.md lists language models that were tried)."
@@ -128,7 +129,7 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
 
     Published configurations have such keys: `head_dim` of Qwen3-MoE.
     """
-    known = AUTO_CLASSES["causal_lm"]._model_mapping
+    known = model_mapping(AUTO_CLASSES["causal_lm"])
     network = known.get(type(config), None)
     source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None

@@ -14,6 +14,7 @@ from torch import nn
 from finetune.distributed.deepspeed_config import fit_to_model, width_of
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.compat.accelerate_private import unsplit_classes
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0) -> Ou
     unit_of: dict[int, str] = {}
     plain: set[int] = set()
     for name, module in model.named_modules():
-        layer = type(module).__name__ in getattr(model, "_no_split_modules", ())
+        layer = type(module).__name__ in unsplit_classes(model)
         if layer or any(module is end for end in ends):
             for parameter in module.parameters():
                 unit_of.setdefault(id(parameter), name)

@@ -41,6 +41,7 @@ from finetune.tasks.task_lookup import check_task_weights, find_task
 from finetune.tasks.training_length import Length, describe_length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
+from finetune.utils.compat.accelerate_private import unsplit_classes
 
 # How long ranks wait for rank 0 to read the base's files.
 _PATIENCE = timedelta(hours=2)
@@ -154,7 +155,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
-        activation_checkpointing.compile_layers(unwrap(model), set(network.wrapper._no_split_modules))
+        activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
     memory = backend.memory(model, optimizers.state_bytes(recipe))
     resume = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
     profiler = _build_profiler(recipe, backend, directory, resume, length)

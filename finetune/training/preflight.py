@@ -18,6 +18,7 @@ from finetune.models.forward_wrapper import unwrap
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training import evaluation
+from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
 
 
@@ -45,7 +46,7 @@ def _by_name(model: nn.Module) -> Iterator[None]:
         files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
         if inner is None or not any("/transformers/models/" in Path(file).as_posix() for file in files):
             raise
-        used, said = str(inner.config._attn_implementation), " ".join(str(error).split()).rstrip(".")
+        used, said = str(attention_implementation(inner.config)), " ".join(str(error).split()).rstrip(".")
         other = "`eager`" if used == "sdpa" else "`sdpa`"
         raise BackendError(
             f"A forward pass of {_name(inner)} with attention `{used}` ends in {type(error).__name__}: {said}. Set "
@@ -73,7 +74,7 @@ def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str
     check_order(backend, model, inner)
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
-    return {"attention": str(inner.config._attn_implementation), "loss": check_loss(backend, model, recipe)}
+    return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
 
 
 def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) -> None:

@@ -43,6 +43,10 @@ class BackendError(FinetuneError, RuntimeError):
     """What would run, or runs, is not what the launch config asks for."""
 
 
+class LibraryVersionError(FinetuneError, ImportError):
+    """An installed library lacks private names that are used of it; see `finetune.utils.compat`."""
+
+
 class CheckpointError(FinetuneError, OSError):
     """A checkpoint or model cannot be written or read."""
 

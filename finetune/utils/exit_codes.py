@@ -109,7 +109,10 @@ def _wait_for_others() -> None:
     distributed = sys.modules["torch.distributed"]
     own, ranks = distributed.get_rank(), range(distributed.get_world_size())
     try:
-        store = distributed.distributed_c10d._get_default_store()
+        # Only here: most commands end without torch.
+        from finetune.utils.compat.torch_private import default_store
+
+        store = default_store()
         store.set(f"finetune/failed/{own}", "1")
         store.wait([f"finetune/failed/{rank}" for rank in ranks], timedelta(seconds=_PATIENCE_S))
         store.set(f"finetune/left/{own}", "1")

@@ -162,9 +162,15 @@ CASES: list[Case] = [
     ),
     (
         package_checks.packages,
+        "failure",
+        "torch 2.14.0, needed",
+        having("importlib.metadata.version", installed(torch="2.14.0")),
+    ),
+    (
+        package_checks.packages,
         "warning",
-        "torch 9.0; the tests",
-        having("importlib.metadata.version", installed(torch="9.0")),
+        "numpy 9.0; the tests",
+        having("importlib.metadata.version", installed(numpy="9.0")),
     ),
     (
         machine_checks.gpus,

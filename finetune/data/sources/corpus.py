@@ -148,6 +148,8 @@ def _arrow_files(folder: Path) -> list[Path]:
 def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
     import datasets
 
+    from finetune.utils.compat.datasets_private import fingerprint
+
     try:
         dataset = datasets.load_dataset(
             name, source.hub_config, revision=source.revision, split=source.split, streaming=False
@@ -160,7 +162,7 @@ def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
             "its "
             "files as `path`."
         ) from error
-    return _Opened({"hub": dataset._fingerprint}, lambda _: _read_dataset(dataset, fields, name), None)
+    return _Opened({"hub": fingerprint(dataset)}, lambda _: _read_dataset(dataset, fields, name), None)
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:

@@ -356,10 +356,10 @@ def _missing(op: Op, what: str, install: str) -> NoReturn:
 
 def build_folder(op: Op) -> Path:
     """torch's build folder of `op`; made if it is not there."""
-    from torch.utils.cpp_extension import _get_build_directory
+    from finetune.utils.compat.torch_private import build_directory
 
     try:
-        return Path(_get_build_directory(OPS[op].name, False)).absolute()
+        return Path(build_directory(OPS[op].name)).absolute()
     except OSError as error:
         raise BackendError(
             f"torch's folder for compiled extensions cannot be made ({error}). Set TORCH_EXTENSIONS_DIR to a "

@@ -18,6 +18,7 @@ from finetune.distributed.state.zero_state import (
     writing,
     zero_states,
 )
+from finetune.utils.compat.torch_private import GROWTH_TRACKER
 from finetune.utils.errors import BackendError, CheckpointError
 
 PARAMETER = "parameter"
@@ -135,7 +136,7 @@ def scaler_state(accelerator: Any, launch: Launch) -> dict[str, float | int] | N
     if accelerator.scaler is None or not accelerator.scaler.is_enabled():
         return None
     values = accelerator.scaler.state_dict()
-    return {"scale": float(values["scale"]), "good_steps": int(values["_growth_tracker"])}
+    return {"scale": float(values["scale"]), "good_steps": int(values[GROWTH_TRACKER])}
 
 
 def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | int] | None) -> None:
@@ -148,7 +149,7 @@ def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | 
         scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
         scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
     else:
-        values = {"scale": float(state["scale"]), "_growth_tracker": int(state["good_steps"])}
+        values = {"scale": float(state["scale"]), GROWTH_TRACKER: int(state["good_steps"])}
         accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
 
 

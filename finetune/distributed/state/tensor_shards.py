@@ -62,9 +62,9 @@ def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from finetune.utils.compat.torch_sharding_private import local_shape_and_offset
 
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_shape_and_offset(tensor)
 
 
 class Exchange:

@@ -136,24 +136,28 @@ def reading(zero: Any, flat: ZeroState) -> Iterator[None]:
     if not _rests_on_disk(zero, flat):
         yield
         return
-    zero._optimizer_states_and_gradient_swap_in(flat.index)
+    from finetune.utils.compat import deepspeed_private
+
+    deepspeed_private.swap_in(zero, flat.index)
     try:
         yield
     finally:
-        zero._release_swap_buffers(flat.index)
+        deepspeed_private.release_swap_buffers(zero, flat.index)
 
 
 @contextmanager
 def writing(zero: Any, flat: ZeroState) -> Iterator[None]:
     """Likewise, to be changed: afterwards the network computes with the new weights (on this rank's part)."""
+    from finetune.utils.compat import deepspeed_private
+
     on_disk = _rests_on_disk(zero, flat)
     if on_disk:
-        zero._optimizer_states_and_gradient_swap_in(flat.index)
+        deepspeed_private.swap_in(zero, flat.index)
     yield
     if hasattr(zero, "fp16_groups"):
-        zero._reassign_or_swap_out_partitioned_parameters(flat.index)
+        deepspeed_private.update_weights(zero, flat.index)
     if on_disk:
-        zero._optimizer_states_and_gradient_swap_out(flat.index)
+        deepspeed_private.swap_out(zero, flat.index)
 
 
 @contextmanager
@@ -170,7 +174,9 @@ def changing(zero: Any) -> Iterator[None]:
 
 
 def _rests_on_disk(zero: Any, flat: ZeroState) -> bool:
-    return hasattr(zero, "fp16_groups") and bool(zero._swappable_optimizer_subgroup(flat.index))
+    from finetune.utils.compat.deepspeed_private import is_swapped
+
+    return hasattr(zero, "fp16_groups") and is_swapped(zero, flat.index)
 
 
 def is_cpu_adam(optimizer: Any) -> bool:

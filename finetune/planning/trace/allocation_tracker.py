@@ -1,29 +1,22 @@
 """How much memory tensors take at a time, and what for."""
 
-from collections import OrderedDict
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _UpdateType
-from torch.utils.hooks import RemovableHandle
+from finetune.utils.compat.torch_tracing_private import MemoryKind, MemoryTracker
 
 _PARTS = {
-    "parameters": _MemRefType.PARAM,
-    "buffers": _MemRefType.BUFFER,
-    "gradients": _MemRefType.GRAD,
-    "optimizer": _MemRefType.OPT,
-    "activations": _MemRefType.ACT,
-    "temporary": _MemRefType.TEMP,
-    "batch": _MemRefType.OTH,
+    "parameters": MemoryKind.PARAM,
+    "buffers": MemoryKind.BUFFER,
+    "gradients": MemoryKind.GRAD,
+    "optimizer": MemoryKind.OPT,
+    "activations": MemoryKind.ACT,
+    "temporary": MemoryKind.TEMP,
+    "batch": MemoryKind.OTH,
 }
 
 
-class Tracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker, for one peak instead of one a module, which takes a fraction of the time.
-
-    Source: torch 2.13, `distributed/_tools/mem_tracker.py`, of which this changes private parts.
-    """
+class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
+    """torch's tracker, for one peak instead of one a module, which takes a fraction of the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,32 +34,17 @@ class Tracker(MemTracker):  # type: ignore[no-untyped-call]
 
     def now(self) -> dict[str, int]:
         """Bytes by part."""
-        return self._parts(self._curr_mem_snap.get(torch.device("cpu"), {}))
+        return self._parts(self.snapshot())
 
     def lend(self) -> None:
         """Counts what a backend has made beside the weights as gradients: buckets that these land in."""
-        known: Any = self._WINFO
-        for info, _ in list(known.values()):
-            if info.reftype == _MemRefType.ACT:
-                info.reftype = _MemRefType.GRAD
-                self._update_snap(_UpdateType.REF, info, old_reftype=_MemRefType.ACT)
+        self.relabel(MemoryKind.ACT, MemoryKind.GRAD)
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        snapshot = self._curr_mem_snap.get(torch.device("cpu"))
-        if snapshot is None:
-            return
-        self.batch = max(self.batch, snapshot[_MemRefType.ACT] + snapshot[_MemRefType.TEMP])
+    def changed(self, snapshot: dict[Any, int]) -> None:
+        """Takes note of a new peak."""
+        self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
         if snapshot["Total"] > self._most:
-            self._most, self.peak = snapshot["Total"], self._parts(snapshot)
-            self.moment = "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
-
-    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                # As if it had its hooks, which what is frozen does not take.
-                none = RemovableHandle(OrderedDict())
-                self._param_to_grad_hook_handles[parameter] = (none, none)
-        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+            self._most, self.peak, self.moment = snapshot["Total"], self._parts(snapshot), self.phase
 
     @staticmethod
     def _parts(snapshot: dict[Any, int]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.models.frozen_weights import multiply
 from finetune.models.quantization import Linear8bit
 from finetune.planning import model_shapes
+from finetune.utils.compat.torch_private import take_parameter
 
 # Elements that share a scale.
 _BLOCK = 64
@@ -49,7 +50,7 @@ def stand_in(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: 
     for module, shape in modules:
         scales = model_shapes.pack(module, recipe, shape)
         if recipe.model.quantization == "int8":
-            weight = module._parameters.pop("weight")
+            weight = take_parameter(module, "weight")
             module.__class__ = Linear8bit
             module.packed = weight
             module.register_buffer("scale", torch.empty((shape[0], 1), device="meta"), persistent=False)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import masking_utils
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -29,6 +27,9 @@ from finetune.planning.trace import fake_quantized
 from finetune.planning.trace.allocation_tracker import Tracker
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils import atomic_files
+from finetune.utils.compat import transformers_private
+from finetune.utils.compat.torch_private import tensor_tables
+from finetune.utils.compat.torch_tracing_private import FakeTensorMode, replace_functional
 from finetune.utils.errors import RecipeError
 
 # Of torch's own errors, the part that says something.
@@ -66,7 +67,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     backend = fake_backend.start(recipe, launch)
     network, example = build(recipe, stored), batch(recipe)
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
-        _one_document_a_row()
+        transformers_private.assume_one_document_a_row()
     _dropout_as_on_gpus()
     tracker = Tracker()
     with FakeTensorMode(), tracker:
@@ -148,7 +149,7 @@ def realise(network: nn.Module) -> None:
     """Gives a network on the meta device tensors of the mode that is on."""
     made: dict[int, Any] = {}
     for module in network.modules():
-        for held in (module._parameters, module._buffers):
+        for held in tensor_tables(module):
             for name, tensor in held.items():
                 if tensor is None:
                     continue
@@ -183,8 +184,7 @@ def batch(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 def _dropout_as_on_gpus() -> None:
     """There attention keeps nothing for its dropout, and other masks take a byte; CPUs write out scores, in fp32."""
-    functional: Any = nn.functional
-    attention = functional.scaled_dot_product_attention
+    attention = nn.functional.scaled_dot_product_attention
 
     def fused(*arguments: Any, dropout_p: float = 0.0, **options: Any) -> Any:
         return attention(*arguments, **options)
@@ -192,17 +192,7 @@ def _dropout_as_on_gpus() -> None:
     def dropout(given: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(given, p, training)[0]
 
-    functional.scaled_dot_product_attention, functional.dropout = fused, dropout
-
-
-def _one_document_a_row() -> None:
-    """Says what transformers looks up in the values of positions: that no row holds several documents.
-
-    Of tensors without values it assumes that they do, and makes a mask.
-    Source: transformers 5.23, `find_packed_sequence_indices` in `masking_utils.py`.
-    """
-    masks: Any = masking_utils
-    masks.find_packed_sequence_indices = lambda position_ids: None
+    replace_functional(scaled_dot_product_attention=fused, dropout=dropout)
 
 
 if __name__ == "__main__":

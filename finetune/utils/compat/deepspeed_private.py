@@ -1,0 +1,54 @@
+"""Private names of DeepSpeed: what moves ZeRO-3's state to and from NVMe, and the order in which it gathers."""
+
+from typing import Any
+
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from finetune.utils.compat.tested import require
+
+require(
+    "deepspeed",
+    DeepSpeedZeroOptimizer_Stage3,
+    "_optimizer_states_and_gradient_swap_in",
+    "_optimizer_states_and_gradient_swap_out",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_swap_buffers",
+    "_swappable_optimizer_subgroup",
+)
+require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
+
+
+def is_swapped(zero: Any, index: int) -> bool:
+    """Whether a group's master weights and optimiser state rest on NVMe.
+
+    Args:
+        zero: A `DeepSpeedZeroOptimizer_Stage3`, here and below.
+        index: Of the group, here and below.
+    """
+    return bool(zero._swappable_optimizer_subgroup(index))
+
+
+def swap_in(zero: Any, index: int) -> None:
+    """Reads a group's master weights and optimiser state."""
+    zero._optimizer_states_and_gradient_swap_in(index)
+
+
+def swap_out(zero: Any, index: int) -> None:
+    """Writes them back and frees their memory."""
+    zero._optimizer_states_and_gradient_swap_out(index)
+
+
+def release_swap_buffers(zero: Any, index: int) -> None:
+    """Frees their memory without writing them back."""
+    zero._release_swap_buffers(index)
+
+
+def update_weights(zero: Any, index: int) -> None:
+    """Copies a group's master weights to this rank's part of the weights that the network computes with."""
+    zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def invalidate_trace(coordinator: PartitionedParameterCoordinator) -> None:
+    """Forgets the order in which modules were gathered."""
+    coordinator._invalidate_trace()

@@ -1,0 +1,74 @@
+"""Private names of torch's FSDP2 and DTensor; a module of its own because of what it imports."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, _utils
+
+from finetune.utils.compat.tested import require
+
+require("torch", FSDPModule, "_get_fsdp_state")
+require("torch", FSDPState, "_fsdp_param_group")
+require(
+    "torch",
+    FSDPParamGroup,
+    *("fsdp_params", "mp_policy", "offload_policy", "_partial_reduce_output", "_reshard_after_forward"),
+)
+require(
+    "torch",
+    FSDPParam,
+    *("sharded_param", "reduce_dtype", "unsharded_accumulated_grad", "_param_fqn", "_unsharded_param"),
+)
+require("torch", _utils, "compute_local_shape_and_global_offset")
+
+
+def fsdp_param_group(module: FSDPModule) -> FSDPParamGroup | None:
+    """The parameters that a sharded unit owns; None if it owns none."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def fsdp_param_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """Those of each sharded unit of a model that owns parameters."""
+    groups = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_params(model: nn.Module) -> list[FSDPParam]:
+    """The sharded parameters of a model."""
+    return [parameter for group in fsdp_param_groups(model) for parameter in group.fsdp_params]
+
+
+def parameter_name(parameter: FSDPParam) -> str:
+    """Its name in the whole model."""
+    name: Any = parameter._param_fqn
+    return str(name)
+
+
+def reduce_dtype(parameter: FSDPParam) -> torch.dtype | None:
+    """The dtype that its gradient is reduced in; None where no other one than its own was asked for."""
+    return getattr(parameter, "reduce_dtype", None)
+
+
+def unsharded(parameter: FSDPParam) -> nn.Parameter | None:
+    """The whole parameter that the forward pass uses; None if it was never gathered."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
+    """Gradients that wait to be summed over the copies of a hybrid shard."""
+    return group._partial_reduce_output
+
+
+def reshards_after_forward(group: FSDPParamGroup) -> bool:
+    """Whether parameters are freed between the forward and the backward pass."""
+    return group._reshard_after_forward
+
+
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a tensor, and where it begins in the whole tensor."""
+    return _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

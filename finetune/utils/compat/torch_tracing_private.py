@@ -1,0 +1,144 @@
+"""Private names of torch for tracing a step under fake tensors; a module of its own because of what it imports.
+
+What replaces functions of torch is for a process that does nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Reducer
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools import mem_tracker
+from torch.distributed._tools.mem_tracker import MemTracker, _UpdateType
+from torch.distributed._tools.mem_tracker import _MemRefType as MemoryKind
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.nn.parallel import distributed as ddp
+from torch.testing._internal.distributed import fake_pg
+from torch.utils.hooks import RemovableHandle
+
+from finetune.utils.compat.tested import require
+
+__all__ = [
+    "FakeTensorMode",
+    "MemoryKind",
+    "MemoryTracker",
+    "keep_buckets",
+    "let_fake_tensors_pass",
+    "replace_functional",
+    "start_fake_process_group",
+]
+
+require("torch", fake_tensor, "FakeTensorMode", "unset_fake_temporarily")
+require("torch", mem_tracker, "_MemRefType", "_UpdateType")
+require(
+    "torch",
+    MemTracker,
+    *("_WINFO", "_curr_mem_snap", "_in_opt", "_mod_tracker", "_param_to_grad_hook_handles"),
+    *("_track_module_params_and_buffers", "_update_peak_stats", "_update_snap"),
+)
+require("torch", fake_pg, "FakeStore")
+require("torch", Reducer, "_rebuild_buckets")
+require("torch", ddp, "_verify_param_shape_across_processes", "_sync_module_states")
+require("torch", _fsdp_init, "init_device_mesh")
+
+
+class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """torch's tracker without its peaks of each module, which leaves a fraction of its time.
+
+    Source: torch 2.13, `distributed/_tools/mem_tracker.py`.
+    """
+
+    def changed(self, snapshot: dict[Any, int]) -> None:
+        """Called when memory of the CPU may have changed; for subclasses.
+
+        Args:
+            snapshot: Bytes by `MemoryKind`, and their sum as "Total".
+        """
+
+    def snapshot(self) -> dict[Any, int]:
+        """Bytes of the CPU by `MemoryKind`."""
+        return self._curr_mem_snap.get(torch.device("cpu"), {})
+
+    def relabel(self, old: MemoryKind, new: MemoryKind) -> None:
+        """Counts what is there of one kind as another."""
+        known: Any = self._WINFO
+        for info, _ in list(known.values()):
+            if info.reftype == old:
+                info.reftype = new
+                self._update_snap(_UpdateType.REF, info, old_reftype=old)
+
+    @property
+    def phase(self) -> str:
+        """forward, backward or optimizer."""
+        return "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        snapshot = self._curr_mem_snap.get(torch.device("cpu"))
+        if snapshot is not None:
+            self.changed(snapshot)
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                # As if it had its hooks, which what is frozen does not take.
+                none = RemovableHandle(OrderedDict())
+                self._param_to_grad_hook_handles[parameter] = (none, none)
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+
+def start_fake_process_group(world_size: int) -> None:
+    """Starts a process group as rank 0, whose collectives return at once without the other ranks."""
+    store: Any = fake_pg.FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
+
+
+def let_fake_tensors_pass() -> None:
+    """Replaces what reads values while a model is wrapped.
+
+    Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
+    compare and send; meshes of ranks are tensors themselves.
+    """
+    parallel: Any = ddp
+    parallel._verify_param_shape_across_processes = lambda *_, **__: True
+    parallel._sync_module_states = lambda *_, **__: None
+    shards: Any = _fsdp_init
+    mesh: Callable[..., Any] = shards.init_device_mesh
+
+    def really(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return mesh(*arguments, **options)
+
+    shards.init_device_mesh = really
+
+
+def keep_buckets(model: nn.parallel.DistributedDataParallel) -> None:
+    """Has DDP keep its first buckets: it arranges them anew once, as large as before, by values."""
+    wrapped: Any = model
+    wrapped.reducer = _FixedReducer(model.reducer)
+
+
+class _FixedReducer:
+    """A reducer whose buckets stay as they are.
+
+    Source: torch 2.13, `Reducer::rebuild_buckets` in `csrc/distributed/c10d/reducer.cpp`.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def replace_functional(**functions: Callable[..., Any]) -> None:
+    """Replaces functions of `torch.nn.functional`, by name."""
+    for name, function in functions.items():
+        require("torch", nn.functional, name)
+        setattr(nn.functional, name, function)
