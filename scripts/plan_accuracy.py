@@ -1,10 +1,10 @@
 """Compares the peaks that `finetune plan` predicts with those of launched runs, and prints a Markdown table.
 
-    python scripts/plan_accuracy.py                             # all 30 cells, about 10 minutes on two cores
-    python scripts/plan_accuracy.py --cells lora:fsdp:on full   # some of them
-    python scripts/plan_accuracy.py --cells full:single:on --live 20    # and what the peak is made of
+    python scripts/plan_accuracy.py                             # all 30 candidates, about 10 minutes on two cores
+    python scripts/plan_accuracy.py --candidates lora:fsdp:on full   # some of them
+    python scripts/plan_accuracy.py --candidates full:single:on --live 20    # and what the peak is made of
 
-A cell is a way to train (full, lora, qlora), a launch file of accelerate_configs/, and whether activations are
+A candidate is a way to train (full, lora, qlora), a launch file of accelerate_configs/, and whether activations are
 checkpointed. Each is a run of its own under `accelerate launch`: one process for `single`, else two. `measure_peak.py`
 says what is measured; the device is the CPU, so predictions are made for it.
 """
@@ -30,7 +30,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
 from finetune.distributed.launch.launch_environment import launch_of_file
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Cell, cell, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, assess, setting_of, state_bytes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -53,7 +53,7 @@ TOKENS, ROWS = 512, 4
 
 @dataclass(frozen=True)
 class Compared:
-    """A cell, predicted and measured; bytes."""
+    """A candidate, predicted and measured; bytes."""
 
     name: str
     predicted: int
@@ -79,7 +79,7 @@ def recipe_of(
     rows: int = ROWS,
     accumulation: int = 1,
 ) -> dict[str, Any]:
-    """The recipe of a cell."""
+    """The recipe of a candidate."""
     way, launch, checkpointed = name.split(":")
     return {
         "model": {
@@ -102,8 +102,8 @@ def recipe_of(
     }
 
 
-def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Cell:
-    """What the plan says of a cell.
+def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Candidate:
+    """What the plan says of a candidate.
 
     Args:
         each: Whether FSDP2 reduce-scatters gradients after each micro-batch; None leaves it to the plan.
@@ -114,7 +114,7 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ce
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
     asked = replace(asked, sync_each_batch=each)
-    return cell(launch, asked, variant, setting_of(wanted), find("h100-80gb"), state_bytes_of(wanted), device="cpu")
+    return assess(launch, asked, variant, setting_of(wanted), find("h100-80gb"), state_bytes_of(wanted), device="cpu")
 
 
 def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None 
 
 
 def compare(name: str, folder: Path, *, each: bool | None = None, **sizes: Any) -> Compared:
-    """Predicts and measures a cell.
+    """Predicts and measures a candidate.
 
     Args:
         folder: For what the run writes.
@@ -158,19 +158,21 @@ def compare(name: str, folder: Path, *, each: bool | None = None, **sizes: Any) 
 
 def table(found: Sequence[Compared]) -> str:
     """Markdown."""
-    lines = ["| cell | predicted MiB | measured MiB | ratio |", "|---|---|---|---|"]
+    lines = ["| candidate | predicted MiB | measured MiB | ratio |", "|---|---|---|---|"]
     lines += [f"| {c.name} | {c.predicted / MIB:,.1f} | {c.measured / MIB:,.1f} | {c.ratio:.3f} |" for c in found]
     return "\n".join(lines)
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """The cells that have all parts of one of the words."""
+    """The candidates that have all parts of one of the words."""
     return [name for name in CELLS if any(set(word.split(":")) <= set(name.split(":")) for word in words)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", default=[""], help="some of the cells, by their parts: lora, zero3:on")
+    parser.add_argument(
+        "--cells", nargs="+", default=[""], help="some of the candidates, by their parts: lora, zero3:on"
+    )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step and process")
     parser.add_argument("--each", action="store_true", help="FSDP2 reduce-scatters gradients after each micro-batch")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row")
@@ -179,9 +181,9 @@ def main() -> int:
     parser.add_argument("--live", type=int, default=0, help="show so many lines of what a peak is made of")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args()
-    names = CELLS if words.cells == [""] else chosen(words.cells)
+    names = CELLS if words.candidates == [""] else chosen(words.candidates)
     if not names:
-        parser.error(f"no such cell; there are {', '.join(CELLS)}")
+        parser.error(f"no such candidate; there are {', '.join(CELLS)}")
     found = []
     with tempfile.TemporaryDirectory() as place:
         for name in names:

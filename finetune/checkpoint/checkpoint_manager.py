@@ -1,4 +1,4 @@
-"""Keeps what a run must not lose: checkpoints when they are due, the ledger, and incidents."""
+"""Saves checkpoints when they are due, and keeps the ledger of rows and the journal of incidents."""
 
 import time
 from collections.abc import Callable, Collection

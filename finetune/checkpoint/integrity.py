@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: named by step, whole or absent, verified, and pruned. No torch here.
+"""Checkpoint folders on disk: named by step, whole or absent, verified by digests. No torch here.
 
 checkpoints/step-00000120/manifest.json      sizes and digests of all the others; written last
                          /state.json         a few whole numbers, what was trained, where each tensor is
@@ -275,7 +275,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def lock(handle: int, how: int) -> None:
-    """Locks a file where its file system can; a run says at its start where that cannot (`rundir`)."""
+    """Locks a file where its file system can; a run says at its start where that cannot (`run_directory`)."""
     try:
         fcntl.flock(handle, how)
     except OSError as error:

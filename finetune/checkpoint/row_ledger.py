@@ -1,4 +1,4 @@
-"""What each step really read, so that it can be proved afterwards, and which steps were skipped.
+"""Which rows each step read, so that `finetune audit` can verify it, and which steps were skipped.
 
 `ledger.jsonl` has a line for each start of a run, which says how positions map to rows, and one for each step with
 a checksum over the rows that all ranks read for it. The checksum is a sum, so it rides on the step's all-reduce.

@@ -1,4 +1,4 @@
-"""The run directory: held by one run at a time, refused if it holds another, and told what ran."""
+"""The run directory: used by one run at a time, refused if it holds another one; `run.json`."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""What makes a run the run that it is: everything that its mathematics depend on, as flat keys and plain values.
+"""Everything that the mathematics of a run depend on, as flat keys and plain values.
 
-A checkpoint carries it. Going on with other values would be another run, so differences are named and refused,
+A checkpoint carries it. With other values it would be another run, so differences are named and refused,
 unless the recipe allows them. Processes, sharding, logging and the number of steps are no part of it. Neither is the
 size of micro-batches, unless the network has dropout or batch norms.
 """

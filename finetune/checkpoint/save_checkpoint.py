@@ -1,4 +1,4 @@
-"""Writes checkpoints: every rank its share, behind the training, whole or not at all.
+"""Writes checkpoints: every rank its share, in the background, whole or not at all.
 
 A save has two parts. The step waits for the first: each rank copies its pieces to host memory. The second runs in a
 thread: tensors are put together one at a time, and go to files in a staging folder, and to the disk. When every rank

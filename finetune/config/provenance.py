@@ -1,4 +1,4 @@
-"""Where the value of a key comes from: who gave it, one layer over the other."""
+"""Where the value of a key comes from: default, file, command line or environment, and what it overrides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

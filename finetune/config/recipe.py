@@ -1,7 +1,7 @@
 """The typed recipe: what is learned. Load, override, validate, dump. Imports no torch, so help is instant.
 
 A recipe is a YAML file. Layers, later ones win: defaults < recipe file < `a.b=c` on the command line.
-`sections.py`, `reading.py` and `running.py` hold its keys.
+`recipe_schema.py` holds its keys.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Labels as found to class numbers."""
+"""Label names to class numbers."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Examples as the training reads them: tokens, with those that are learned told from the rest."""
+"""Examples as tokens, with the learned ones marked."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Signs that texts are not what somebody meant to learn from. They are counted with an example each, never mended."""
+"""Signs of broken text, counted with an example each; nothing is repaired."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Faults on purpose, planted from outside, so that `finetune parity` can be seen to catch them.
+"""Faults on purpose, to show that `finetune parity` catches them.
 
 Nothing imports this. `parity --inject` has each worker run it in place of `scripts/train.py`:
 `python -m finetune.diagnostics.fault_injection FAULT RECIPE`.

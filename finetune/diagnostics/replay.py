@@ -1,4 +1,4 @@
-"""Takes one step of a run again: the same rows, the same random numbers, the same weights, on one process.
+"""Repeats one step of a run on one process: the same rows, the same random numbers, the same weights.
 
 The order of rows is a function of seed and position, and randomness one of seed, step and micro-batch, so that the
 weights are all that has to be restored: from the nearest checkpoint before the step, and by the steps from there.

@@ -1,4 +1,4 @@
-"""One process of a run, the same way whatever runs underneath.
+"""`Backend`: one process of a run, with the same methods whatever runs underneath.
 
 The loop sees a `Backend`: it prepares a model, says the gradient norm, sums over ranks, and gathers weights.
 """
@@ -47,7 +47,7 @@ class Backend:
     optimizer: Any = None
     num_weights: int = 0
     """Of the prepared model, each packed one counted."""
-    unproven: bool = True
+    unverified: bool = True
     """Whether nobody has looked yet at the gradients of a micro-batch."""
 
     @classmethod
@@ -102,7 +102,7 @@ class Backend:
         return {"launch": asked, "ds_config": getattr(self.accelerator, "deepspeed_config", None)}
 
     def loading(self, pretrained: bool) -> AbstractContextManager[None]:
-        """The context to build the model in; see `start.loading`."""
+        """The context to build the model in; see `init_accelerator.loading`."""
         return init_accelerator.loading(self.launch, pretrained)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -160,9 +160,9 @@ class Backend:
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
-    def prove(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
-        """Reads back what runs; see `prove.prove`."""
-        proof = verify_launch.verify(
+    def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
+        """Reads back what runs; see `verify_launch.verify`."""
+        report = verify_launch.verify(
             self.accelerator,
             self.launch,
             self.precision,
@@ -172,10 +172,10 @@ class Backend:
             init_accelerator.REDUCED[self.reduce_dtype],
             rehearse,
         )
-        return replace(proof, num_parameters=self.num_weights)
+        return replace(report, num_parameters=self.num_weights)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
-        """What this rank holds from step to step; see `memory.measure`."""
+        """What this rank holds from step to step; see `held_memory.measure`."""
         self._reshard()
         return held_memory.measure(self.launch, model, self.accumulation, state_bytes)
 
@@ -209,7 +209,7 @@ class Backend:
         self.accelerator.sync_gradients = last
         with (
             verify_launch.check_all_used(self.launch, model, self.optimizer, holds=not last)
-            if self.unproven
+            if self.unverified
             else nullcontext()
         ):
             if last:
@@ -222,9 +222,9 @@ class Backend:
             else:
                 with self.accelerator.no_sync(model):
                     yield
-        if self.unproven and self.launch.uses_fsdp and not last:
-            held_memory.prove_gradients(self.launch, model)
-        self.unproven = False
+        if self.unverified and self.launch.uses_fsdp and not last:
+            held_memory.verify_gradients(self.launch, model)
+        self.unverified = False
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of one of a step's micro-batches, of which each is divided by their number."""
@@ -314,7 +314,7 @@ class Backend:
         return json.loads(bytes(self.broadcast(content).tolist()))
 
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
-        """This rank's piece of every trainable parameter and its optimiser state, one at a time; see `state.read`."""
+        """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
         self._reshard()
         return state_transfer.read(self.launch, network, optimizer)
 
@@ -338,7 +338,7 @@ class Backend:
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
     ) -> None:
-        """The inverse, into a freshly prepared model and optimiser; see `state.write`."""
+        """The inverse, into a freshly prepared model and optimiser; see `state_transfer.write`."""
         self._reshard()
         state_transfer.write(self.launch, network, optimizer, keys, load)
 

@@ -1,7 +1,4 @@
-"""What a rank would hold under a launch, from the shapes of a network alone: before anything is launched.
-
-Its counterpart, `memory.py`, reads the same four figures back from what runs.
-"""
+"""Completes a DeepSpeed configuration from the recipe, and refuses one that contradicts it."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Which devices there are: as torch sees them, or, where torch shall not be loaded, as the driver does."""
+"""Which devices there are and how much memory they have, from torch or, without loading it, from the driver."""
 
 import ctypes
 import os

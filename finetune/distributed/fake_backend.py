@@ -1,4 +1,4 @@
-"""A backend on one process, whose other ranks are only imagined: what it wraps and allocates is real.
+"""A backend of one real rank whose other ranks are faked: what it wraps and allocates is real.
 
 Communication goes to torch's fake process group, which answers at once. Under fake tensors this takes neither a GPU nor
 memory. Only for a process that does nothing else: it changes what libraries do.
@@ -93,7 +93,7 @@ def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
 def _still(backend: Backend) -> Backend:
     """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there."""
     backend.accelerator.device_placement = False
-    backend.unproven = False
+    backend.unverified = False
     return backend
 
 

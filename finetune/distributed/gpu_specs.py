@@ -1,4 +1,4 @@
-"""GPUs as data sheets have them, and those of a user's own."""
+"""GPUs as data sheets describe them, and user-defined ones."""
 
 import difflib
 import re

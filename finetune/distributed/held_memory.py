@@ -1,4 +1,4 @@
-"""What a rank holds from step to step, by what it is for; activations come on top."""
+"""What a rank holds from step to step, measured by purpose; activations come on top."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: fl
     )
 
 
-def prove_gradients(launch: Launch, model: nn.Module) -> None:
+def verify_gradients(launch: Launch, model: nn.Module) -> None:
     """Reads back what gradients FSDP2 holds between a step's micro-batches, and compares it with the request.
 
     Raises:

@@ -81,7 +81,7 @@ def _meeting_anew() -> AbstractContextManager[None]:
 def _enter_fsdp_on_gloo() -> None:
     """Starts gloo and opens Accelerate's FSDP branch, which it only takes for GPU process groups.
 
-    `prove` afterwards reads back what really runs.
+    `verify_launch` afterwards reads back what really runs.
     Source: accelerate 1.15, `AcceleratorState.__init__` (MULTI_CPU is not in its list).
     """
     state = PartialState(cpu=True, timeout=TIMEOUT)

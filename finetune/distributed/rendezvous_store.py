@@ -1,4 +1,4 @@
-"""A board where the ranks of a launch leave notes for each other before they form a process group."""
+"""A key-value store for the ranks of a launch before they form a process group."""
 
 import itertools
 import json

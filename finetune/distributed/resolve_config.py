@@ -1,4 +1,4 @@
-"""What follows from recipe and launch together, settled and checked before data is read or anything is started."""
+"""What follows from recipe and launch together, resolved and checked before data is read or anything is started."""
 
 import os
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
 
 
 def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
-    """`settle` on given devices and for a worker's environment, without torch.
+    """`resolve_config` on given devices and for a worker's environment, without torch.
 
     Raises:
         RecipeError: If the batch does not come out even.

@@ -111,16 +111,16 @@ def verify(
     Raises:
         BackendError: With every difference.
     """
-    proof = _read(accelerator, launch, precision, model, optimizer)
-    proof = replace(proof, output_dtypes=_census(model, rehearse))
-    problems = list(_differences(proof, launch, accumulation, precision, _short(reduced)))
+    report = _read(accelerator, launch, precision, model, optimizer)
+    report = replace(report, output_dtypes=_census(model, rehearse))
+    problems = list(_differences(report, launch, accumulation, precision, _short(reduced)))
     if problems:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: "
             + "; ".join(problems)
             + ". Nothing was trained. Check the launch file against accelerate_configs/, and ACCELERATE_* variables."
         )
-    return proof
+    return report
 
 
 @contextmanager
@@ -208,44 +208,44 @@ def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
 
 
 def _differences(
-    proof: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
+    report: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
 ) -> Iterator[str]:
     """Each difference between request and reality, as a clause."""
     for name, asked, runs in (
-        ("kind", launch.kind, proof.kind),
-        ("number of processes", launch.num_processes, proof.world_size),
-        ("replicas", launch.replicate, proof.replicas),
-        ("gradient accumulation", accumulation, proof.accumulation),
-        ("offload of parameters", launch.offload_params, proof.offload_params),
-        ("offload of the optimiser", launch.offload_optimizer, proof.offload_optimizer),
+        ("kind", launch.kind, report.kind),
+        ("number of processes", launch.num_processes, report.world_size),
+        ("replicas", launch.replicate, report.replicas),
+        ("gradient accumulation", accumulation, report.accumulation),
+        ("offload of parameters", launch.offload_params, report.offload_params),
+        ("offload of the optimiser", launch.offload_optimizer, report.offload_optimizer),
     ):
         if asked != runs:
             yield f"{name}: asked {asked}, runs {runs}"
-    if proof.reshards not in (None, launch.reshard):
-        yield f"resharding after the forward pass: asked {launch.reshard}, runs {proof.reshards}"
+    if report.reshards not in (None, launch.reshard):
+        yield f"resharding after the forward pass: asked {launch.reshard}, runs {report.reshards}"
     # A ds config can ask for gradients in 16 bit as well.
     said = launch.ds_config.get("communication_data_type") not in (None, "auto")
-    if proof.world_size > 1 and proof.reduce_dtype != reduced and not said:
-        yield f"gradients: asked to be summed in {reduced}, are summed in {proof.reduce_dtype}"
+    if report.world_size > 1 and report.reduce_dtype != reduced and not said:
+        yield f"gradients: asked to be summed in {reduced}, are summed in {report.reduce_dtype}"
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0
     want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
-    if launch.sharded and proof.due is not None:
-        want_parameters, want_optimizer = proof.due
+    if launch.sharded and report.due is not None:
+        want_parameters, want_optimizer = report.due
     for name, want, have in (
-        ("parameters held by a rank", want_parameters, proof.parameter_fraction),
-        ("optimiser state held by a rank", want_optimizer, proof.optimizer_fraction),
+        ("parameters held by a rank", want_parameters, report.parameter_fraction),
+        ("optimiser state held by a rank", want_optimizer, report.optimizer_fraction),
     ):
-        if abs(want - have) > _SHARD_SLACK and not _tiny(proof, want, have):
+        if abs(want - have) > _SHARD_SLACK and not _tiny(report, want, have):
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
-    if set(proof.parameter_dtypes) != {"float32"}:
-        yield f"trainable parameters must be float32, are {'+'.join(proof.parameter_dtypes)}"
+    if set(report.parameter_dtypes) != {"float32"}:
+        yield f"trainable parameters must be float32, are {'+'.join(report.parameter_dtypes)}"
     want_compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-    if proof.compute_dtype not in (None, want_compute):
-        yield f"matrix products: asked {want_compute}, come out in {proof.compute_dtype}"
-    if proof.output_dtypes["loss"] != "float32":
+    if report.compute_dtype not in (None, want_compute):
+        yield f"matrix products: asked {want_compute}, come out in {report.compute_dtype}"
+    if report.output_dtypes["loss"] != "float32":
         yield (
-            f"the loss must leave the model as float32, is {proof.output_dtypes['loss']} (a task's loss_sum "
+            f"the loss must leave the model as float32, is {report.output_dtypes['loss']} (a task's loss_sum "
             "computes it from logits.float() with reduction='sum')"
         )
 
@@ -269,9 +269,9 @@ def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str,
     return {**dict(sorted(seen.items())), "loss": _short(loss.dtype)}
 
 
-def _tiny(proof: RuntimeReport, want: float, have: float) -> bool:
+def _tiny(report: RuntimeReport, want: float, have: float) -> bool:
     """A model of a few thousand parameters cannot be cut evenly; it must only not be held whole."""
-    return proof.num_parameters < 10_000 and want < 1.0 and have < 1.0
+    return report.num_parameters < 10_000 and want < 1.0 and have < 1.0
 
 
 def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any) -> RuntimeReport:

@@ -1,4 +1,4 @@
-"""Finds what a run left: its recipe, its facts, and the weights of a step."""
+"""Finds what a run has saved: its recipe, `run.json`, and the weights of a step."""
 
 import json
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Lets an opened network write, word by word as it comes, until its end of text."""
+"""Streams text from a loaded model until a stop token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

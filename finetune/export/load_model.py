@@ -1,4 +1,4 @@
-"""Opens whatever holds a network: a run, a checkpoint, an adapter, an export, a model directory or a hub name."""
+"""Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Builds networks from what a run left: the one that was trained, and the one that is written."""
+"""Builds the network that was trained, and the merged one that is written."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""The model card that lies beside exported weights: base, recipe, data, figures, licence."""
+"""The model card of exported weights: base, recipe, data, figures, licence."""
 
 import re
 from pathlib import Path

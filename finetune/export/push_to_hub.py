@@ -1,4 +1,4 @@
-"""Uploads an export to the hub, when that was asked for by name."""
+"""Uploads an export to the hub."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where generation stops: at the tokenizer's end of text, at what a run's answers end in, and at what the base says."""
+"""Where generation stops: the tokenizer's end of text, the ends of learned answers, and those of the base model."""
 
 import json
 from collections.abc import Sequence

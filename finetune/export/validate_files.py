@@ -1,4 +1,4 @@
-"""Looks at written files before anything opens them: names, sizes, finite numbers, ties."""
+"""Checks written files before anything opens them: names, sizes, finite numbers, ties."""
 
 import json
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""Proves that a written folder says what was trained: opened by a fresh process, and tensor by tensor."""
+"""Verifies that written weights are those that were trained: opened by a fresh process, and tensor by tensor."""
 
 import json
 import math

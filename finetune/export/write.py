@@ -1,4 +1,4 @@
-"""Exports a run: writes it whole or not at all, proves it, and only then gives it its name."""
+"""Exports a run: writes it whole or not at all, verifies it, and only then gives it its name."""
 
 import contextlib
 from collections.abc import Callable

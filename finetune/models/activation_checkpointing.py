@@ -1,4 +1,4 @@
-"""What is kept of a forward pass for the backward pass, and where: recomputed, offloaded, and layers compiled."""
+"""Activation checkpointing and offloading, and compilation of layers."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

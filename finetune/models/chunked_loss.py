@@ -5,7 +5,7 @@ Letters: N tokens of a micro-batch, C of a chunk, h width, V vocabulary.
 The network's own `forward` runs; only its head, where targets have been left for it, puts out the loss in place of
 logits. So backends have the head's weight in place as for any module, and what comes before the head is the
 architecture's own. Where an architecture scales or caps logits behind its head, the loss is taken from logits; that
-what comes out is the loss is proved at every start (`rehearsal.check_loss`).
+what comes out is the loss is verified at every start (`preflight.check_loss`).
 """
 
 from collections.abc import Callable, Sequence

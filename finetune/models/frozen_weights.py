@@ -1,4 +1,4 @@
-"""Holds weights that are not trained in the dtype that they are stored in, and computes as if they were fp32.
+"""Frozen weights: held in the dtype that they are stored in, computed as if they were fp32.
 
 Casting such a weight up loses nothing, so this changes memory and no result.
 """
@@ -89,7 +89,7 @@ def freeze(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
     """Ends the training of some modules, with all that is in them.
 
     Args:
-        wanted: Names, or a regular expression; see `names.matching`.
+        wanted: Names, or a regular expression; see `module_matching.matching`.
 
     Raises:
         RecipeError: If there is no such module, or nothing would be left to train.

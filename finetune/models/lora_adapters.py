@@ -1,4 +1,4 @@
-"""Attaches LoRA adapters to a network, and says how they are written. The only module that imports peft.
+"""LoRA adapters, by peft: attached, saved, merged.
 
 peft is imported where it is used: that takes a second, which a run without adapters need not wait.
 """

@@ -1,4 +1,4 @@
-"""Which modules of a network a recipe means."""
+"""Which modules of a network the names of a recipe match."""
 
 import re
 from collections.abc import Sequence

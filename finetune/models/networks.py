@@ -58,7 +58,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
 
 
 def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
-    """A recipe's network as `frozen.hold` takes it, and the dtype that its weights are stored in.
+    """A recipe's network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in.
 
     Where all is trained, weights are read as fp32 right away.
     """

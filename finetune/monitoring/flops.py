@@ -1,4 +1,4 @@
-"""How much arithmetic training takes, and how much a device can do."""
+"""FLOPs of training a token, and peak FLOP/s of a device."""
 
 from typing import Any
 

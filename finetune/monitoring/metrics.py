@@ -1,4 +1,4 @@
-"""What a run says of itself: `metrics.jsonl` first, then a progress bar and trackers."""
+"""Metrics: `metrics.jsonl` first, then a progress bar and trackers."""
 
 import math
 import resource

@@ -1,4 +1,4 @@
-"""An out-of-memory error, explained."""
+"""Explains out-of-memory errors."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Which parameters are decayed."""
+"""Parameter groups: with and without weight decay."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass.
+"""Predicts what a forward pass keeps for the backward pass.
 
 After Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, section 4.1), who count what each operation saves, but
 for what transformers' networks save as this toolkit trains them: weights, norms and the residual stream in fp32, and

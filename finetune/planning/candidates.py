@@ -1,4 +1,4 @@
-"""One cell of a plan: a way to train under a launch file, with what a rank holds and whether that fits."""
+"""One candidate of a plan: a way to train under a launch file, with what a rank holds and whether that fits."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Candidate:
     """A way to train under a launch file."""
 
     name: str
@@ -81,7 +81,7 @@ def setting_of(recipe: Recipe) -> Setting:
     return Setting(recipe.batch.rows, recipe.model.gradient_checkpointing is True)
 
 
-def cell(
+def assess(
     name: str,
     launch: Launch,
     variant: Variant,
@@ -90,15 +90,15 @@ def cell(
     state_bytes: float,
     *,
     device: Device = "cuda",
-) -> Cell:
-    """Adds up a cell.
+) -> Candidate:
+    """What a rank holds of a candidate, and whether that fits.
 
     Args:
         state_bytes: That the optimiser keeps for an element.
         device: What it runs on: predictions are compared with runs on CPUs.
     """
     recipe = _with(variant.recipe, setting)
-    blank = Cell(name, variant.kind, launch, setting, "refused")
+    blank = Candidate(name, variant.kind, launch, setting, "refused")
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
@@ -111,7 +111,7 @@ def cell(
     if launch.defers(accumulation):
         # Whole gradients send less, so they are held where they fit.
         held, cut = (
-            cell(name, replace(launch, sync_each_batch=each), variant, setting, gpu, state_bytes, device=device)
+            assess(name, replace(launch, sync_each_batch=each), variant, setting, gpu, state_bytes, device=device)
             for each in (False, True)
         )
         return held if held.verdict == "fits" else cut

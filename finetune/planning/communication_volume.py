@@ -1,4 +1,4 @@
-"""What a launch moves between ranks in a step, from the ring algorithms.
+"""Predicts what a launch moves between ranks in a step, from the ring algorithms.
 
 A ring of N ranks moves, on each of them, 2 (N - 1) / N of the bytes for an all-reduce, and (N - 1) / N for an
 all-gather or a reduce-scatter. Source: Patarasuk and Yuan 2009; Rajbhandari et al. 2020 (ZeRO), section 7.

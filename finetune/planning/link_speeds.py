@@ -1,4 +1,4 @@
-"""Measured links, as `finetune comms --json` leaves them, in place of those that a data sheet promises."""
+"""Link speeds as measured by `finetune comms --json`, in place of a data sheet's."""
 
 import json
 from collections.abc import Sequence

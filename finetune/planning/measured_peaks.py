@@ -1,4 +1,4 @@
-"""Peaks that runs on this machine have measured, beside what plans had said: how far to trust the next plan."""
+"""Memory peaks that runs on this machine have measured, beside the predicted ones."""
 
 import json
 import statistics

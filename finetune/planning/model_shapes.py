@@ -1,4 +1,4 @@
-"""The networks that a plan compares, without weights: all of it trained, LoRA, and LoRA on quantized weights."""
+"""The networks that a plan compares, without weights: full training, LoRA, QLoRA."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -128,7 +128,7 @@ def sized(recipe: Recipe) -> Recipe:
 
 
 def trained_so(network: nn.Module, recipe: Recipe, stored: str | None) -> nn.Module:
-    """The network with what a recipe trains of it, and the rest held as `models.build` holds it."""
+    """The network with what a recipe trains of it, and the rest held as `networks.build_model` holds it."""
     if recipe.lora is not None:
         if not any(hasattr(module, "lora_A") for module in network.modules()):
             network.requires_grad_(False)
@@ -167,7 +167,7 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
-    """As `models.build` finds it, but without reading weights that are not there."""
+    """As `networks.build_model` finds it, but without reading weights that are not there."""
     section = recipe.model
     pissa = recipe.lora is not None and recipe.lora.init == "pissa"
     if pissa or (recipe.lora is None and section.freeze is None):

@@ -1,4 +1,4 @@
-"""A plan for people, and as JSON."""
+"""The report of a plan, as text and as JSON."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.planning.candidates import Cell
+from finetune.planning.candidates import Candidate
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
 from finetune.planning.step_time import CHINCHILLA
@@ -43,7 +43,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     console.print(_table(plan))
     console.print(
         f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
-        f"{max(c.margin for c in plan.cells.values()):.0%} and 1 GiB for context and libraries; tight: without "
+        f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
         "the margin.",
         markup=False,
     )
@@ -63,11 +63,11 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"  {', '.join(names)}: {reason}", markup=False)
     for (name, kind), change in plan.cheapest.items():
         if kind == plan.kind:
-            console.print(f"  {name}: {plan.cells[name, kind].verdict}; fits with {change}", markup=False)
+            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; fits with {change}", markup=False)
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}", markup=False)
-    each = [name for name in plan.launches if plan.cells[name, plan.kind].launch.sync_each_batch]
+    each = [name for name in plan.launches if plan.candidates[name, plan.kind].launch.sync_each_batch]
     if each:
         console.print(
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit",
@@ -81,10 +81,10 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
 
 
 def _reasons(plan: Plan) -> dict[str, list[str]]:
-    """Why cells of the recipe's own way are refused, or what is not counted, once each."""
+    """Why candidates of the recipe's own way are refused, or what is not counted, once each."""
     found: dict[str, list[str]] = {}
     for name in plan.launches:
-        if reason := plan.cells[name, plan.kind].reason:
+        if reason := plan.candidates[name, plan.kind].reason:
             found.setdefault(reason, []).append(name)
     return found
 
@@ -97,21 +97,23 @@ def _table(plan: Plan) -> Table:
         mark = " (the recipe)" if kind == plan.kind else ""
         table.add_column(f"{kind}{mark}", justify="right")
     for name, launch in plan.launches.items():
-        cells = [_cell(plan.cells[name, kind], _unit(plan)) for kind in KINDS]
-        table.add_row(name, str(launch.num_processes), *cells)
+        candidates = [_cell(plan.candidates[name, kind], _unit(plan)) for kind in KINDS]
+        table.add_row(name, str(launch.num_processes), *candidates)
     return table
 
 
-def _cell(cell: Cell, unit: str) -> Text:
-    if cell.memory is None:
+def _cell(candidate: Candidate, unit: str) -> Text:
+    if candidate.memory is None:
         return Text("refused", style=_COLOURS["refused"])
-    held = sum(asdict(cell.memory).values())
-    return Text(f"{_size(held, unit)} > {_size(cell.peak, unit)} {cell.verdict:<5}", style=_COLOURS[cell.verdict])
+    held = sum(asdict(candidate.memory).values())
+    return Text(
+        f"{_size(held, unit)} > {_size(candidate.peak, unit)} {candidate.verdict:<5}", style=_COLOURS[candidate.verdict]
+    )
 
 
 def _unit(plan: Plan) -> str:
-    """One unit for all cells: of tiny networks GiB would show zero."""
-    return "GiB" if max(cell.peak for cell in plan.cells.values()) >= GIB else "MiB"
+    """One unit for all candidates: of tiny networks GiB would show zero."""
+    return "GiB" if max(candidate.peak for candidate in plan.candidates.values()) >= GIB else "MiB"
 
 
 def _size(size: float, unit: str) -> str:
@@ -131,26 +133,26 @@ def _bars(plan: Plan, console: Console) -> None:
     console.print(legend)
     width = max(map(len, plan.launches))
     for name in plan.launches:
-        cell, bar, done = plan.cells[name, plan.kind], Text(), 0.0
-        for part, size in (cell.parts or {}).items():
+        candidate, bar, done = plan.candidates[name, plan.kind], Text(), 0.0
+        for part, size in (candidate.parts or {}).items():
             # What does not fit is longer than the device, up to four times.
             begin, done = min(round(done), 4 * _WIDTH), done + size / capacity * _WIDTH
             letter, colour = _PARTS[part]
             bar.append(("█" if coloured else letter) * (min(round(done), 4 * _WIDTH) - begin), colour)
         bar.append("·" * max(0, _WIDTH - len(bar)))
-        line = Text(f"{name:<{width}} ").append(bar).append(f" {_size(cell.peak, unit)} {unit}")
-        for place, size in (("host", cell.host), ("disk", cell.disk)):
+        line = Text(f"{name:<{width}} ").append(bar).append(f" {_size(candidate.peak, unit)} {unit}")
+        for place, size in (("host", candidate.host), ("disk", candidate.disk)):
             line.append(f", {place} {_size(size, unit)}" if size else "")
         console.print(line)
 
 
 def _advice(plan: Plan, console: Console) -> None:
     advice = plan.advice
-    if advice.cell is None:
+    if advice.candidate is None:
         console.print(f"\nRecommended: {advice.reason}", markup=False)
         return
     more = f" with {' '.join(advice.changes)}" if advice.changes else ""
-    console.print(f"\nRecommended: {advice.cell.launch.file}{more}: {advice.reason}.", markup=False)
+    console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.", markup=False)
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:
@@ -166,7 +168,7 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
         )
     time = plan.time
     if time is None:
-        if plan.advice.cell is not None:
+        if plan.advice.candidate is not None:
             console.print("Time: not planned in fp32, whose rate is not in the table of GPUs.")
         return
     line = (
@@ -191,7 +193,7 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
 
 def print_traced(traced: list[Traced], console: Console) -> None:
     """Prints what was traced, beside what the formulas predict for it."""
-    unit = "GiB" if max(max(found.peak, found.cell.peak) for found in traced) >= GIB else "MiB"
+    unit = "GiB" if max(max(found.peak, found.candidate.peak) for found in traced) >= GIB else "MiB"
     console.print(
         f"\nTraced: one step under fake tensors, as a CPU computes it, beside what is predicted above, in {unit}"
     )
@@ -199,15 +201,15 @@ def print_traced(traced: list[Traced], console: Console) -> None:
     for name in ("launch file", "micro", "traced", "predicted", "", "CPU s", "when", "of which"):
         table.add_column(name, justify="left" if name in ("launch file", "when", "of which") else "right")
     for found in traced:
-        cell, off = found.cell, found.difference
+        candidate, off = found.candidate, found.difference
         if off is None:
             continue
         sizes = {name: _size(held, unit) for name, held in found.parts.items()}
         table.add_row(
-            f"{cell.name} ({cell.kind}{', recomputed' if cell.setting.checkpointed else ''})",
-            str(cell.setting.micro),
+            f"{candidate.name} ({candidate.kind}{', recomputed' if candidate.setting.checkpointed else ''})",
+            str(candidate.setting.micro),
             _size(found.peak, unit),
-            _size(cell.peak, unit),
+            _size(candidate.peak, unit),
             f"{off:+.1%}",
             f"{found.cpu_s:.0f}",
             found.moment,
@@ -218,7 +220,7 @@ def print_traced(traced: list[Traced], console: Console) -> None:
     reasons: dict[str, list[str]] = {}
     for found in traced:
         if found.reason:
-            reasons.setdefault(found.reason, []).append(found.cell.name)
+            reasons.setdefault(found.reason, []).append(found.candidate.name)
     for reason, names in reasons.items():
         console.print(f"  {', '.join(names)}: {reason}.", markup=False)
 
@@ -230,8 +232,10 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
         kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
         for kind, v in plan.variants.items()
     }
-    cells = [{**_facts(cell), "fits_with": plan.cheapest.get(key)} for key, cell in plan.cells.items()]
-    chosen = plan.advice.cell
+    candidates = [
+        {**_facts(candidate), "fits_with": plan.cheapest.get(key)} for key, candidate in plan.candidates.items()
+    ]
+    chosen = plan.advice.candidate
     advice = {
         "launch_file": chosen.launch.file if chosen is not None else None,
         "changes": list(plan.advice.changes),
@@ -245,7 +249,7 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
             "kind": plan.kind,
             "machines": machines,
             "variants": variants,
-            "cells": cells,
+            "cells": candidates,
             "advice": advice,
             "work": work,
             "time": time,
@@ -258,13 +262,13 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
 
 
 def _traced(found: Traced) -> dict[str, Any]:
-    cell = found.cell
+    candidate = found.candidate
     return {
-        "launch": cell.name,
-        "kind": cell.kind,
-        **asdict(cell.setting),
+        "launch": candidate.name,
+        "kind": candidate.kind,
+        **asdict(candidate.setting),
         "peak": found.peak if found.parts else None,
-        "predicted": cell.peak,
+        "predicted": candidate.peak,
         "difference": found.difference,
         "parts": found.parts,
         "moment": found.moment,
@@ -274,20 +278,20 @@ def _traced(found: Traced) -> dict[str, Any]:
     }
 
 
-def _facts(cell: Cell) -> dict[str, Any]:
+def _facts(candidate: Candidate) -> dict[str, Any]:
     return {
-        "launch": cell.name,
-        "kind": cell.kind,
-        "ranks": cell.launch.num_processes,
-        "verdict": cell.verdict,
-        "reason": cell.reason,
-        "memory": asdict(cell.memory) if cell.memory is not None else None,
-        "parts": cell.parts,
-        "peak": cell.peak,
-        "needed": cell.needed,
-        "margin": cell.margin,
-        "host": cell.host,
-        "disk": cell.disk,
-        "accumulation": cell.accumulation,
-        "sync_each_batch": cell.launch.sync_each_batch,
+        "launch": candidate.name,
+        "kind": candidate.kind,
+        "ranks": candidate.launch.num_processes,
+        "verdict": candidate.verdict,
+        "reason": candidate.reason,
+        "memory": asdict(candidate.memory) if candidate.memory is not None else None,
+        "parts": candidate.parts,
+        "peak": candidate.peak,
+        "needed": candidate.needed,
+        "margin": candidate.margin,
+        "host": candidate.host,
+        "disk": candidate.disk,
+        "accumulation": candidate.accumulation,
+        "sync_each_batch": candidate.launch.sync_each_batch,
     }

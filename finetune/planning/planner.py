@@ -17,7 +17,7 @@ from finetune.distributed.gpu_specs import Gpu, find
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import launch_of_file, num_copies
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.candidates import Cell, Setting, cell, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, Setting, assess, setting_of, state_bytes_of
 from finetune.planning.link_speeds import read as read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
@@ -45,15 +45,15 @@ class Plan:
     machines: Machines
     variants: dict[str, Variant | str]
     launches: dict[str, Launch]
-    cells: dict[tuple[str, str], Cell]
+    candidates: dict[tuple[str, str], Candidate]
     """By launch file and way."""
     cheapest: dict[tuple[str, str], str]
     """What makes those fit that do not."""
     setting: Setting
-    """Of all cells."""
+    """Of all candidates."""
     advice: Advice
     time: Time | None
-    """Of the cell that is recommended."""
+    """Of the candidate that is recommended."""
     work: Work
     own_error: Error | None
     """Of earlier plans on this very machine, whatever this plan is for."""
@@ -102,25 +102,25 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
     variants, state_bytes = model_shapes.variants(recipe, stored), state_bytes_of(recipe)
 
     @functools.cache
-    def of(name: str, kind: str, setting: Setting) -> Cell:
+    def of(name: str, kind: str, setting: Setting) -> Candidate:
         variant = variants[kind]
         if isinstance(variant, str):
-            return Cell(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(cell(name, launches[name], variant, setting, machines.gpu, state_bytes), machines)
+            return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
+        return _on_host(assess(name, launches[name], variant, setting, machines.gpu, state_bytes), machines)
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
     setting = next((s for s in recommendations.settings(recipe, ranks) if s.checkpointed == own.checkpointed), own)
     kind = model_shapes.kind_of(recipe)
-    cells = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
+    candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
     names = list(launches)
     cheapest = {
         key: recommendations.cheapest(found, recipe, names, variants, of)
-        for key, found in cells.items()
+        for key, found in candidates.items()
         if found.verdict != "fits" and not isinstance(variants[key[1]], str)
     }
     advice = recommendations.recommend(recipe, kind, launches, of)
-    chosen = variants[advice.cell.kind] if advice.cell is not None else None
+    chosen = variants[advice.candidate.kind] if advice.candidate is not None else None
     planned = variants[kind]
     assert isinstance(planned, Variant)
     return Plan(
@@ -129,17 +129,17 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
         machines=machines,
         variants=variants,
         launches=launches,
-        cells=cells,
+        candidates=candidates,
         cheapest=cheapest,
         setting=setting,
         advice=advice,
-        time=timed(advice.cell, chosen, machines) if advice.cell and isinstance(chosen, Variant) else None,
+        time=timed(advice.candidate, chosen, machines) if advice.candidate and isinstance(chosen, Variant) else None,
         work=work(planned),
         own_error=measured_peaks.error(
             measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
         ),
         device=device,
-        first_size=_first_size(recipe, advice.cell, of),
+        first_size=_first_size(recipe, advice.candidate, of),
     )
 
 
@@ -156,7 +156,7 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
 
 
-def _first_size(recipe: Recipe, chosen: Cell | None, make: recommendations.Make) -> int | None:
+def _first_size(recipe: Recipe, chosen: Candidate | None, make: recommendations.Make) -> int | None:
     if recipe.batch.micro_size != "auto" or chosen is None:
         return None
     sizes = divisors(recipe.batch.global_size // chosen.launch.num_processes)
@@ -164,13 +164,13 @@ def _first_size(recipe: Recipe, chosen: Cell | None, make: recommendations.Make)
     return max(s.micro for s in settings if make(chosen.name, chosen.kind, s).verdict == "fits")
 
 
-def _on_host(cell: Cell, machines: Machines) -> Cell:
-    """A cell that does not fit if what its ranks keep in host memory does not."""
-    wanted = cell.host * machines.gpus / 2**30
+def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
+    """A candidate that does not fit if what its ranks keep in host memory does not."""
+    wanted = candidate.host * machines.gpus / 2**30
     if machines.host_gib is None or wanted <= machines.host_gib:
-        return cell
+        return candidate
     reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
-    return replace(cell, verdict="no", reason="; ".join(filter(None, (cell.reason, reason))))
+    return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
 
 def write(plan: Plan, file: Path) -> None:
@@ -179,17 +179,17 @@ def write(plan: Plan, file: Path) -> None:
     Raises:
         RecipeError: If it recommends none, or the file cannot be written.
     """
-    if plan.advice.cell is None:
+    if plan.advice.candidate is None:
         raise RecipeError(f"--write: there is no launch file to write, {plan.advice.reason}")
     if file.exists():
         raise RecipeError(f"--write: {file} is there already, and nothing is overwritten unasked. Name another file.")
     try:
-        atomic_files.write_text(file, recommendations.written(plan.advice.cell.launch, plan.machines.nodes))
+        atomic_files.write_text(file, recommendations.written(plan.advice.candidate.launch, plan.machines.nodes))
     except OSError as error:
         raise RecipeError(f"--write: cannot write {file}: {error.strerror}.") from error
 
 
-def cells(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Cell] | None:
+def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Candidate] | None:
     """What a micro-batch of so many rows takes here; None if the network cannot be counted without its weights.
 
     Args:
@@ -204,7 +204,7 @@ def cells(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Cell] | 
     gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0)
     state_bytes, checkpointed = state_bytes_of(recipe), recipe.model.gradient_checkpointing is True
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    return lambda rows: cell("", launch, variant, Setting(rows, checkpointed), gpu, state_bytes, device=device)
+    return lambda rows: assess("", launch, variant, Setting(rows, checkpointed), gpu, state_bytes, device=device)
 
 
 def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
@@ -214,6 +214,6 @@ def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> 
         sizes: In rows; all of them come out even.
         room: Bytes that a rank can have.
     """
-    of = cells(recipe, launch, room)
+    of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))

@@ -1,6 +1,6 @@
-"""What a rank would hold under a launch, from the shapes of a network alone: before anything is launched.
+"""Predicts what a rank holds from step to step, from the shapes of a network alone.
 
-Its counterpart, `memory.py`, reads the same four figures back from what runs.
+Its counterpart, `held_memory.py`, reads the same four figures back from what runs.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The cheapest change that makes a cell fit, and the simplest launch file that fits."""
+"""The cheapest change that makes a candidate fit, and the simplest launch file that fits."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -8,41 +8,41 @@ from pathlib import Path
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.planning.candidates import Cell, Setting
+from finetune.planning.candidates import Candidate, Setting
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.utils.errors import BackendError
 
-Make = Callable[[str, str, Setting], Cell]
-"""A cell, of a launch file's name, a way to train and a setting."""
+Make = Callable[[str, str, Setting], Candidate]
+"""A candidate, of a launch file's name, a way to train and a setting."""
 
 
 @dataclass(frozen=True)
 class Advice:
     """What to launch."""
 
-    cell: Cell | None
+    candidate: Candidate | None
     """None if nothing fits."""
     changes: tuple[str, ...]
     """To the recipe, as they are written on the command line."""
     reason: str
 
 
-def changes(cell: Cell, recipe: Recipe) -> tuple[str, ...]:
-    """What a cell changes of a recipe, as `key=value`."""
+def changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
+    """What a candidate changes of a recipe, as `key=value`."""
     found = []
-    if cell.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
-        found.append(f"model.gradient_checkpointing={str(cell.setting.checkpointed).lower()}")
-    if cell.setting.micro != recipe.batch.rows:
-        found.append(f"batch.micro_size={cell.setting.micro}")
+    if candidate.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
+        found.append(f"model.gradient_checkpointing={str(candidate.setting.checkpointed).lower()}")
+    if candidate.setting.micro != recipe.batch.rows:
+        found.append(f"batch.micro_size={candidate.setting.micro}")
     lora, packed = recipe.lora is not None, recipe.model.quantization
-    if cell.kind == "full" and lora:
+    if candidate.kind == "full" and lora:
         found.append("lora=null")
-    if cell.kind != "full" and not lora:
+    if candidate.kind != "full" and not lora:
         found.append("lora.rank=16")
         if recipe.model.fp8:
             found.append("model.fp8=false")
-    if (cell.kind == "QLoRA") != (packed is not None):
-        found.append("model.quantization=" + ("nf4" if cell.kind == "QLoRA" else "null"))
+    if (candidate.kind == "QLoRA") != (packed is not None):
+        found.append("model.quantization=" + ("nf4" if candidate.kind == "QLoRA" else "null"))
     return tuple(found)
 
 
@@ -62,24 +62,26 @@ def settings(recipe: Recipe, ranks: int) -> Iterator[Setting]:
         yield from (Setting(size, True) for size in smaller)
 
 
-def cheapest(cell: Cell, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make) -> str:
-    """The cheapest change that makes a cell fit: to the recipe, else to the next launch file, else to the way."""
-    for setting in settings(recipe, cell.launch.num_processes):
-        other = make(cell.name, cell.kind, setting)
+def cheapest(
+    candidate: Candidate, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make
+) -> str:
+    """The cheapest change that makes a candidate fit: to the recipe, else to the next launch file, else to the way."""
+    for setting in settings(recipe, candidate.launch.num_processes):
+        other = make(candidate.name, candidate.kind, setting)
         if other.verdict == "fits":
-            return " ".join(c for c in changes(other, recipe) if c not in changes(cell, recipe))
-    for name in names[names.index(cell.name) + 1 :]:
-        for setting in settings(recipe, cell.launch.num_processes):
-            other = make(name, cell.kind, setting)
+            return " ".join(c for c in changes(other, recipe) if c not in changes(candidate, recipe))
+    for name in names[names.index(candidate.name) + 1 :]:
+        for setting in settings(recipe, candidate.launch.num_processes):
+            other = make(name, candidate.kind, setting)
             if other.verdict == "fits":
-                more = [c for c in changes(other, recipe) if c not in changes(cell, recipe)]
+                more = [c for c in changes(other, recipe) if c not in changes(candidate, recipe)]
                 return " ".join([name, *more])
-    for kind in KINDS[KINDS.index(cell.kind) + 1 :]:
+    for kind in KINDS[KINDS.index(candidate.kind) + 1 :]:
         if isinstance(variants[kind], str):
             continue
-        for setting in settings(recipe, cell.launch.num_processes):
-            if make(cell.name, kind, setting).verdict == "fits":
-                return " ".join([kind, *changes(make(cell.name, cell.kind, setting), recipe)])
+        for setting in settings(recipe, candidate.launch.num_processes):
+            if make(candidate.name, kind, setting).verdict == "fits":
+                return " ".join([kind, *changes(make(candidate.name, candidate.kind, setting), recipe)])
     return "nothing offered"
 
 
@@ -91,16 +93,16 @@ def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make
         ranks = {launches[name].num_processes for name in names}
         for setting in settings(recipe, max(ranks, default=1)):
             for name in names:
-                cell = make(name, kind, setting)
-                if cell.verdict == "fits":
-                    return Advice(cell, changes(cell, recipe), reason(cell.launch))
+                candidate = make(name, kind, setting)
+                if candidate.verdict == "fits":
+                    return Advice(candidate, changes(candidate, recipe), reason(candidate.launch))
     for other in KINDS[KINDS.index(kind) + 1 :]:
         for name in launches:
             for setting in settings(recipe, launches[name].num_processes):
-                cell = make(name, other, setting)
-                if cell.verdict == "fits":
-                    why = f"nothing fits as the recipe is; with {other}: {reason(cell.launch)}"
-                    return Advice(cell, changes(cell, recipe), why)
+                candidate = make(name, other, setting)
+                if candidate.verdict == "fits":
+                    why = f"nothing fits as the recipe is; with {other}: {reason(candidate.launch)}"
+                    return Advice(candidate, changes(candidate, recipe), why)
     return Advice(None, (), f"nothing fits. {NONE_LEFT}.")
 
 

@@ -1,10 +1,10 @@
-"""How much arithmetic a recipe is, how long it takes, what it costs, and whether traffic hides behind it."""
+"""Predicts FLOPs, time and cost of a step, and whether communication overlaps with it."""
 
 from dataclasses import dataclass
 
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.planning.candidates import Cell, is_half
+from finetune.planning.candidates import Candidate, is_half
 from finetune.planning.communication_volume import Flow, flows
 from finetune.planning.link_speeds import UNMEASURED, LinkSpeeds
 from finetune.planning.model_shapes import Variant
@@ -72,7 +72,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Time:
-    """An optimiser step of a cell, and with its length the run."""
+    """An optimiser step of a candidate, and with its length the run."""
 
     compute_s: float
     moved: tuple[Moved, ...]
@@ -103,20 +103,20 @@ def work(variant: Variant) -> Work:
     )
 
 
-def timed(cell: Cell, variant: Variant, machines: Machines) -> Time | None:
+def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
     """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs."""
-    recipe, ranks = variant.recipe, cell.launch.num_processes
-    if not is_half(recipe) or cell.memory is None:
+    recipe, ranks = variant.recipe, candidate.launch.num_processes
+    if not is_half(recipe) or candidate.memory is None:
         return None
     forward = variant.forward_flops
-    a_token = variant.flops_per_token + (forward if cell.setting.checkpointed else 0.0)
+    a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate
     backward = compute * (1 - forward / a_token)
-    windows = {"all": compute, "backward": backward, "last backward": backward / cell.accumulation, "none": 0.0}
+    windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
     moved, exposed = [], 0.0
-    for flow in flows(cell.launch, variant.outline, cell.accumulation):
+    for flow in flows(candidate.launch, variant.outline, candidate.accumulation):
         far = flow.ranks * flow.apart > machines.gpus
         line = machines.links.line(flow.collective, far=far)
         seconds = _seconds(flow, machines, line, far=far)

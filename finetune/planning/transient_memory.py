@@ -1,4 +1,4 @@
-"""What a backend itself holds for a while, on the device: weights of other ranks, and gradients on their way.
+"""Predicts what a backend holds for a while: gathered weights, and gradients being reduced.
 
 Read off the sources of torch 2.13, accelerate 1.15 and deepspeed 0.19, and compared with launched runs on CPUs
 (`docs/plan-accuracy.md`). Without a GPU, gloo copies what it gathers and what it scatters; NCCL does not.

@@ -1,5 +1,8 @@
 """What a model is trained to do. The loop knows only a module and a `loss_sum`.
 
+A task is four functions. A custom one is named in the recipe as `package.module:object`, a `Task` or a function of
+`task.args` that returns one.
+
 Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
 """
 

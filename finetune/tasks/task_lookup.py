@@ -69,7 +69,7 @@ def head_of(recipe: Recipe) -> lora_adapters.Head | None:
 
 
 def check_task_weights(recipe: Recipe, ready: TaskData) -> pretrained_files.Weights | None:
-    """The files that a built-in task's network starts from, looked at; see `models.check_weights`.
+    """The files that a built-in task's network starts from, looked at; see `networks.check_pretrained`.
 
     Raises:
         RecipeError: If they do not hold all of it.

@@ -1,4 +1,4 @@
-"""How far a run goes, and how rows map to steps."""
+"""The number of steps of a run, and of rows in an epoch."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A run: everything that the loop touches, built of a recipe under a launch."""
+"""Builds a `Run`: everything that the loop touches, from a recipe and a launch."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -151,7 +151,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.prove(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
+    runtime = backend.verify(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.

@@ -1,4 +1,4 @@
-"""How many rows a forward pass takes, where the recipe leaves it open: `batch.micro_size: auto`.
+"""Finds the largest micro-batch that fits, for `batch.micro_size: auto`.
 
 A plan says where to begin. Each size is then tried in processes of its own, which every rank starts beside itself:
 whatever they run into, nothing of it is left. What was found is kept for the next run of its kind.
@@ -24,7 +24,7 @@ from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
-from finetune.planning.planner import cells, largest
+from finetune.planning.planner import candidates_of, largest
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import BackendError, MemoryFullError
 
@@ -159,7 +159,7 @@ def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> GradientSumChoic
     least = backend.max(torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device))
     found = GradientSumChoice(True, None, int(-least.item()))
     if backend.is_main:
-        of = cells(recipe, replace(launch, sync_each_batch=False), found.room)
+        of = candidates_of(recipe, replace(launch, sync_each_batch=False), found.room)
         whole = of(rows) if of is not None else None
         if whole is not None and whole.memory is not None:
             found = GradientSumChoice(whole.verdict != "fits", whole.needed, found.room)

@@ -1,4 +1,4 @@
-"""Two steps of a recipe, to see what they take; `sizing` starts this beside each rank, and nothing imports it."""
+"""Two steps of a recipe, to measure their memory; `micro_batch_search` runs this in processes of its own."""
 
 import sys
 import traceback

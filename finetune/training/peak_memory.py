@@ -1,4 +1,4 @@
-"""The most memory that training takes, measured, beside what a plan predicts of it."""
+"""Measures the peak memory of training, and compares it with the prediction."""
 
 import resource
 from pathlib import Path
@@ -13,7 +13,7 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
 from finetune.planning import measured_peaks
 from finetune.planning.model_shapes import kind_of
-from finetune.planning.planner import cells
+from finetune.planning.planner import candidates_of
 
 # By then the optimiser's state is there as well. Later steps take the same, and checkpoints and evaluations come in.
 _STEPS = 2
@@ -65,7 +65,7 @@ class PeakMemoryMonitor:
         resident = backend.device.type != "cuda"
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
-            of = cells(recipe, backend.launch, device_selection.room().total)
+            of = candidates_of(recipe, backend.launch, device_selection.room().total)
             found = of(recipe.batch.rows) if of is not None else None
         predicted = None
         if found is not None and found.parts is not None and not found.reason:

@@ -1,4 +1,4 @@
-"""Forward passes before the first step: what runs, and whether documents stay apart, can only be seen running."""
+"""Forward passes of the prepared model before the first step, to verify kernels, isolation of documents, and the loss."""
 
 import traceback
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a torch trace of each process, and a table by phase on rank 0."""
+"""Profiles some steps: a torch trace of each process, and a table by phase on rank 0."""
 
 from collections.abc import Iterable
 from pathlib import Path

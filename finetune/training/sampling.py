@@ -1,4 +1,4 @@
-"""Text from a model in training, safe under every backend."""
+"""Samples text from a model in training, under any backend."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a process ends: with one paragraph and an exit code, once a machine, and without the interpreter's teardown."""
+"""How a process ends: one paragraph, an exit code, once a machine, without the interpreter's teardown."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Says early that there is no model hub, or no such model, instead of waiting through a client's retries."""
+"""Reports at once that the hub, or a model on it, cannot be reached, instead of after a client's retries."""
 
 import os
 import re

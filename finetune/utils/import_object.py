@@ -1,4 +1,4 @@
-"""Objects named as `package.module:name`."""
+"""Imports an object named as `package.module:name`."""
 
 import importlib
 from typing import Any

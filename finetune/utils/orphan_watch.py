@@ -1,4 +1,4 @@
-"""The process that started this one. It is noted before anything slow is imported: it may end at any time."""
+"""Notices that the process that started this one has ended."""
 
 import os
 import sys

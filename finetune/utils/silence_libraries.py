@@ -1,4 +1,4 @@
-"""Keeps libraries from talking over the run's own lines. Errors and warnings of consequence stay."""
+"""Turns down the notices of libraries; errors and important warnings stay."""
 
 import logging
 import os

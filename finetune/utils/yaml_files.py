@@ -1,4 +1,4 @@
-"""YAML as every file of the user's is read: with the line of what is wrong, and nothing that grows without bounds."""
+"""Reads YAML files of the user: errors with line numbers, bounded size."""
 
 from typing import Any
 

@@ -219,9 +219,9 @@ def test_selective_recomputation_has_no_place_where_weights_come_and_go() -> Non
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
 def test_gradients_that_are_summed_in_another_dtype(kind: str) -> None:
-    found = list(_differences(proof(kind), asked(kind), 2, "fp32", "bfloat16"))
+    found = list(_differences(report(kind), asked(kind), 2, "fp32", "bfloat16"))
     assert found == ["gradients: asked to be summed in bfloat16, are summed in float32"]
-    assert not list(_differences(proof(kind, reduce_dtype="bfloat16"), asked(kind), 2, "fp32", "bfloat16"))
+    assert not list(_differences(report(kind, reduce_dtype="bfloat16"), asked(kind), 2, "fp32", "bfloat16"))
 
 
 @pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
@@ -278,7 +278,7 @@ def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
 # ---------------------------------------------------------------- every difference counts
 
 
-def proof(kind: str, **fields: Any) -> RuntimeReport:
+def report(kind: str, **fields: Any) -> RuntimeReport:
     """What is read back when all is as it should be, but for some fields."""
     sharded, zero = kind in ("fsdp", "hsdp", "zero3"), kind.startswith("zero")
     good = {
@@ -319,15 +319,15 @@ KINDS = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_difference(kind: str) -> None:
-    assert list(_differences(proof(kind), asked(kind), 2, "fp32", "float32")) == []
-    bf16 = proof(kind, output_dtypes={"LayerNorm": "float32", "Linear": "bfloat16", "loss": "float32"})
+    assert list(_differences(report(kind), asked(kind), 2, "fp32", "float32")) == []
+    bf16 = report(kind, output_dtypes={"LayerNorm": "float32", "Linear": "bfloat16", "loss": "float32"})
     assert list(_differences(bf16, asked(kind), 2, "bf16", "float32")) == []
 
 
 @pytest.mark.parametrize("one", KINDS)
 @pytest.mark.parametrize("other", KINDS)
 def test_no_kind_passes_for_another(one: str, other: str) -> None:
-    problems = "; ".join(_differences(proof(other), asked(one), 2, "fp32", "float32"))
+    problems = "; ".join(_differences(report(other), asked(one), 2, "fp32", "float32"))
     assert (f"kind: asked {one}, runs {other}" in problems) == (one != other)
 
 
@@ -368,7 +368,7 @@ def test_no_kind_passes_for_another(one: str, other: str) -> None:
     ],
 )
 def test_a_difference_is_told(kind: str, field: str, value: Any, says: str) -> None:
-    problems = list(_differences(proof(kind, **{field: value}), asked(kind), 2, "fp32", "float32"))
+    problems = list(_differences(report(kind, **{field: value}), asked(kind), 2, "fp32", "float32"))
     assert len(problems) == 1
     assert says in problems[0]
 
@@ -384,20 +384,20 @@ def test_uneven_shards_are_compared_with_their_own_rule() -> None:
     """Of four rows on three ranks, the last one holds none."""
     launch = asked("fsdp", num_processes=3)
     for share in (0.5, 0.0):
-        holds = proof("fsdp", world_size=3, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
+        holds = report("fsdp", world_size=3, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
         assert list(_differences(holds, launch, 2, "fp32", "float32")) == []
         (said,) = _differences(dataclasses.replace(holds, optimizer_fraction=1.0), launch, 2, "fp32", "float32")
         assert f"optimiser state held by a rank: asked {share:.1%}, holds 100.0%" in said
 
 
 def test_bf16_that_does_not_happen_is_told() -> None:
-    problems = list(_differences(proof("ddp"), asked("ddp"), 2, "bf16", "float32"))
+    problems = list(_differences(report("ddp"), asked("ddp"), 2, "bf16", "float32"))
     assert problems == ["matrix products: asked bfloat16, come out in float32"]
 
 
 def test_offload_that_does_not_happen_is_told() -> None:
     launch = asked("zero3", offload_params="nvme", offload_optimizer="cpu")
-    problems = list(_differences(proof("zero3"), launch, 2, "fp32", "float32"))
+    problems = list(_differences(report("zero3"), launch, 2, "fp32", "float32"))
     assert problems == [
         "offload of parameters: asked nvme, runs none",
         "offload of the optimiser: asked cpu, runs none",
@@ -405,28 +405,30 @@ def test_offload_that_does_not_happen_is_told() -> None:
 
 
 def test_resharding_and_the_dtype_of_sums_are_compared() -> None:
-    assert list(_differences(proof("fsdp", reshards=True), asked("fsdp"), 2, "fp32", "float32")) == []
-    (said,) = _differences(proof("fsdp", reshards=False), asked("fsdp"), 2, "fp32", "float32")
+    assert list(_differences(report("fsdp", reshards=True), asked("fsdp"), 2, "fp32", "float32")) == []
+    (said,) = _differences(report("fsdp", reshards=False), asked("fsdp"), 2, "fp32", "float32")
     assert "resharding after the forward pass: asked True, runs False" in said
-    (said,) = _differences(proof("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32", "float32")
+    (said,) = _differences(report("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32", "float32")
     assert "are summed in bfloat16" in said
     chosen = asked("zero2", ds_config={"communication_data_type": "bf16"})
-    assert list(_differences(proof("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32", "float32")) == []
+    assert list(_differences(report("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32", "float32")) == []
 
 
 def test_all_differences_are_told_at_once() -> None:
-    wrong = proof("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
+    wrong = report("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
     assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32", "float32"))) >= 6
 
 
 def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
     assert (
         list(
-            _differences(proof("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32", "float32")
+            _differences(
+                report("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32", "float32"
+            )
         )
         == []
     )
-    whole = proof("fsdp", num_parameters=500, parameter_fraction=1.0)
+    whole = report("fsdp", num_parameters=500, parameter_fraction=1.0)
     assert len(list(_differences(whole, asked("fsdp"), 2, "fp32", "float32"))) == 1
 
 

@@ -34,7 +34,7 @@ def time_of(name: str, found: link_speeds.LinkSpeeds, nodes: int = 1) -> Time:
     plan = planned(sections(), nodes=nodes)
     variant = plan.variants["full"]
     assert isinstance(variant, Variant)
-    time = timed(plan.cells[name, "full"], variant, replace(plan.machines, links=found))
+    time = timed(plan.candidates[name, "full"], variant, replace(plan.machines, links=found))
     assert time is not None
     return time
 

@@ -95,22 +95,28 @@ def test_json_says_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = said(capsys, file, "--json")
     assert code == 0
     found = json.loads(out)
-    for cell in found["cells"]:
-        assert cell["peak"] == sum(cell["parts"].values())
-        assert cell["needed"] > cell["peak"]
-        assert cell["verdict"] in VERDICTS
-        assert (cell["fits_with"] is None) == (cell["verdict"] == "fits")
+    for candidate in found["cells"]:
+        assert candidate["peak"] == sum(candidate["parts"].values())
+        assert candidate["needed"] > candidate["peak"]
+        assert candidate["verdict"] in VERDICTS
+        assert (candidate["fits_with"] is None) == (candidate["verdict"] == "fits")
     assert found["advice"]["cell"]["verdict"] == "fits"
     assert found["work"]["tokens"] == found["work"]["steps"] * 64 * 1024
     assert found["time"]["step_s"] >= found["time"]["compute_s"] > 0
 
 
 def facts(plan: planner.Plan, part: str) -> dict[Any, int]:
-    return {key: cell.peak if part == "peak" else getattr(cell.memory, part) for key, cell in plan.cells.items()}
+    return {
+        key: candidate.peak if part == "peak" else getattr(candidate.memory, part)
+        for key, candidate in plan.candidates.items()
+    }
 
 
 def whole(plan: planner.Plan) -> dict[Any, bool]:
-    return {key: cell.launch.holds_whole_gradients(cell.accumulation) for key, cell in plan.cells.items()}
+    return {
+        key: candidate.launch.holds_whole_gradients(candidate.accumulation)
+        for key, candidate in plan.candidates.items()
+    }
 
 
 def test_less_work_at_a_time_never_takes_more_memory() -> None:
@@ -124,7 +130,9 @@ def test_less_work_at_a_time_never_takes_more_memory() -> None:
         plan = planned(sections(**changed))
         smaller = facts(plan, "peak")
         for key in plain:
-            assert smaller[key] <= plain[key] or (whole(plan)[key] > ways[key] and plan.cells[key].verdict == "fits")
+            assert smaller[key] <= plain[key] or (
+                whole(plan)[key] > ways[key] and plan.candidates[key].verdict == "fits"
+            )
         assert any(smaller[key] < plain[key] for key in plain)
 
 
@@ -139,7 +147,7 @@ def test_more_ranks_never_hold_more_each() -> None:
 
 def test_packing_and_adapters_save_what_they_should() -> None:
     plan = planned(sections(model={"config": LLAMA_8B}))
-    full, lora, packed = (plan.cells["ddp", kind].memory for kind in ("full", "LoRA", "QLoRA"))
+    full, lora, packed = (plan.candidates["ddp", kind].memory for kind in ("full", "LoRA", "QLoRA"))
     assert full is not None
     assert lora is not None
     assert packed is not None
@@ -163,17 +171,19 @@ def test_advice_is_true(gpu: str, lora: dict[str, Any] | None) -> None:
         where = words.pop(0) if words[0] in plan.launches else name
         way = words.pop(0) if words and words[0] in ("LoRA", "QLoRA") else kind
         other = planned(overridden(wanted, words), gpu)
-        assert other.cells[where, way].verdict == "fits", (name, change)
+        assert other.candidates[where, way].verdict == "fits", (name, change)
         tried += 1
-    assert tried or all(cell.verdict == "fits" for (_, kind), cell in plan.cells.items() if kind == plan.kind)
-    chosen = plan.advice.cell
+    assert tried or all(
+        candidate.verdict == "fits" for (_, kind), candidate in plan.candidates.items() if kind == plan.kind
+    )
+    chosen = plan.advice.candidate
     if chosen is None:
         assert "tensor or pipeline parallelism" in plan.advice.reason
         return
     again = planned(overridden(wanted, plan.advice.changes), gpu)
-    assert again.cells[chosen.name, chosen.kind].verdict == "fits"
+    assert again.candidates[chosen.name, chosen.kind].verdict == "fits"
     simpler = list(plan.launches)[: list(plan.launches).index(chosen.name)]
-    assert all(again.cells[name, chosen.kind].verdict != "fits" for name in simpler)
+    assert all(again.candidates[name, chosen.kind].verdict != "fits" for name in simpler)
 
 
 def overridden(recipe: dict[str, Any], words: Any) -> dict[str, Any]:
@@ -191,7 +201,7 @@ def overridden(recipe: dict[str, Any], words: Any) -> dict[str, Any]:
 def test_what_fits_nowhere_is_said() -> None:
     huge = {**LLAMA_8B, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
     plan = planned(sections(model={"config": {**huge, "num_attention_heads": 128}}), "memory=4,bf16=50", 2)
-    assert plan.advice.cell is None
+    assert plan.advice.candidate is None
     assert "tensor or pipeline parallelism, which this toolkit does not offer" in plan.advice.reason
 
 
@@ -226,8 +236,8 @@ def test_written_launch_files_ask_for_what_was_planned(number: int, nodes: int, 
 def test_from_another_folder_the_library_config_is_named_whole(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = planned(sections(batch={"micro_size": 1}, model={"gradient_checkpointing": True})).cells
-    ends = [cells[name, "full"].needed / 2**30 for name in ("zero1", "ddp")]
+    candidates = planned(sections(batch={"micro_size": 1}, model={"gradient_checkpointing": True})).candidates
+    ends = [candidates[name, "full"].needed / 2**30 for name in ("zero1", "ddp")]
     assert ends[0] < ends[1]
     monkeypatch.chdir(tmp_path)
     # Too small for all whole on each: the optimiser has to be cut.
@@ -263,8 +273,8 @@ def test_rows_that_do_not_come_out_even_are_made_to() -> None:
     assert plan.setting.micro == 2
     assert plan.advice.changes == ("batch.micro_size=2",)
     refused = planned(sections(batch={"global_size": 15, "micro_size": 1}))
-    assert {cell.verdict for cell in refused.cells.values()} == {"refused"}
-    assert "not a multiple" in refused.cells["ddp", "full"].reason
+    assert {candidate.verdict for candidate in refused.candidates.values()} == {"refused"}
+    assert "not a multiple" in refused.candidates["ddp", "full"].reason
 
 
 def test_epochs_are_not_guessed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,9 +285,9 @@ def test_epochs_are_not_guessed(file: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_optimisers_that_cannot_be_cut_are_refused_where_they_are() -> None:
     plan = planned(sections(optim={"name": "PagedAdamW8bit", "lr": 1e-3}))
-    assert plan.cells["ddp", "full"].verdict == "fits"
-    assert "blocks of whole tensors" in plan.cells["zero3", "full"].reason
-    eight, whole = plan.cells["ddp", "full"].memory, planned(sections()).cells["ddp", "full"].memory
+    assert plan.candidates["ddp", "full"].verdict == "fits"
+    assert "blocks of whole tensors" in plan.candidates["zero3", "full"].reason
+    eight, whole = plan.candidates["ddp", "full"].memory, planned(sections()).candidates["ddp", "full"].memory
     assert eight is not None
     assert whole is not None
     assert eight.optimizer < 0.27 * whole.optimizer
@@ -286,9 +296,9 @@ def test_optimisers_that_cannot_be_cut_are_refused_where_they_are() -> None:
 def test_networks_of_ones_own_are_counted_without_activations() -> None:
     recipe = sections(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, batch={"micro_size": 8})
     plan = planned({key: value for key, value in recipe.items() if key != "model"})
-    assert "activations are not counted" in plan.cells["ddp", "full"].reason
+    assert "activations are not counted" in plan.candidates["ddp", "full"].reason
     assert isinstance(plan.variants["LoRA"], str)
-    assert plan.cells["ddp", "LoRA"].verdict == "refused"
+    assert plan.candidates["ddp", "LoRA"].verdict == "refused"
 
 
 # Overrides of the recipe, options, and what the paragraph says.
@@ -349,7 +359,7 @@ def test_recipes_that_ship_can_be_planned() -> None:
             continue
         recipe: Recipe = validate_recipe(text)
         plan = planner.make(recipe, Machines(gpu_specs.find("a100-80gb"), 8, 1, 50.0, 0.4))
-        assert plan.advice.cell is not None, place.name
+        assert plan.advice.candidate is not None, place.name
 
 
 def test_a_named_tokenizer_decides_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,9 +395,9 @@ def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.Cap
         assert code == 0
         return next(c for c in json.loads(out)["cells"] if (c["launch"], c["kind"]) == ("zero3_offload", "full"))
 
-    cell = offloaded()
-    assert cell["verdict"] == "fits"
-    gib = 8 * cell["host"] / 2**30
+    candidate = offloaded()
+    assert candidate["verdict"] == "fits"
+    gib = 8 * candidate["host"] / 2**30
     assert gib > 1
     assert offloaded("--host", gib * 1.001)["verdict"] == "fits"
     small = offloaded("--host", gib * 0.999)

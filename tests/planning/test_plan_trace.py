@@ -98,7 +98,7 @@ def test_state_is_what_the_formulas_say(way: str, name: str, ranks: int) -> None
         more["model"] = {"quantization": way}
     found = trace(sections(UNEVEN, micro=1, rows=ranks, **more), name, ranks)
     assert not found.reason
-    memory = found.cell.memory
+    memory = found.candidate.memory
     assert memory is not None
     assert found.state == {
         "weights": memory.frozen + memory.trained,
@@ -162,7 +162,7 @@ def test_formulas_agree_on_other_networks(config: dict[str, Any], more: dict[str
     """GPT-2 and BERT have dropout, for which a GPU's attention keeps nothing."""
     found = trace(sections(config, micro=4, rows=4, model={"gradient_checkpointing": again}, **more))
     assert found.difference is not None
-    assert abs(found.difference) < found.cell.margin
+    assert abs(found.difference) < found.candidate.margin
 
 
 @pytest.mark.parametrize("more", [{}, LORA], ids=["full", "LoRA"])
@@ -216,9 +216,9 @@ def test_what_cannot_be_imagined_keeps_its_own_parts() -> None:
     recipe = sections(SMALL, rows=8, model={"loss": "plain"})
     alone, cut = trace(recipe, "zero2", 4), trace(recipe, "fsdp", 4)
     assert "DeepSpeed cannot run without its other ranks" in alone.reason
-    assert alone.cell.parts is not None
+    assert alone.candidate.parts is not None
     for part in ("weights", "gradients", "optimizer", "gathered", "buckets"):
-        assert alone.parts[part] == alone.cell.parts[part]
+        assert alone.parts[part] == alone.candidate.parts[part]
     assert alone.parts["activations"] == pytest.approx(cut.parts["activations"] + cut.parts["temporary"], rel=0.05)
 
 

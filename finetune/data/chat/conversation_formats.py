@@ -1,4 +1,4 @@
-"""Records of several formats to one: messages with `role` and `content`, as JSON, which is what is hashed and kept.
+"""Records of several formats to one: messages with `role` and `content`, as JSON, which is hashed and stored.
 
 Roles are `system`, `user`, `assistant` and `tool`. Beside its messages a conversation has a weight for each of
 them, 0 or 1, the tools that it may call, and the number of the first message that is its completion.

@@ -1,4 +1,4 @@
-"""From documents as found to documents as used: normalised, split, weighted. Decided by hash alone."""
+"""Normalises, splits and weights documents, by their hash alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

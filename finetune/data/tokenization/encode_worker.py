@@ -1,4 +1,4 @@
-"""Texts to token numbers. Run as a script it is one tokenising process: light, and without a part of us.
+"""Texts to token numbers. As a script it is one tokenising process, which imports nothing else of this package.
 
 Frames on standard input and output, each an 8-byte length and that many bytes. First in comes the tokenizer's
 JSON. Then each frame in holds texts and each frame out their tokens, both as `join` writes them.

@@ -1,4 +1,4 @@
-"""Arrays in files: finished ones, memory-mapped, and ones that grow and survive a kill up to a known length."""
+"""Memory-mapped arrays: finished ones, and ones that grow and survive a kill up to a known length."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One side of the split while it is written: files that only grow, so that a killed build can resume."""
+"""Writes one side of the split; its files only grow, so that a killed build can resume."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

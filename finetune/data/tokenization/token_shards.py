@@ -1,4 +1,4 @@
-"""How far a token folder has come, kept on the disk after each shard, so that a killed build resumes from there.
+"""The progress of a token folder, on disk after each shard, so that a killed build resumes from there.
 
 All files of a build only grow. After each `SHARD_BYTES` of text they are synchronised, and `state.json` is replaced by
 how long they are and what has been counted. Going on is cutting the files to these lengths, and reading again, without

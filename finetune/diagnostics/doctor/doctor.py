@@ -1,4 +1,4 @@
-"""`finetune doctor`: whether this machine has what a run needs, and what to do where it has not."""
+"""Runs all checks of `finetune doctor` and shows what they find."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a check says, and what it is asked about."""
+"""What a check reports, and what it is given."""
 
 import os
 from collections.abc import Mapping

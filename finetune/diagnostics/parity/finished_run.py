@@ -1,4 +1,4 @@
-"""A run that has ended, as its directory tells of it."""
+"""A finished run, as read from its directory."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The same recipe under one launch config after the other, each in a run directory of its own."""
+"""Launches the same recipe under one launch config after the other."""
 
 import os
 import signal

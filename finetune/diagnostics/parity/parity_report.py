@@ -1,4 +1,4 @@
-"""What a comparison of runs looks like: for people, and as JSON."""
+"""The report of a comparison of runs, as text and as JSON."""
 
 import math
 from collections.abc import Iterator, Sequence

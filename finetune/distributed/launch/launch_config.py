@@ -1,4 +1,4 @@
-"""What the launch plane asks for, read before anything is started, and refused where it cannot come true.
+"""`Launch`: what the launch file and environment ask for, checked before anything is started.
 
 A worker sees the launch file only through environment variables, and some files leave none: `use_cpu: true`
 or `distributed_type: 'NO'` with two processes start plain processes that know of nothing. So the launcher's

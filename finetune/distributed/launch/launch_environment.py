@@ -1,7 +1,7 @@
-"""What a launch will ask of its workers, worked out without starting one, and without torch.
+"""The environment that a launch file gives its workers, computed without starting one and without torch.
 
 `accelerate launch` tells its workers by environment variables. What it would export for a launch file is worked out
-here; from there on it is what a worker does: `launch.check_file`, `launch.of_worker`.
+here; from there on it is what a worker does: `launch_config.check_file`, `launch_config.of_worker`.
 """
 
 from collections.abc import Mapping

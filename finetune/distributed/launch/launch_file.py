@@ -1,4 +1,4 @@
-"""A launch file as it is written, refused where Accelerate would ignore what it says. Loads no torch."""
+"""Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the keys of the launch plane mean: of a launch file, and of a DeepSpeed config."""
+"""What the keys of a launch file and of a DeepSpeed config mean."""
 
 from dataclasses import dataclass
 from typing import Any

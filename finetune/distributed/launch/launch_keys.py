@@ -1,4 +1,4 @@
-"""The keys that Accelerate and DeepSpeed know, read from their sources, and what to say of others.
+"""The keys that Accelerate and DeepSpeed know, read from their sources, to find misspelt ones.
 
 The sources are parsed and not imported: importing either loads torch, and what is misspelt is refused before that.
 """

@@ -1,4 +1,4 @@
-"""Where every value of the launch plane comes from, and what follows from both planes."""
+"""Where every value of the launch config comes from, for `finetune explain`."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The child process that compiles one native op; started by `ops` by its path, so it imports nothing of ours."""
+"""The child process that compiles one native op. It is run by its path and imports nothing else of this package."""
 
 import signal
 import sys

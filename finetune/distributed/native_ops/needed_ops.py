@@ -1,4 +1,4 @@
-"""Builds the `Accelerator` for what the launch asks, on GPUs with NCCL and on machines without one with gloo."""
+"""The native ops that a launch needs, and whether they are built."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What native ops are compiled with: this environment's tools and folder, first on the path."""
+"""The tools that compile native ops: those of this environment first."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""What of a tensor of the state lies on this rank, and how pieces get to the rank that keeps the whole."""
+"""Which part of a tensor lies on this rank, and how parts get to the rank that writes the whole."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""DeepSpeed's flat buffers: which part of which parameter lies where in the master weights and their optimiser state.
+"""DeepSpeed's flat buffers: which part of which parameter lies where in master weights and optimiser state.
 
 DeepSpeed's accessors (`safe_get_full_fp32_param` and others) are not used. Those of the optimiser's state know the
 first parameter group only, those of the weights look in the wrong place under `round_robin_gradients`, sums of floats

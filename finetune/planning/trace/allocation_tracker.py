@@ -1,4 +1,4 @@
-"""How much memory tensors take at a time, and what for."""
+"""How much memory tensors take at a time, by purpose."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Modules with quantized weights that compute nothing: bitsandbytes' own kernels take no tensors without values."""
+"""Quantized modules that compute nothing: the kernels of bitsandbytes do not take fake tensors."""
 
 import math
 from typing import Any

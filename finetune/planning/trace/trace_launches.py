@@ -1,4 +1,4 @@
-"""Traces cells of a plan: each in a process of its own, which takes one step under fake tensors."""
+"""Traces candidates of a plan: each in a process of its own, which takes one step under fake tensors."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
-from finetune.planning.candidates import Cell, is_half
+from finetune.planning.candidates import Candidate, is_half
 from finetune.planning.model_shapes import Variant
 from finetune.planning.planner import Plan
 from finetune.utils.errors import RecipeError
@@ -27,7 +27,7 @@ RECOMMENDED = "recommended"
 class Traced:
     """What one step took, or why it could not be traced."""
 
-    cell: Cell
+    candidate: Candidate
     """As tier 1 has it."""
     parts: dict[str, int]
     """Bytes of the peak on the device, by what they are for; empty if it could not be traced."""
@@ -47,11 +47,11 @@ class Traced:
     @property
     def difference(self) -> float | None:
         """By how much tier 1 predicts more, as a share of what was traced."""
-        return self.cell.peak / self.peak - 1 if self.parts and self.cell.parts else None
+        return self.candidate.peak / self.peak - 1 if self.parts and self.candidate.parts else None
 
 
-def wanted(plan: Plan, names: str) -> list[Cell]:
-    """The cells to trace.
+def wanted(plan: Plan, names: str) -> list[Candidate]:
+    """The candidates to trace.
 
     Args:
         names: Launch files of the plan, with commas, in the recipe's own way; `recommended`, as it is recommended.
@@ -60,9 +60,9 @@ def wanted(plan: Plan, names: str) -> list[Cell]:
         RecipeError: If there is no such launch file.
     """
     if names == RECOMMENDED:
-        if plan.advice.cell is None:
+        if plan.advice.candidate is None:
             raise RecipeError(f"--trace: nothing is recommended, {plan.advice.reason} Name what to trace: --trace ddp.")
-        return [plan.advice.cell]
+        return [plan.advice.candidate]
     chosen = list(plan.launches) if names == "all" else names.split(",")
     for name in chosen:
         if name not in plan.launches:
@@ -70,32 +70,32 @@ def wanted(plan: Plan, names: str) -> list[Cell]:
                 f"--trace: the plan has no launch file '{name}', but {', '.join(plan.launches)}. Name some of these "
                 "with commas, or `all`, or nothing for the one that is recommended."
             )
-    return [plan.cells[name, plan.kind] for name in chosen]
+    return [plan.candidates[name, plan.kind] for name in chosen]
 
 
-def trace(plan: Plan, cells: list[Cell], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
-    """Traces cells one after the other.
+def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
+    """Traces candidates one after the other.
 
     Args:
-        stored: As `made.make` takes it.
+        stored: As `planner.make` takes it.
         say: Takes the name of what is being traced.
     """
     found, taken = [], dict[str, dict[str, Any]]()
-    for cell in cells:
-        variant = plan.variants[cell.kind]
-        if cell.memory is None or not isinstance(variant, Variant):
-            found.append(_not(cell, cell.reason))
+    for candidate in candidates:
+        variant = plan.variants[candidate.kind]
+        if candidate.memory is None or not isinstance(variant, Variant):
+            found.append(_not(candidate, candidate.reason))
             continue
         asked = {
-            "recipe": _settled(cell, variant.recipe).model_dump(mode="json"),
-            "launch": asdict(fake_backend.stand_in(cell.launch)),
+            "recipe": _settled(candidate, variant.recipe).model_dump(mode="json"),
+            "launch": asdict(fake_backend.stand_in(candidate.launch)),
             "stored": stored,
         }
         job = json.dumps(asked)
         if job not in taken:
-            say(f"tracing {cell.name} ({cell.kind}) …")
-            taken[job] = _run(job, fake_backend.environment(fake_backend.stand_in(cell.launch)))
-        found.append(_read(cell, taken[job]))
+            say(f"tracing {candidate.name} ({candidate.kind}) …")
+            taken[job] = _run(job, fake_backend.environment(fake_backend.stand_in(candidate.launch)))
+        found.append(_read(candidate, taken[job]))
     return found
 
 
@@ -119,24 +119,24 @@ def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
         return taken
 
 
-def _read(cell: Cell, taken: dict[str, Any]) -> Traced:
+def _read(candidate: Candidate, taken: dict[str, Any]) -> Traced:
     if "reason" in taken:
-        return _not(cell, taken["reason"], taken["cpu_s"])
-    if why := fake_backend.closed(cell.launch):
-        rest = {name: size for name, size in (cell.parts or {}).items() if name not in _OF_THE_BATCH}
+        return _not(candidate, taken["reason"], taken["cpu_s"])
+    if why := fake_backend.closed(candidate.launch):
+        rest = {name: size for name, size in (candidate.parts or {}).items() if name not in _OF_THE_BATCH}
         reason = f"{why}: activations are traced on one process, the rest is tier 1's"
-        return Traced(cell, {**rest, "activations": taken["batch"]}, taken["moment"], {}, taken["cpu_s"], reason)
-    return Traced(cell, taken["parts"], taken["moment"], taken["state"], taken["cpu_s"])
+        return Traced(candidate, {**rest, "activations": taken["batch"]}, taken["moment"], {}, taken["cpu_s"], reason)
+    return Traced(candidate, taken["parts"], taken["moment"], taken["state"], taken["cpu_s"])
 
 
-def _settled(cell: Cell, recipe: Recipe) -> Recipe:
+def _settled(candidate: Candidate, recipe: Recipe) -> Recipe:
     """The recipe in a cell's setting, in a precision that a machine without a GPU has."""
-    batch = recipe.batch.model_copy(update={"micro_size": cell.setting.micro})
-    again = cell.setting.checkpointed or (recipe.model.gradient_checkpointing == "selective" and "selective")
+    batch = recipe.batch.model_copy(update={"micro_size": candidate.setting.micro})
+    again = candidate.setting.checkpointed or (recipe.model.gradient_checkpointing == "selective" and "selective")
     model = recipe.model.model_copy(update={"gradient_checkpointing": again})
     precision = "bf16" if is_half(recipe) else "fp32"
     return recipe.model_copy(update={"batch": batch, "model": model, "precision": precision})
 
 
-def _not(cell: Cell, reason: str, cpu_s: float = 0.0) -> Traced:
-    return Traced(cell, {}, "", {}, cpu_s, f"cannot be traced: {reason}. Tier 1 stands")
+def _not(candidate: Candidate, reason: str, cpu_s: float = 0.0) -> Traced:
+    return Traced(candidate, {}, "", {}, cpu_s, f"cannot be traced: {reason}. Tier 1 stands")

@@ -125,7 +125,7 @@ def local(value: Any) -> torch.Tensor | None:
 
 
 def build(recipe: Recipe, stored: str | None) -> nn.Module:
-    """The network that `models.build` would build, without storage."""
+    """The network that `networks.build_model` would build, without storage."""
     plain = recipe.model_copy(update={"lora": None})
     task = find_task(plain)
     assert task.build_skeleton is not None
