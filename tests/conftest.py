@@ -81,21 +81,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> ForkServer:
+def fork_server() -> ForkServer:
     return ForkServer()
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str, nursery: ForkServer) -> Launcher:
+def launcher(tmp_path_factory: pytest.TempPathFactory, worker_id: str, fork_server: ForkServer) -> Launcher:
     """Launches runs, shared by all workers of a session."""
     base = tmp_path_factory.getbasetemp()
     # Each xdist worker has a folder of its own below one that they share.
-    return Launcher((base if worker_id == "master" else base.parent) / "launched", nursery.launch)
+    return Launcher((base if worker_id == "master" else base.parent) / "launched", fork_server.launch)
 
 
 @pytest.fixture
-def place(tmp_path: Path, nursery: ForkServer) -> Place:
-    made = Place(tmp_path, nursery)
+def place(tmp_path: Path, fork_server: ForkServer) -> Place:
+    made = Place(tmp_path, fork_server)
     made.write("train.jsonl", lines(60))
     return made
 

@@ -1,4 +1,4 @@
-"""Forward passes of the prepared model before the first step, to verify kernels, isolation of documents, and the loss."""
+"""Forward passes of the prepared model before the first step, to verify kernels, document isolation, and the loss."""
 
 import traceback
 from collections.abc import Iterator

@@ -104,7 +104,7 @@ def test_each_row_once_however_often_it_stopped(tmp_path_factory: pytest.TempPat
     shutil.rmtree(directory)
 
 
-def test_two_ranks_and_one_in_turn(nursery: ForkServer, tmp_path: Path) -> None:
+def test_two_ranks_and_one_in_turn(fork_server: ForkServer, tmp_path: Path) -> None:
     """What every rank read is in the checksum, and a resume on other ranks with other micro-batches goes on in it."""
     directory = tmp_path / "run"
     for world, last, micro in ((2, 7, 3), (1, 13, 4), (2, 18, 1), (1, 20, 12)):
@@ -114,7 +114,7 @@ def test_two_ranks_and_one_in_turn(nursery: ForkServer, tmp_path: Path) -> None:
             continue
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump(tree))
-        with nursery.start("ddp", tmp_path / "ranks", str(recipe)) as ranks:
+        with fork_server.start("ddp", tmp_path / "ranks", str(recipe)) as ranks:
             assert ranks.wait() == [0, 0], ranks.output()
     found = row_ledger.audit(directory)
     assert found.holds, found.lines()

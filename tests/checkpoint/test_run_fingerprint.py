@@ -386,7 +386,7 @@ def test_one_rank_reads_the_base_once(place: Place, monkeypatch: pytest.MonkeyPa
     """Over all starts, until it changes; the other ranks hear of it."""
     recipe = place.recipe(model={"name": str(MODEL), "config": None}, length={"steps": 1})
     env = {"DIGESTED": str(place.folder / "digested")}
-    with place.nursery.start(
+    with place.fork_server.start(
         "ddp", place.folder / "ranks", recipe, script="tests/support/digest_worker.py", env=env
     ) as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
@@ -399,6 +399,6 @@ def test_all_ranks_hear_that_the_base_cannot_be_read(place: Place, tmp_path: Pat
     model = shutil.copytree(MODEL, tmp_path / "model")
     (model / "extra.safetensors").mkdir()  # not opened as weights, but part of what the digest says
     recipe = place.recipe(model={"name": str(model), "config": None})
-    with place.nursery.start("ddp", place.folder / "ranks", recipe) as ranks:
+    with place.fork_server.start("ddp", place.folder / "ranks", recipe) as ranks:
         assert ranks.wait() == [2, 2], ranks.output()
     assert ranks.output().count(f"model.name: {model} cannot be read: Is a directory.") == 1

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.xdist_group("survival")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Victim:
-    return straight(nursery, tmp_path_factory.mktemp("straight") / "victim")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    return straight(fork_server, tmp_path_factory.mktemp("straight") / "victim")
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def said_by(victim: Victim) -> str:
 
 @pytest.mark.parametrize("who", ["0", "1", "all"])
 def test_killed_ranks_cost_no_checkpoint_and_change_nothing(
-    nursery: ForkServer, undisturbed: Victim, victim: Victim, who: str
+    fork_server: ForkServer, undisturbed: Victim, victim: Victim, who: str
 ) -> None:
     chance = random.Random(who)
     for save in (1, 2):
         moment = Moment(save, chance.uniform(0.0, 0.08))
-        assert "killed" in kill(nursery, victim, who, moment, 0.01)
-    finish(nursery, victim)
+        assert "killed" in kill(fork_server, victim, who, moment, 0.01)
+    finish(fork_server, victim)
     victim.check_end(undisturbed)
 
 
@@ -67,15 +67,15 @@ def test_killed_ranks_cost_no_checkpoint_and_change_nothing(
     ids=["one", "all", "skewed", "skewed a little"],
 )
 def test_ranks_that_are_asked_to_stop_save_at_the_same_step(
-    nursery: ForkServer, undisturbed: Victim, victim: Victim, number: signal.Signals, skews: dict[int, float]
+    fork_server: ForkServer, undisturbed: Victim, victim: Victim, number: signal.Signals, skews: dict[int, float]
 ) -> None:
-    assert "stopped and saved" in ask(nursery, victim, number, skews, Moment(2, 0.01), 0.02)
-    finish(nursery, victim)
+    assert "stopped and saved" in ask(fork_server, victim, number, skews, Moment(2, 0.01), 0.02)
+    finish(fork_server, victim)
     victim.check_end(undisturbed)
 
 
-def test_requests_that_come_when_all_is_saved_change_nothing(nursery: ForkServer, victim: Victim) -> None:
-    with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(wait_s=0.02)) as ranks:
+def test_requests_that_come_when_all_is_saved_change_nothing(fork_server: ForkServer, victim: Victim) -> None:
+    with fork_server.start("ddp", victim.said, str(victim.recipe), env=trouble(wait_s=0.02)) as ranks:
         Moment(1, 0.0).wait(victim, lambda: None not in ranks.codes)
         ranks.signal(signal.SIGTERM, 0)
         # One is asked over and over until both have ended.
@@ -84,11 +84,15 @@ def test_requests_that_come_when_all_is_saved_change_nothing(nursery: ForkServer
         assert ranks.codes == [REQUEUE, REQUEUE], ranks.output()[-3000:]
 
 
-def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(nursery: ForkServer, victim: Victim) -> None:
+def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(
+    fork_server: ForkServer, victim: Victim
+) -> None:
     """Those of the first three seconds are one: a launcher passes on what its workers have received already."""
     hung = victim.folder / "hung"
     words = [str(victim.recipe), "guard.grace_s=1000"]
-    with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 9, "file": str(hung)})) as ranks:
+    with fork_server.start(
+        "ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 9, "file": str(hung)})
+    ) as ranks:
         until(hung.exists, LIMIT_S, ranks.output)
         began = time.monotonic()
         # Rank 0 is inside an all-reduce by now, or soon.
@@ -101,10 +105,12 @@ def test_a_second_request_ends_at_once_also_what_waits_for_another_rank(nursery:
     victim.check()
 
 
-def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(nursery: ForkServer, victim: Victim) -> None:
+def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(fork_server: ForkServer, victim: Victim) -> None:
     hung = victim.folder / "hung"
     words = [str(victim.recipe), "guard.grace_s=0.5"]
-    with nursery.start("ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 18, "file": str(hung)})) as ranks:
+    with fork_server.start(
+        "ddp", victim.said, *words, env=trouble(hang={"rank": 1, "at": 18, "file": str(hung)})
+    ) as ranks:
         until(hung.exists, LIMIT_S, ranks.output)
         ranks.signal(signal.SIGUSR1)
         assert ranks.wait(60) == [128 + signal.SIGUSR1] * 2
@@ -119,8 +125,8 @@ def test_the_grace_is_kept_and_the_last_whole_checkpoint_stays(nursery: ForkServ
     assert victim.newest() >= 3
 
 
-def test_memory_that_runs_out_is_one_paragraph(nursery: ForkServer, victim: Victim) -> None:
-    with nursery.start("ddp", victim.said, str(victim.recipe), env=trouble(memory={"rank": 1, "at": 4})) as ranks:
+def test_memory_that_runs_out_is_one_paragraph(fork_server: ForkServer, victim: Victim) -> None:
+    with fork_server.start("ddp", victim.said, str(victim.recipe), env=trouble(memory={"rank": 1, "at": 4})) as ranks:
         codes = ranks.wait()
         said = ranks.output(1)
         assert (codes[1], codes[0] != 0) == (2, True)

@@ -454,13 +454,13 @@ def test_recipe_opens_with_its_command(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_recipe_dry_run(nursery: ForkServer, file: Path, tmp_path: Path) -> None:
+def test_recipe_dry_run(fork_server: ForkServer, file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(file)
     more = [f"output.dir={tmp_path / 'run'}"]
     if recipe.model.name is not None:
         # What another run has made, or lies on the hub.
         more += [f"model.name={MODEL}", "data.sequence_length=512"]  # as many as it can
-    code, output = nursery.run(["scripts/train.py", str(file), *more, "--dry-run"])
+    code, output = fork_server.run(["scripts/train.py", str(file), *more, "--dry-run"])
     assert code == 0, output
     assert re.search(r"^network +\w+, [\d,]+ parameters", output, re.MULTILINE), output
     assert not (tmp_path / "run").exists()

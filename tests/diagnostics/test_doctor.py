@@ -37,9 +37,9 @@ Case = tuple[Callable[[Asked], Any], str, str, Callable[[Patch, Place], Asked]]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: Patch, nursery: ForkServer) -> Place:
+def place(tmp_path: Path, monkeypatch: Patch, fork_server: ForkServer) -> Place:
     monkeypatch.chdir(ROOT)
-    return Place(tmp_path, nursery)
+    return Place(tmp_path, fork_server)
 
 
 def asked_of(place: Place, base: str | None = None, env: dict[str, str] | None = None, **changes: Any) -> Asked:

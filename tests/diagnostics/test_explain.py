@@ -33,9 +33,9 @@ ALONE = {"PATH": os.environ["PATH"]}
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: ForkServer) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> Place:
     monkeypatch.chdir(ROOT)
-    return Place(tmp_path, nursery)
+    return Place(tmp_path, fork_server)
 
 
 def explained(

@@ -87,21 +87,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(
-    nursery: ForkServer, folder: Path, name: str, processes: int, jobs: list[tuple[str, str, str]]
+    fork_server: ForkServer, folder: Path, name: str, processes: int, jobs: list[tuple[str, str, str]]
 ) -> dict[str, str]:
     """Runs jobs in one launch, and returns what each found: nothing where all is well."""
     places = [(kind, str(folder / config) if "." in config else config, case) for kind, config, case in jobs]
     (folder / f"{name}.jobs").write_text(json.dumps(places))
     arguments = (name, str(folder), str(folder / f"{name}.jobs"))
     config = "single" if processes == 1 else "ddp"
-    code, output = nursery.launch(config, *arguments, script="tests/support/state_worker.py", processes=processes)
+    code, output = fork_server.launch(config, *arguments, script="tests/support/state_worker.py", processes=processes)
     assert code == 0, output[-6000:]
     report: dict[str, str] = json.loads((folder / f"{name}.json").read_text())
     return report
 
 
 @pytest.fixture(scope="module")
-def reports(nursery: ForkServer, folder: Path) -> dict[str, str]:
+def reports(fork_server: ForkServer, folder: Path) -> dict[str, str]:
     """What all launches found, by their number of processes, launch file and model."""
     found: dict[str, str] = {}
     rounds = [(1, "make", MAKES[1]), (4, "make", MAKES[4]), (2, "make", MAKES[2]), (4, "cross", CROSSES[4])]
@@ -110,7 +110,7 @@ def reports(nursery: ForkServer, folder: Path) -> dict[str, str]:
         jobs = [(kind, *pair) for pair in pairs]
         if processes == 2:
             jobs += [("cross", *pair) for pair in CROSSES[2]] + [("refuse", *pair) for pair in REFUSES]
-        report = launched(nursery, folder, f"{kind}{processes}", processes, jobs)
+        report = launched(fork_server, folder, f"{kind}{processes}", processes, jobs)
         found |= {f"{processes} {key}": value for key, value in report.items()}
     return found
 
@@ -163,8 +163,8 @@ def test_refuses_what_does_not_fit(reports: dict[str, str], config: str, case: s
 
 @pytest.mark.nvme
 @pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
-def test_goes_on_from_the_disk(nursery: ForkServer, reports: dict[str, str], folder: Path) -> None:
-    found = launched(nursery, folder, "nvme", 2, NVME)
+def test_goes_on_from_the_disk(fork_server: ForkServer, reports: dict[str, str], folder: Path) -> None:
+    found = launched(fork_server, folder, "nvme", 2, NVME)
     assert "zero3_nvme wide make: disk" in found
     assert any("from hsdp-4" in key for key in found)
     assert not {key: value for key, value in found.items() if value}

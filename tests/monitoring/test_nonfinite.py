@@ -88,15 +88,15 @@ class Ended:
 @pytest.fixture(
     scope="module", params=[*((b, "AdamW") for b in BACKENDS), *((b, "SGD") for b in BACKENDS[:3])], ids="-".join
 )
-def ended(request: pytest.FixtureRequest, nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run that meets all of it, on each backend and with each optimiser."""
-    return launch(nursery, tmp_path_factory, *request.param)
+    return launch(fork_server, tmp_path_factory, *request.param)
 
 
 _ENDED: dict[tuple[str, str], Ended] = {}
 
 
-def launch(nursery: ForkServer, factory: pytest.TempPathFactory, backend: str, optimizer: str) -> Ended:
+def launch(fork_server: ForkServer, factory: pytest.TempPathFactory, backend: str, optimizer: str) -> Ended:
     if (backend, optimizer) not in _ENDED:
         folder = factory.mktemp(f"{backend}-{optimizer}")
         tree = mlp(
@@ -109,7 +109,7 @@ def launch(nursery: ForkServer, factory: pytest.TempPathFactory, backend: str, o
         )
         (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
         env = {"TROUBLE": json.dumps(TROUBLE)}
-        with nursery.start(backend, folder / "said", str(folder / "recipe.yaml"), env=env) as ranks:
+        with fork_server.start(backend, folder / "said", str(folder / "recipe.yaml"), env=env) as ranks:
             codes = ranks.wait()
             _ENDED[backend, optimizer] = Ended(folder / "run", codes, ranks.output())
     return _ENDED[backend, optimizer]
@@ -117,11 +117,11 @@ def launch(nursery: ForkServer, factory: pytest.TempPathFactory, backend: str, o
 
 @pytest.fixture
 def single(
-    ended: Ended, request: pytest.FixtureRequest, nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory
+    ended: Ended, request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Ended:
     """The same on one process."""
     optimizer = next(kind for (_, kind), run in _ENDED.items() if run is ended)
-    return launch(nursery, tmp_path_factory, "single", optimizer)
+    return launch(fork_server, tmp_path_factory, "single", optimizer)
 
 
 def test_each_is_written_down_with_its_rows_and_values(ended: Ended) -> None:

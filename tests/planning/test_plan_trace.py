@@ -55,11 +55,11 @@ def sections(config: dict[str, Any], *, micro: int = 2, rows: int = 12, **change
 
 
 @pytest.fixture(autouse=True)
-def forks(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def forks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Forks trace, which need not import everything anew; the command starts real processes."""
 
     def run(words: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        code, output = nursery.run(words[1:], env=env)
+        code, output = fork_server.run(words[1:], env=env)
         return subprocess.CompletedProcess(words, code, "", output)
 
     if "capsys" not in request.fixturenames:
@@ -192,11 +192,11 @@ def test_a_real_step_allocates_as_much(more: dict[str, Any], again: bool) -> Non
 
 
 @pytest.mark.parametrize(("name", "rows"), [("ddp", 4), ("ddp", 8), ("fsdp", 8), ("fsdp_grad_op", 4)])
-def test_real_ranks_allocate_as_much(nursery: ForkServer, name: str, rows: int, tmp_path: Path) -> None:
+def test_real_ranks_allocate_as_much(fork_server: ForkServer, name: str, rows: int, tmp_path: Path) -> None:
     """Two processes on gloo, of which rank 0 is looked at; with 8 rows, micro-batches add up."""
     asked, source, result = sections(SMALL, rows=rows), tmp_path / "recipe.json", tmp_path / "peak.json"
     source.write_text(json.dumps(asked))
-    code, output = nursery.launch(name, source, result, script="tests/support/peak_worker.py", processes=2)
+    code, output = fork_server.launch(name, source, result, script="tests/support/peak_worker.py", processes=2)
     assert code == 0, output
     assert trace(asked, name, 2).peak == pytest.approx(json.loads(result.read_text()), rel=0.01)
 

@@ -211,32 +211,32 @@ class Moment:
         return f"{1000 * self.delay_s:.0f} ms after {place}"
 
 
-def straight(nursery: ForkServer, folder: Path, config: str = "ddp") -> Victim:
+def straight(fork_server: ForkServer, folder: Path, config: str = "ddp") -> Victim:
     """A run that nobody disturbs."""
     victim = Victim(folder, config)
-    finish(nursery, victim)
+    finish(fork_server, victim)
     victim.check()
     return victim
 
 
-def finish(nursery: ForkServer, victim: Victim) -> None:
+def finish(fork_server: ForkServer, victim: Victim) -> None:
     """Starts a run and lets it come to its end; it must resume from the newest checkpoint."""
     newest = victim.newest()
-    with nursery.start(victim.config, victim.said, str(victim.recipe)) as ranks:
+    with fork_server.start(victim.config, victim.said, str(victim.recipe)) as ranks:
         codes = ranks.wait()
         demand(codes == [0, 0], f"the same command ended with {codes}:\n{ranks.output()[-3000:]}")
     begun = victim.facts()["starts"][-1]["from_step"]
     demand(newest in (begun, victim.steps), f"it resumed from step {begun}, not {newest}")
 
 
-def kill(nursery: ForkServer, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
+def kill(fork_server: ForkServer, victim: Victim, who: str, moment: Moment, wait_s: float) -> str:
     """Starts a run and ends ranks of it by SIGKILL; returns what became of it.
 
     Args:
         who: `0`, `1` or `all`.
     """
     trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
-    with nursery.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
+    with fork_server.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         during = ", ".join(victim.staged())
         ranks.signal(signal.SIGKILL, *([0, 1] if who == "all" else [int(who)]))
@@ -270,7 +270,7 @@ def kill_launcher(victim: Victim, moment: Moment) -> str:
 
 
 def ask(
-    nursery: ForkServer, victim: Victim, number: int, skews: dict[int, float], moment: Moment, wait_s: float
+    fork_server: ForkServer, victim: Victim, number: int, skews: dict[int, float], moment: Moment, wait_s: float
 ) -> str:
     """Starts a run and asks it to stop; returns how that ended.
 
@@ -278,7 +278,7 @@ def ask(
         skews: How long after the moment each rank is asked, in seconds; ranks that are not named are not.
     """
     trouble = {"TROUBLE": json.dumps({"wait_s": wait_s})}
-    with nursery.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
+    with fork_server.start(victim.config, victim.said, str(victim.recipe), env=trouble) as ranks:
         struck = moment.wait(victim, lambda: None not in ranks.codes)
         since, newest = time.monotonic(), victim.newest()
         for rank, skew in sorted(skews.items(), key=lambda pair: pair[1]):
@@ -294,7 +294,7 @@ def ask(
     return f"stopped and saved at step {victim.newest()}"
 
 
-def kill_case(nursery: ForkServer, chance: random.Random, victim: Victim, left: int) -> Iterator[str]:
+def kill_case(fork_server: ForkServer, chance: random.Random, victim: Victim, left: int) -> Iterator[str]:
     """One run that is killed up to three times; a line for each kill."""
     if chance.random() < 0.1:
         moment = Moment.draw(chance, 12.0)
@@ -302,11 +302,11 @@ def kill_case(nursery: ForkServer, chance: random.Random, victim: Victim, left: 
         return
     for _ in range(min(left, chance.randint(1, 3))):
         who, moment, wait_s = chance.choice(["0", "1", "all"]), Moment.draw(chance, 3.0), chance.choice([0, 0.01])
-        yield f"kill {who}, {moment}: {kill(nursery, victim, who, moment, wait_s)}"
-    finish(nursery, victim)
+        yield f"kill {who}, {moment}: {kill(fork_server, victim, who, moment, wait_s)}"
+    finish(fork_server, victim)
 
 
-def signal_case(nursery: ForkServer, chance: random.Random, victim: Victim) -> Iterator[str]:
+def signal_case(fork_server: ForkServer, chance: random.Random, victim: Victim) -> Iterator[str]:
     """One run that is asked to stop."""
     number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     moment = Moment(chance.randint(1, 4), chance.uniform(0.0, 0.1))
@@ -316,26 +316,30 @@ def signal_case(nursery: ForkServer, chance: random.Random, victim: Victim) -> I
         skews = dict(zip((0, 1), chance.sample([0.0, chance.choice([0.2, 2.0]) * chance.random()], 2), strict=True))
     shown = ", ".join(f"rank {rank} at {1000 * skew:.0f} ms" for rank, skew in sorted(skews.items()))
     wait_s = chance.choice([0.01, 0.2])
-    yield f"{number.name} to {shown}, {moment}: {ask(nursery, victim, number, skews, moment, wait_s)}"
-    finish(nursery, victim)
+    yield f"{number.name} to {shown}, {moment}: {ask(fork_server, victim, number, skews, moment, wait_s)}"
+    finish(fork_server, victim)
 
 
 def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
     """Runs all cases, and ends non-zero at the first that shows a promise broken."""
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     print(f"seed {seed}: {kills} kills, {signals} requests to stop", flush=True)
-    chance, nursery, began = random.Random(seed), ForkServer(), time.monotonic()
+    chance, fork_server, began = random.Random(seed), ForkServer(), time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     done, late = {"kill": 0, "signal": 0}, 0
     wanted = {"kill": kills, "signal": signals}
     victim = Victim(root / "none")
     try:
-        references = {config: straight(nursery, root / f"straight-{config}", config) for config in CONFIGS}
+        references = {config: straight(fork_server, root / f"straight-{config}", config) for config in CONFIGS}
         while done != wanted:
             kind = chance.choice([kind for kind in done if done[kind] < wanted[kind]])
             victim = Victim(root / f"{kind}-{sum(done.values()) + late}", chance.choice(CONFIGS))
             left = wanted[kind] - done[kind]
-            case = kill_case(nursery, chance, victim, left) if kind == "kill" else signal_case(nursery, chance, victim)
+            case = (
+                kill_case(fork_server, chance, victim, left)
+                if kind == "kill"
+                else signal_case(fork_server, chance, victim)
+            )
             for line in case:
                 too_late = line.endswith("too late")
                 late, done[kind] = late + too_late, done[kind] + (not too_late)
@@ -345,7 +349,7 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
     except (Lie, AssertionError, errors.CheckpointError) as error:
         sys.exit(f"LIE in {victim.folder} (kept), seed {seed}: {error}")
     finally:
-        nursery.close()
+        fork_server.close()
     shutil.rmtree(root)
     print(
         f"{done['kill']} kills and {done['signal']} requests to stop: every run resumed to the same result, no whole "

@@ -42,7 +42,7 @@ class Place:
     """A folder with a good recipe, and the means to spoil it."""
 
     folder: Path
-    nursery: "ForkServer"
+    fork_server: "ForkServer"
 
     def write(self, name: str, text: str | bytes) -> Path:
         file = self.folder / name
@@ -152,7 +152,7 @@ def start(
     script: str = "scripts/train.py",
 ) -> list[Rank]:
     """Two ranks, in the environment that torchrun and Accelerate give them, each with its own exit code."""
-    with place.nursery.start(config, place.folder, recipe, *overrides, script=script, in_turn=in_turn) as ranks:
+    with place.fork_server.start(config, place.folder, recipe, *overrides, script=script, in_turn=in_turn) as ranks:
         codes = ranks.wait()
     folders = [place.folder / "elastic" / "attempt_0" / str(rank) for rank in range(len(codes))]
     texts = ([(folder / name).read_text() for name in ("out", "err")] for folder in folders)

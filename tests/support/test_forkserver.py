@@ -42,10 +42,10 @@ def test_it_takes_the_path_of_a_real_launch_to_the_bit(launcher: Launcher, confi
 
 
 @pytest.mark.parametrize("config", ["zero3"])
-def test_its_ranks_see_what_those_of_a_real_launch_see(nursery: ForkServer, tmp_path: Path, config: str) -> None:
+def test_its_ranks_see_what_those_of_a_real_launch_see(fork_server: ForkServer, tmp_path: Path, config: str) -> None:
     seen: dict[str, list[dict[str, Any]]] = {}
     drawn: dict[str, list[str]] = {}
-    for name, start in (("forked", nursery.launch), ("real", launch_really)):
+    for name, start in (("forked", fork_server.launch), ("real", launch_really)):
         folder = tmp_path / name
         folder.mkdir()
         code, output = start(config, str(folder), "optim.lr=1", script="tests/support/seen.py")
@@ -81,20 +81,20 @@ def script(folder: Path, text: str) -> str:
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ],
 )
-def test_a_python_ends_as_ever(nursery: ForkServer, tmp_path: Path, ends: str, code: int, says: str) -> None:
+def test_a_python_ends_as_ever(fork_server: ForkServer, tmp_path: Path, ends: str, code: int, says: str) -> None:
     file = script(tmp_path, ends)
-    for ended, output in (nursery.run([file]), run([sys.executable, file])):
+    for ended, output in (fork_server.run([file]), run([sys.executable, file])):
         assert ended == code
         assert says in output
         assert says or not output
 
 
-def test_modules_run_as_ever(nursery: ForkServer) -> None:
+def test_modules_run_as_ever(fork_server: ForkServer) -> None:
     module = ["-m", "json.tool", "--help"]
-    assert nursery.run(module) == run([sys.executable, *module])
+    assert fork_server.run(module) == run([sys.executable, *module])
 
 
-def test_a_rank_that_fails_takes_the_others_along(nursery: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_that_fails_takes_the_others_along(fork_server: ForkServer, tmp_path: Path) -> None:
     """The others would wait for ever."""
     text = """
 folder = pathlib.Path(sys.argv[1])
@@ -105,22 +105,22 @@ if os.environ["RANK"] == "1":
     sys.exit("rank 1 has had enough")
 signal.pause()
 """
-    with nursery.start("ddp", tmp_path, tmp_path, script=script(tmp_path, text)) as ranks:
+    with fork_server.start("ddp", tmp_path, tmp_path, script=script(tmp_path, text)) as ranks:
         assert ranks.finish() == 1
         assert ranks.codes == [-signal.SIGKILL, 1]
         assert "rank 1 has had enough" in ranks.output(1)
 
 
-def test_what_hangs_is_killed(nursery: ForkServer, tmp_path: Path) -> None:
+def test_what_hangs_is_killed(fork_server: ForkServer, tmp_path: Path) -> None:
     text = "print('I wait', flush=True); signal.pause()"
-    with nursery.start("ddp", tmp_path, script=script(tmp_path, text)) as ranks:
+    with fork_server.start("ddp", tmp_path, script=script(tmp_path, text)) as ranks:
         assert ranks.finish(limit_s=2) == KILLED
         assert ranks.codes == [-signal.SIGKILL] * 2
 
 
-def test_the_environment_is_the_one_given(nursery: ForkServer, tmp_path: Path) -> None:
+def test_the_environment_is_the_one_given(fork_server: ForkServer, tmp_path: Path) -> None:
     file = script(tmp_path, "print(sorted(os.environ))")
-    code, output = nursery.run([file], env=environment(WORLD="1"))
+    code, output = fork_server.run([file], env=environment(WORLD="1"))
     assert code == 0
     assert "'WORLD'" in output
     assert "PYTEST_CURRENT_TEST" not in output

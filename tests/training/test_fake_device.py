@@ -88,12 +88,12 @@ class Fake:
 
 
 @pytest.fixture
-def fake(launcher: Launcher, nursery: ForkServer, tmp_path: Path) -> Fake:
+def fake(launcher: Launcher, fork_server: ForkServer, tmp_path: Path) -> Fake:
     folder = launcher.shared / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         library = fake_cuda.built(folder)
-    return Fake(tmp_path, nursery, library)
+    return Fake(tmp_path, fork_server, library)
 
 
 def on_cpu(launcher: Launcher) -> dict[str, Result]:

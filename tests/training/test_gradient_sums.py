@@ -45,14 +45,14 @@ def job(tmp_path: Path, ranks: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process, of which there is nothing to sum."""
-    return taken(nursery, tmp_path_factory.mktemp("alone"), "single", 1)["false"]
+    return taken(fork_server, tmp_path_factory.mktemp("alone"), "single", 1)["false"]
 
 
-def taken(nursery: ForkServer, folder: Path, config: str, ranks: int, *words: str) -> dict[str, Any]:
+def taken(fork_server: ForkServer, folder: Path, config: str, ranks: int, *words: str) -> dict[str, Any]:
     result = folder / "result.json"
-    code, output = nursery.launch(config, job(folder, ranks), result, *words, script="tests/support/sums_worker.py")
+    code, output = fork_server.launch(config, job(folder, ranks), result, *words, script="tests/support/sums_worker.py")
     assert code == 0, output[-4000:]
     found: dict[str, Any] = json.loads(result.read_text())
     return found
@@ -60,9 +60,9 @@ def taken(nursery: ForkServer, folder: Path, config: str, ranks: int, *words: st
 
 @pytest.mark.parametrize(("config", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 def test_both_ways_take_the_single_process_path(
-    nursery: ForkServer, alone: dict[str, Any], tmp_path: Path, config: str, ranks: int
+    fork_server: ForkServer, alone: dict[str, Any], tmp_path: Path, config: str, ranks: int
 ) -> None:
-    found = taken(nursery, tmp_path, config, ranks)
+    found = taken(fork_server, tmp_path, config, ranks)
     for way in found.values():
         np.testing.assert_allclose(way["loss"], alone["loss"], rtol=1e-5)
         np.testing.assert_allclose(way["norm"], alone["norm"], rtol=1e-5)
@@ -85,9 +85,9 @@ def test_both_ways_take_the_single_process_path(
     assert each["held"] == ([elements // 2] * 4 if config == "fsdp" else once["held"])
 
 
-def test_what_is_held_is_read_back(nursery: ForkServer, tmp_path: Path) -> None:
+def test_what_is_held_is_read_back(fork_server: ForkServer, tmp_path: Path) -> None:
     """A run whose gradients are summed when they should not be, or the other way round, ends before its first step."""
-    found = taken(nursery, tmp_path, "fsdp", 2, "broken")
+    found = taken(fork_server, tmp_path, "fsdp", 2, "broken")
     assert (
         "with fsdp_sync_each_batch false, gradients between micro-batches are held as 0 bytes whole" in found["false"]
     )

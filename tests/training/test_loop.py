@@ -254,13 +254,13 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, monkeypatch: pytest.Monk
     ],
 )
 def test_what_a_step_asks_of_host_and_ranks(
-    nursery: ForkServer, tmp_path, config: str, sent: dict[str, int] | None
+    fork_server: ForkServer, tmp_path, config: str, sent: dict[str, int] | None
 ) -> None:
     """Of four micro-batches: no read of the device, and outside the backward passes no collective of a micro-batch."""
     job = base(batch={"global_size": 8 if config == "single" else 16, "micro_size": 2}, length={"steps": 5})
     job["output"] = {"dir": str(tmp_path / "run")}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    code, output = nursery.launch(config, tmp_path / "job.yaml", script="tests/support/count_worker.py")
+    code, output = fork_server.launch(config, tmp_path / "job.yaml", script="tests/support/count_worker.py")
     assert code == 0, output[-3000:]
     found = json.loads((tmp_path / "run" / "counted.json").read_text())
     assert found["sees"] == [1, 0 if config == "single" else 1], "the counter must see"
