@@ -1,59 +1,118 @@
-"""What each command takes, and what it does."""
+"""What each command does. A command imports what it needs when it runs."""
 
 import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.recipe import load_recipe
-from finetune.config.recipe_schema import Recipe
+from finetune.cli.arguments import launch_options
+from finetune.config import recipe_paths
+from finetune.config.recipe import dump_recipe, hint, json_schema, load_recipe
+from finetune.training.entry_point import load_checked
+from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
+from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.repository import ROOT
 
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
 
 
-def add_run_commands(verbs: Any) -> None:
-    """Adds the commands to a parser's."""
-    verb = verbs.add_parser(
-        "parity", help="train a recipe under several launch configs, or take finished runs, and compare their paths"
-    )
-    verb.add_argument("recipe", help="a recipe, or the directory of a finished run")
-    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="for a recipe; else a second run")
-    verb.add_argument(
-        "--on", metavar="A,B,…", help="names of accelerate_configs/, or files; the first is the reference"
-    )
-    verb.add_argument("--steps", type=int, default=20, help="optimiser steps of each run; 20 if left out")
-    verb.add_argument("--shrink", action="store_true", help="a small random network of the same architecture")
-    verb.add_argument("--inject", metavar="FAULT", help="break the last one on purpose, to see that it is caught")
-    verb.add_argument("--to", metavar="DIR", help="keep the runs there; else they are kept only where they differ")
-    verb.add_argument("--json", action="store_true", help="print the result as JSON")
-    verb = verbs.add_parser("replay", help="take a step of a run again, exactly, and show its batch, loss and gradient")
-    verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
-    verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
-    verb = verbs.add_parser("comms", help="measure collectives between processes, beside what a ring could do")
-    verb.add_argument("--processes", type=int, metavar="N", help="on this machine; 2, or those of --config_file")
-    verb.add_argument("--config_file", help="a launch file, for its processes and machines")
-    verb.add_argument("--min-bytes", type=int, default=1024)
-    verb.add_argument("--max-bytes", type=int, help="16 MiB without a GPU, 1 GiB with one, if left out")
-    verb.add_argument("--factor", type=int, default=4, help="from one size to the next; 4 if left out")
-    verb.add_argument("--json", metavar="FILE", help="also write the result there")
+def launch(parsed: argparse.Namespace) -> None:
+    """`finetune launch`: the workers' launcher, once both files are checked."""
+    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe_paths.check(recipe)
+    if parsed.dry_run:
+        from finetune.distributed.launch.launch_environment import read_launch_environment
+        from finetune.training.dry_run import describe
+
+        go_offline_if_unreachable()
+        print(describe(recipe, read_launch_environment(parsed.config_file, launch_options(parsed), os.environ)))
+        return
+    from finetune.distributed.launch.launcher import launch as run
+
+    options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
+    run(parsed.config_file, options, [parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)
 
 
-def parity(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> int:
-    """`finetune parity`; returns 1 if the runs are not on one path.
+def explain(parsed: argparse.Namespace) -> None:
+    """`finetune explain`."""
+    from finetune.diagnostics.explain import as_json, explain_values, page, select_values, table
 
-    Args:
-        write: Takes the result.
-        say: Takes what is said on the way.
-    """
+    overrides = [word for word in parsed.words if "=" in word]
+    keys = [word for word in parsed.words if "=" not in word]
+    values = explain_values(parsed.recipe, overrides, parsed.config_file, launch_options(parsed), os.environ)
+    chosen = [value for key in keys for value in select_values(values, key)]
+    if not keys:
+        chosen = [value for value in values if parsed.all or not value.is_default]
+    if parsed.json:
+        print(as_json(chosen))
+    elif len(chosen) == 1:
+        print(page(chosen[0]))
+    else:
+        print(table(chosen))
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """`finetune doctor`; returns 1 if a check fails."""
+    from finetune.diagnostics.doctor.doctor import as_json, ask, report
+
+    # As the user has it: checks change it for themselves.
+    env = dict(os.environ)
+    asked, findings = ask(parsed.recipe, parsed.overrides, parsed.config_file, launch_options(parsed), env)
+    findings = report(asked, findings, quiet=parsed.json)
+    if parsed.json:
+        print(as_json(findings))
+    return 1 if any(finding.status == "failure" for finding in findings) else 0
+
+
+def data(parsed: argparse.Namespace) -> None:
+    """`finetune data`."""
+    recipe = load_checked(parsed)
+    from finetune.data.prepare import prepare_data
+
+    prepared = prepare_data(recipe)
+    print("\n".join(prepared.report.lines()))
+    if parsed.show:
+        from rich.console import Console
+
+        from finetune.data.show_examples import examples
+
+        console = Console(soft_wrap=True, highlight=False)
+        for line in examples(prepared, parsed.show, coloured=console.is_terminal and not console.no_color):
+            console.print(line)
+
+
+def show(parsed: argparse.Namespace) -> None:
+    """`finetune show`."""
+    print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides)), end="")
+
+
+def audit(parsed: argparse.Namespace) -> int:
+    """`finetune audit`; returns 1 if a row was not used exactly once."""
+    from finetune.checkpoint import row_ledger
+
+    directory = Path(parsed.run)
+    first, last = row_ledger.span(parsed.steps) if parsed.steps else (0, -1)
+    found = row_ledger.audit(directory)
+    for line in found.lines():
+        print(line)
+    for entry in row_ledger.used(directory):
+        if first <= entry.step + 1 <= last:
+            print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
+    return 0 if found.holds else 1
+
+
+def parity(parsed: argparse.Namespace) -> int:
+    """`finetune parity`; returns 1 if the runs are not on one path."""
+    _prepare_libraries()
     if not Path(parsed.recipe).is_dir():
-        return _launched(parsed, write, say)
+        return _launched(parsed)
     if len(parsed.overrides) != 1 or parsed.on or parsed.inject or parsed.shrink or parsed.to:
         raise RecipeError(
             f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B`, with no "
@@ -67,17 +126,16 @@ def parity(parsed: argparse.Namespace, write: Callable[[str], None], say: Callab
     runs = [
         read(place, name if len(set(names)) == 2 else str(place)) for place, name in zip(places, names, strict=True)
     ]
-    return _result(parsed, write, [compare(*runs)])
+    return _result(parsed, [compare(*runs)])
 
 
-def _launched(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> int:
+def _launched(parsed: argparse.Namespace) -> int:
     if not parsed.on:
         raise RecipeError(
             "finetune parity RECIPE needs --on, such as `--on single,ddp`. (To compare two runs that have ended, give "
             f"their directories; {parsed.recipe} is none.)"
         )
     recipe = load_recipe(parsed.recipe, parsed.overrides)
-    from finetune.config.recipe import hint
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare
 
@@ -95,42 +153,44 @@ def _launched(parsed: argparse.Namespace, write: Callable[[str], None], say: Cal
         for config in configs:
             fault = parsed.inject if config is configs[-1] else None
             place = folder / config.name
-            runs.append(launch_runs.run(config, written[config.name], place, fault=fault, say=say))
+            runs.append(launch_runs.run(config, written[config.name], place, fault=fault, say=_to_stderr))
         comparisons = [compare(runs[0], other) for other in runs[1:]]
-        code = _result(parsed, write, comparisons)
+        code = _result(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            say(f"{configs[-1].name} was broken on purpose by {parsed.inject}, which was {seen}")
+            _to_stderr(f"{configs[-1].name} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
         if parsed.to is None and (holds or not any((folder / config.name).exists() for config in configs)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            say(f"the runs are in {folder}")
+            _to_stderr(f"the runs are in {folder}")
 
 
-def _result(parsed: argparse.Namespace, write: Callable[[str], None], comparisons: list[Any]) -> int:
+def _result(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
     from finetune.diagnostics.parity import parity_report
 
     if parsed.json:
-        write(json.dumps(parity_report.to_json(comparisons), indent=2) + "\n")
+        print(json.dumps(parity_report.to_json(comparisons), indent=2))
     else:
-        write("\n".join(parity_report.lines(comparisons)) + "\n")
+        print("\n".join(parity_report.lines(comparisons)))
     return 0 if all(comparison.holds for comparison in comparisons) else 1
 
 
-def replay(parsed: argparse.Namespace, write: Callable[[str], None]) -> int:
+def replay(parsed: argparse.Namespace) -> int:
     """`finetune replay`; returns 1 if the step is not what the run has written down."""
+    _prepare_libraries()
     from finetune.diagnostics.replay import replay as run
 
     found = run(Path(parsed.run), parsed.step)
-    write("\n".join(found.lines()) + "\n")
+    print("\n".join(found.lines()))
     return 0 if found.holds else 1
 
 
-def comms(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
+def comms(parsed: argparse.Namespace) -> None:
     """`finetune comms`: in a process that a launcher started it measures; in any other it launches itself."""
+    _prepare_libraries()
     if "WORLD_SIZE" not in os.environ:
         from finetune.distributed.launch.launcher import launch
 
@@ -151,43 +211,13 @@ def comms(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)
     said = measure_bandwidth.run(sizes, Path(parsed.json) if parsed.json else None)
     if said is not None:
-        write("\n".join(said) + "\n")
+        print("\n".join(said))
 
 
-def add_plan_command(verbs: Any) -> argparse.ArgumentParser:
-    """Adds the command to a parser's."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "plan", help="memory, time, traffic and cost of a recipe under every launch file, before it is launched"
-    )
-    parser.add_argument("--gpu", default="h100-80gb", help="a known GPU, or figures: memory=24,bf16=70,link=32")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="of a machine (8)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--network", type=float, default=50.0, metavar="GB/s", help="between machines, a GPU (50)")
-    parser.add_argument(
-        "--links", action="append", default=[], metavar="FILE", help="measured by `finetune comms --json FILE`"
-    )
-    parser.add_argument(
-        "--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak rate that is reached (0.4)"
-    )
-    parser.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for what is offloaded")
-    parser.add_argument("--price", type=float, metavar="MONEY", help="of a GPU and hour")
-    parser.add_argument("--energy", action="store_true", help="also say what the GPUs take, at their design power")
-    parser.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help="dtype of stored weights, if none are here")
-    parser.add_argument("--configs", metavar="DIR", help="launch files; accelerate_configs/ if left out")
-    parser.add_argument("--write", metavar="FILE", help="write the launch file that is recommended")
-    parser.add_argument(
-        "--trace",
-        nargs="?",
-        const="recommended",
-        metavar="A,B,…",
-        help="also run a step under fake tensors: of what is recommended, of the launch files named, or of `all`",
-    )
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
-    return parser
-
-
-def plan(parsed: argparse.Namespace, recipe: Recipe) -> None:
+def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
+    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    _prepare_libraries()
     from rich.console import Console
 
     from finetune.planning import plan_report
@@ -215,52 +245,9 @@ def plan(parsed: argparse.Namespace, recipe: Recipe) -> None:
             console.print(f"Written: {parsed.write}", markup=False)
 
 
-def add_model_commands(verbs: Any) -> None:
-    """Adds the three commands to a parser's."""
-    verb = verbs.add_parser(
-        "export", help="write a run's adapter or merged model, and prove that it is what was trained"
-    )
-    verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
-    verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
-    verb.add_argument("--to", metavar="DIR", help="the new folder; RUN/exports/KIND if left out")
-    verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
-    verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
-    _place(verb)
-    verb = verbs.add_parser("generate", help="let a run, checkpoint, adapter or export write")
-    verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
-    verb.add_argument("--prompt", required=True, help="what it writes on from, or with --chat answers")
-    verb.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    verb.add_argument("--max-new-tokens", type=int, default=200)
-    verb.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    verb.add_argument("--top-k", type=int)
-    verb.add_argument("--top-p", type=float)
-    verb.add_argument("--seed", type=int, default=0)
-    _place(verb)
-    _trust(verb)
-    verb = verbs.add_parser("eval", help="loss and perplexity of a run, checkpoint, adapter or export on files")
-    verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
-    verb.add_argument("--data", required=True, nargs="+", metavar="FILE", help="what the recipe's `path` may be")
-    verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
-    verb.add_argument("--chat", action="store_true", help="the files hold conversations; runs on such know it")
-    _place(verb)
-    _trust(verb)
-
-
-def _place(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--step", type=int, help="of a run, the checkpoint's step; the last one if left out")
-    verb.add_argument("--base", help="where the base lies now, if not where the run or adapter says")
-
-
-def _trust(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that ships with the model; a run's recipe says it",
-    )
-
-
-def export(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
+def export(parsed: argparse.Namespace) -> None:
     """`finetune export`."""
+    _prepare_libraries()
     from finetune.export import push_to_hub
     from finetune.export.write import export as run
 
@@ -268,52 +255,100 @@ def export(parsed: argparse.Namespace, write: Callable[[str], None]) -> None:
         push_to_hub.check(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {"to": to, "step": parsed.step, "base": parsed.base, "shard_size": parsed.shard_size}
-    folder = run(Path(parsed.run), parsed.kind, lambda line: write(line + "\n"), **options)
+    folder = run(Path(parsed.run), parsed.kind, print, **options)
     if parsed.push_to is not None:
-        write(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}\n")
+        print(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}")
 
 
-def generate(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """`finetune generate`.
-
-    Args:
-        say: Is told what must not stand among the text.
-    """
+def generate(parsed: argparse.Namespace) -> None:
+    """`finetune generate`."""
+    _prepare_libraries(parsed)
     from finetune.export import generate_text
 
     manner = generate_text.SamplingOptions(
         parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed
     )
-    place = _open(parsed, say)
+    place = _open(parsed)
     if not parsed.chat:
-        write(parsed.prompt)
-    generate_text.generate(place, parsed.prompt, manner, write, chat=parsed.chat)
-    write("\n")
+        _write(parsed.prompt)
+    generate_text.generate(place, parsed.prompt, manner, _write, chat=parsed.chat)
+    _write("\n")
 
 
-def evaluate(parsed: argparse.Namespace, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """`finetune eval`.
-
-    Args:
-        say: Is told what is no result.
-    """
+def evaluate(parsed: argparse.Namespace) -> None:
+    """`finetune eval`."""
+    _prepare_libraries(parsed)
     from finetune.export import evaluate_files
 
-    place = _open(parsed, say, exact=True)
+    place = _open(parsed, exact=True)
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
         found = evaluate_files.score(place, recipe)
-    write(
+    print(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.4f}, over {found['targets']:,} targets "
-        f"in rows of {recipe.data.sequence_length} tokens\n"
+        f"in rows of {recipe.data.sequence_length} tokens"
     )
 
 
-def _open(parsed: argparse.Namespace, say: Callable[[str], None], *, exact: bool = False) -> "LoadedModel":
+def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     from finetune.export.load_model import load_model
 
     trusted = parsed.trust_remote_code
     place = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
     for line in place.lines:
-        say(line)
+        _to_stderr(line)
     return place
+
+
+def schema(parsed: argparse.Namespace) -> None:
+    """`finetune schema`."""
+    print(json.dumps(json_schema(), indent=2))
+
+
+def ops(parsed: argparse.Namespace) -> None:
+    """`finetune ops`."""
+    from finetune.distributed.native_ops.native_ops import build_all
+
+    build_all()
+
+
+def _prepare_libraries(parsed: argparse.Namespace | None = None) -> None:
+    """Before the libraries are imported: whether the hub can be reached, and has what is named as a model.
+
+    Args:
+        parsed: Arguments of which `run` and `base` may be names on the hub.
+    """
+    go_offline_if_unreachable()
+    if parsed is not None:
+        hub_access.require(parsed.run, None)
+        hub_access.require(parsed.base, "--base")
+    from finetune.utils.silence_libraries import silence_libraries
+
+    silence_libraries()
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "launch": launch,
+    "explain": explain,
+    "doctor": doctor,
+    "data": data,
+    "show": show,
+    "audit": audit,
+    "export": export,
+    "generate": generate,
+    "eval": evaluate,
+    "parity": parity,
+    "replay": replay,
+    "comms": comms,
+    "plan": plan,
+    "schema": schema,
+    "ops": ops,
+}

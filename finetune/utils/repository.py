@@ -2,6 +2,4 @@
 
 from pathlib import Path
 
-import finetune
-
-ROOT = Path(finetune.__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
