@@ -216,31 +216,31 @@ def taken(step: int, *, loss: float, norm: float) -> StepOutput:
 
 def test_overflows_under_loss_scaling_are_counted_apart() -> None:
     """They are the scale's search for its size, and end a run only when no size can help."""
-    watch = NonFiniteGuard(Scaled(), 2)  # type: ignore[arg-type]
+    guard = NonFiniteGuard(Scaled(), 2)  # type: ignore[arg-type]
     kinds = []
     for step, (loss, norm) in enumerate([(1, math.inf), (1, math.nan), (1, math.inf), (math.nan, math.nan), (1, 1)]):
-        watch.look(taken(step, loss=loss, norm=norm))
-        incident = watch.look(None)
+        guard.check(taken(step, loss=loss, norm=norm))
+        incident = guard.check(None)
         kinds.append((incident["kind"], incident["fatal"]) if incident else None)
     assert kinds == [("overflow", False)] * 3 + [("nonfinite", False), None]
-    assert watch.counts == {"nonfinite": 1, "overflow": 3}
+    assert guard.counts == {"nonfinite": 1, "overflow": 3}
     fatal = []
     for step in range(60):
-        watch.look(taken(step, loss=1, norm=math.inf))
-        incident = watch.look(None)
+        guard.check(taken(step, loss=1, norm=math.inf))
+        incident = guard.check(None)
         assert incident is not None
         fatal.append(incident["fatal"])
     assert fatal.index(True) == 39
 
 
 def test_a_good_step_between_begins_the_count_anew() -> None:
-    watch = NonFiniteGuard(OneRankUnscaled(), 2)  # type: ignore[arg-type]
+    guard = NonFiniteGuard(OneRankUnscaled(), 2)  # type: ignore[arg-type]
     for step, norm in enumerate([math.nan, 1.0, math.inf, 1.0, -math.inf]):
-        watch.look(taken(step, loss=1, norm=norm))
-        incident = watch.look(None)
+        guard.check(taken(step, loss=1, norm=norm))
+        incident = guard.check(None)
         assert (incident is None) if norm == 1.0 else (incident["in_a_row"] == 1 and not incident["fatal"])
-    watch.look(taken(9, loss=1, norm=math.nan))
-    incident = watch.look(None)
+    guard.check(taken(9, loss=1, norm=math.nan))
+    incident = guard.check(None)
     assert incident is not None
     assert incident["fatal"]
 
