@@ -304,7 +304,7 @@ def steps(model_type: str, folder: Path) -> dict[str, Any]:
             totals = run.backend.sum(torch.stack([t.losses.double().sum() for t in taken]))
             found |= {
                 "packing": packing,
-                "loss": [x / t.signs.read()[0] for x, t in zip(totals.tolist(), taken, strict=True)],
+                "loss": [x / t.sync.read()[0] for x, t in zip(totals.tolist(), taken, strict=True)],
                 "norm": [t.norm.read()[0] for t in taken],
                 "kernels": json.loads((run.directory.path / "run.json").read_text())["kernels"],
             }

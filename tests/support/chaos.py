@@ -348,8 +348,6 @@ def main(kills: int = 100, signals: int = 20, seed: int | None = None) -> None:
             shutil.rmtree(victim.folder)
     except (Lie, AssertionError, errors.CheckpointError) as error:
         sys.exit(f"LIE in {victim.folder} (kept), seed {seed}: {error}")
-    finally:
-        fork_server.close()
     shutil.rmtree(root)
     print(
         f"{done['kill']} kills and {done['signal']} requests to stop: every run resumed to the same result, no whole "

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import testdata
 import torch
+from forkserver import ForkServer
 from harness import Launcher, Result, weight_difference
 from recipes_for_tests import MODEL, base
 
@@ -94,14 +96,15 @@ def main(file: str) -> None:
     lines = [
         "# Resuming on another backend",
         "",
-        f"Written by `make test-resume`: {STEPS} steps on real TinyStories, saved after {STOP} on the backend of the "
-        "row and gone on with on the backend of the column. A cell is the largest relative difference of any loss "
+        f"Written by `make test-resume`: {STEPS} steps on generated stories, saved after {STOP} on the backend of the "
+        "row and resumed on the backend of the column. A cell is the largest relative difference of any loss "
         "and any final tensor to a run on one process that was never stopped; `=` marks bit-equality with the "
         "unstopped run of the same backend.",
     ]
     worst = 0.0
+    testdata.ensure()
     with tempfile.TemporaryDirectory() as folder:
-        launcher = Launcher(Path(folder))
+        launcher = Launcher(Path(folder), ForkServer().launch)
         cells: dict[tuple[str, str, str], Distance] = {}
         equal: set[tuple[str, str]] = set()
         reference = straight(launcher, "single")

@@ -20,7 +20,7 @@ from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, of_environment, read_launch
 from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Cell, assess, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, assess, setting_of, state_bytes_of
 from finetune.planning.communication_volume import flows
 from finetune.training import micro_batch_search
 from finetune.utils.errors import BackendError
@@ -151,7 +151,7 @@ def variant_of(micro: int = 1) -> model_shapes.Variant:
     return variant
 
 
-def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *, each: bool | None = None) -> Cell:
+def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *, each: bool | None = None) -> Candidate:
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
     gpu = find(f"h100-80gb,memory={gib}")
