@@ -134,15 +134,13 @@ def _facts(file: Path) -> list[int]:
 
 
 def _commit(recipe: Recipe) -> str:
-    from transformers import AutoConfig
-
-    from finetune.utils.compat.transformers_private import commit_hash
+    """The commit of a hub model, by which the local cache names its folder; configurations do not say it."""
+    from huggingface_hub import try_to_load_from_cache
 
     section = recipe.model
-    config = AutoConfig.from_pretrained(
-        section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
-    )
-    return str(commit_hash(config) or f"{section.name}@{section.revision}")
+    assert section.name is not None
+    found = try_to_load_from_cache(section.name, "config.json", revision=section.revision)
+    return Path(found).parent.name if isinstance(found, str) else f"{section.name}@{section.revision}"
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:

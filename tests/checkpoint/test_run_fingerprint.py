@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inside import run_here
 from ranks import CONFIG, MODEL, Place
 from recipe_keys import keys_of
+from recipes_for_tests import base
 from testdata import BPE
 
 from finetune.checkpoint import run_fingerprint
@@ -380,6 +381,20 @@ def test_what_is_damaged_in_the_cache_is_read_again(
     assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights)
     (tmp_path / "file").touch()
     assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.digest(weights)
+
+
+def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its name: what lies behind a revision such as `main` may change."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    recipe = validate_recipe(base(model={"name": "someone/model", "config": None}))
+    cached = tmp_path / "models--someone--model"
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        for path, text in ((f"snapshots/{commit}/config.json", "{}"), ("refs/main", commit)):
+            (cached / path).parent.mkdir(parents=True, exist_ok=True)
+            (cached / path).write_text(text)
+        found.append(run_fingerprint.base_of(recipe))
+    assert [one["digest"] for one in found if one] == ["a" * 40, "b" * 40]
 
 
 def test_one_rank_reads_the_base_once(place: Place, monkeypatch: pytest.MonkeyPatch, read: list[str]) -> None:

@@ -59,11 +59,6 @@ def forget_weight_conversions(network: nn.Module) -> None:
     network.__dict__.pop("_weight_conversions", None)
 
 
-def commit_hash(config: PretrainedConfig) -> str | None:
-    """The commit of the hub that a configuration came from; transformers 5.23 does not say it, earlier ones do."""
-    return getattr(config, "_commit_hash", None)
-
-
 @contextmanager
 def hidden_deepspeed() -> Iterator[None]:
     """Hides DeepSpeed from transformers, which otherwise shards models while it builds them.
