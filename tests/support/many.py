@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from finetune.diagnostics.parity.launch_runs import FAULTS
 from finetune.distributed.backend import Backend
 from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import unwrap
+from finetune.monitoring.step_sync import StepSync
 from finetune.training import loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
@@ -38,7 +40,11 @@ def plant(fault: str) -> None:
     elif fault == "mean_of_means":
         # Every rank divides by its own targets, as if all had equally many.
         def own(self: Backend, values: Any) -> Any:
-            return values * self.world if values.numel() == 1 else total(self, values)
+            targets = values.flatten()[0] * self.world  # The sum is in place.
+            summed = total(self, values)
+            if summed.numel() == len(fields(StepSync)):
+                summed[0] = targets
+            return summed
 
         Backend.sum = own
     elif fault == "adapter_seed":
