@@ -130,7 +130,7 @@ def down(tensor: torch.Tensor) -> torch.Tensor:
 
 def _place() -> str:
     """Who of this project asked, and whether DeepSpeed did so in between."""
-    root, frame, between = f"{SOURCE.parents[1]}{os.sep}", sys._getframe(), ""
+    root, frame, between = f"{SOURCE.parents[2]}{os.sep}", sys._getframe(), ""
     while frame is not None:
         name = frame.f_code.co_filename
         if f"{os.sep}deepspeed{os.sep}" in name and "site-packages" in name:
