@@ -189,9 +189,9 @@ def _look(
     grid = entry.rows.reshape(-1, micro)
     rows = [[_row(run, int(row)) for row in part] for part in grid]
     taken = _take(run, step)
-    losses, signs = taken.losses.double(), taken.sync.read()
+    losses, sync = taken.losses.double(), taken.sync.read()
     now = {
-        "loss": losses.sum().item() / max(1.0, signs[0]),
+        "loss": losses.sum().item() / max(1.0, sync[0]),
         "grad_norm": taken.norm.read()[0],
         "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
         "tokens": run.state.tokens.item(),

@@ -121,8 +121,8 @@ def at_step(step: int, act: Callable[[Run], None]) -> Callable[[Run], None]:
     def meddle(run: Run) -> None:
         took = run.checkpoints.step_taken
 
-        def then(number: int, signs: Any) -> None:
-            took(number, signs)
+        def then(number: int, sync: Any) -> None:
+            took(number, sync)
             if number + 1 == step:
                 act(run)
 
