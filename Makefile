@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test test-resume test-chaos check ops format clean
+.PHONY: help setup demo demo-qlora test test-wheel test-resume test-chaos check ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-resume: setup  ## Resume every backend's checkpoint on every backend; write
 CHAOS ?= 100 20
 test-chaos: setup  ## Kill runs and ask them to stop at random moments, 120 times (about 20 minutes)
 	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/chaos.py $(CHAOS)
+
+test-wheel: setup  ## Build the package, install it into an empty environment, and train there (about 10 minutes)
+	@scripts/test_wheel.sh
 
 check: setup  ## Format, lint, types and import rules
 	$(PY) -m ruff format --check .

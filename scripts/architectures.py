@@ -429,24 +429,21 @@ def table(single: dict[str, dict[str, Any]], fsdp: dict[str, dict[str, Any]]) ->
 
 HEAD = """# Architectures
 
-Every causal language model of transformers {version}, in a tiny size with random weights: {good} of {all} train.
-`python scripts/architectures.py` wrote this page.
+Look up whether a causal language model trains and packs. Every one of transformers {version} was tried in a tiny size
+with random weights: {good} of {all} train. `python scripts/architectures.py` wrote this page.
 
-- **trains**: two steps in fp32 in one process and under FSDP2 in two, with every proof that a run makes at its start.
-  Losses and gradient norms of the two are equal within 1e-4, but where a remark says so.
-- **attention**, **loss**: what `auto` takes for `model.attention` and `model.loss`.
-- **documents packed**: with `data.packing: documents`, scores are those of each document alone, computed by
-  transformers' own attention and masks, within 1e-4 of the largest. Where it says no, such a run is refused, and
-  `data.packing` is to be `wrapped` or `padded`.
-- Scores of whole rows, and the gradients of a loss in chunks, are those of transformers within 1e-4 of the largest.
-- **not used**: parts that get no gradient, such as what a network that also takes images or sound has for these, since
-  all are trained on text alone. Freeze them (`model.freeze`): DDP and ZeRO refuse to train them, the one since it waits
-  for every gradient, the other since weight decay would shrink them.
-- Rows here are shorter than what sparse attention keeps (`index_topk` of DeepSeek-V3.2, `keep_window_size` of Doge).
+- **trains**: two steps in fp32, in one process and under FSDP2 in two, with all checks of a run's start. Losses and
+  gradient norms of the two agree within 1e-4, unless a remark gives the difference.
+- **attention**, **loss**: what `auto` selects for `model.attention` and `model.loss`.
+- **documents packed**: with `data.packing: documents`, scores equal those of each document alone, by transformers' own
+  attention and masks, within 1e-4 of the largest. If not, such a run is refused: use `wrapped` or `padded`.
+- **not used**: parts without a gradient, such as an image encoder. Freeze them with `model.freeze`: DDP and ZeRO
+  [refuse to train them](pretrained.md#parts-that-the-task-never-uses).
+- Scores of full rows, and gradients of a chunked loss, equal those of transformers within 1e-4 of the largest.
+- Rows are shorter here than what sparse attention keeps (`index_topk` of DeepSeek-V3.2, `keep_window_size` of Doge).
 
-Every run proves the same of its own network at its start, also where its architecture is not in this table: that tokens
-do not see those behind them, that a packed document is computed as if it were alone, and that logits leave the network
-as they leave its head.
+Every run checks its own network at its start, listed here or not: tokens do not see later ones, a packed document has
+the scores that it has alone, and logits leave the network as they leave its head.
 
 """
 

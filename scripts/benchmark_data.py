@@ -6,9 +6,8 @@
 Speed: bare `encode_batch` and `encode_batch_fast` of the `tokenizers` library take texts that lie in memory as lists,
 on more than one core by the library's threads, and (`apart`) by a process of `encode_batch_fast` a core; `ours`
 reads, splits, tokenises, writes and packs files. All have the same cores, each takes its turn in a fresh process, in
-another order each round, and starting Python and importing is not counted. Memory: of the process and its tokenising
-processes together, looked at every 20 ms: resident (`VmRSS`, libraries and mapped files too), and anonymous
-(`RssAnon`, without these). Needs Linux.
+another order each round, and starting Python and importing is not counted. Memory is looked at every 20 ms: resident
+(`VmRSS`, libraries and mapped files too), and anonymous (`RssAnon`, without these). Needs Linux.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
-from finetune.data.tokenization.encode_worker import open_tokenizer
+from finetune.data.tokenization.encoding import open_tokenizer
 
 BARE_DOCUMENTS = 1000
 OURS, BARE, APART, PART = "ours", ("encode_batch", "encode_batch_fast"), "apart", "part"
@@ -74,39 +73,17 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def memory(pid: int) -> tuple[int, ...]:
-    """Bytes of a process: resident, and of these such that no file backs."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0, 0  # it has just ended
-    found = dict(line.split(":", 1) for line in lines)
+def memory() -> tuple[int, ...]:
+    """Bytes of this process: resident, and of these such that no file backs."""
+    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return tuple(1024 * int(found.get(name, "0").split()[0]) for name in ("VmRSS", "RssAnon"))
 
 
-def is_worker(pid: int) -> bool:
-    """Whether a child tokenises; before it is one, it looks as large as this process."""
-    try:
-        return b"encode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def children() -> list[int]:
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
-
-
 class Watch:
-    """Looks at the memory of this process and of those that tokenise for it, until it is left."""
+    """Looks at the memory of this process until it is left."""
 
     def __enter__(self) -> "Watch":
-        self.seen: list[tuple[int, ...]] = []
-        """All together resident and anonymous, and anonymous of this process and of the largest other."""
-        self._look()
+        self.seen = [memory()]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._go_on)
         self._thread.start()
@@ -118,13 +95,7 @@ class Watch:
 
     def _go_on(self) -> None:
         while not self._ended.wait(0.02):
-            self._look()
-
-    def _look(self) -> None:
-        own = memory(os.getpid())
-        others = [memory(pid) for pid in children() if is_worker(pid)]
-        resident, anonymous = (sum(each) for each in zip(own, *others, strict=True))
-        self.seen.append((resident, anonymous, own[1], max((other[1] for other in others), default=0)))
+            self.seen.append(memory())
 
 
 def run_arm(words: argparse.Namespace) -> None:
@@ -235,13 +206,12 @@ def compare_memory(words: argparse.Namespace, folder: Path) -> None:
         generate(words, file, size * 1_000_000)
         found = turn(words, OURS, file, words.processes[-1])
         wall, seen = found["wall"], [[part / MIB for part in each] for each in found["seen"]]
-        resident, anonymous, own, other = (max(each) for each in zip(*seen, strict=True))
+        resident, anonymous = (max(each) for each in zip(*seen, strict=True))
         tenths = [max(each[0] for each in seen[len(seen) * n // 10 : len(seen) * (n + 1) // 10]) for n in range(10)]
         print(
             f"{size} MB of text, {found['documents']:,} documents, {found['tokens']:,} tokens, "
             f"{words.processes[-1]} cores: {wall:.0f} s ({found['cpu']:.0f} of CPU), {size / wall:.2f} MB/s\n"
-            f"  MiB at the peak of all processes together: {resident:.0f} resident, {anonymous:.0f} anonymous; "
-            f"anonymous of this process {own:.0f} ({seen[0][2]:.0f} before), of a tokenising process {other:.0f}\n"
+            f"  MiB at the peak: {resident:.0f} resident, {anonymous:.0f} anonymous ({seen[0][1]:.0f} before)\n"
             f"  MiB resident, the highest of each tenth of the time: {' '.join(f'{each:.0f}' for each in tenths)}",
             flush=True,
         )

@@ -57,7 +57,7 @@ class Bench:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "keep_best": False}
-        self.saver = CheckpointWriter(folder, run.backend, warn=print, **options)
+        self.saver = CheckpointWriter(folder, run.backend, **options)
 
     def take_step(self) -> None:
         train_step(self.run, self.step)

@@ -30,7 +30,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
 from finetune.distributed.launch.launch_environment import launch_of_file
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Candidate, assess, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, assess, setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -114,7 +114,7 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ca
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
     asked = replace(asked, sync_each_batch=each)
-    return assess(launch, asked, variant, setting_of(wanted), find("h100-80gb"), state_bytes_of(wanted), device="cpu")
+    return assess(launch, asked, variant, setting_of(wanted), find("h100-80gb"), device="cpu")
 
 
 def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def chosen(words: Sequence[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cells", nargs="+", default=[""], help="some of the candidates, by their parts: lora, zero3:on"
+        "--candidates", nargs="+", default=[""], help="some of the candidates, by their parts: lora, zero3:on"
     )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step and process")
     parser.add_argument("--each", action="store_true", help="FSDP2 reduce-scatters gradients after each micro-batch")

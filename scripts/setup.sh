@@ -109,9 +109,10 @@ main() {
   [ -x .venv/bin/python ] || make_venv
   : >"$LOG"
   # torch first and by itself: what depends on torch would otherwise choose a build, and may choose gigabytes.
-  # setuptools and wheel, because DeepSpeed's setup.py below imports them and torch from this environment.
+  # setuptools and wheel, because DeepSpeed's setup.py below imports them and torch from this environment; hatchling builds
+  # this package.
   # shellcheck disable=SC2086  # the arguments are words on purpose
-  pip_step "1/3 torch (the largest download)" ${TORCH_PIP_ARGS:-} torch setuptools wheel
+  pip_step "1/3 torch (the largest download)" ${TORCH_PIP_ARGS:-} torch setuptools wheel hatchling editables
   # No ops at install time: they are built for this machine when a launch config needs them, or by `make ops`.
   DS_BUILD_OPS=0 pip_step "2/3 deepspeed" --no-build-isolation deepspeed
   pip_step "3/3 finetune and its other packages" --no-build-isolation -e '.[dev]'

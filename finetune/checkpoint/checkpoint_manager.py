@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, retention, save_checkpoint
-from finetune.checkpoint.row_ledger import INCIDENTS, Ledger, Skipped, skipped
+from finetune.checkpoint import integrity, row_ledger, save_checkpoint
+from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
-from finetune.monitoring.metrics import Reporter, warn
+from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_sync import StepSync
 from finetune.utils.atomic_files import Journal
+from finetune.utils.errors import CheckpointError
 
 
 class CheckpointManager:
@@ -25,13 +26,12 @@ class CheckpointManager:
         self,
         recipe: Recipe,
         backend: Backend,
-        directory: Path,
+        directory: RunDirectory,
         reporter: Reporter,
         *,
         step: int,
         adapter_keys: dict[str, str] | None,
         describe: Callable[[Path], None],
-        note: Callable[[int], None],
         infinite: Collection[str] = (),
     ) -> None:
         """
@@ -39,14 +39,13 @@ class CheckpointManager:
             step: Where the run begins. Checkpoints of later steps are those that were refused.
             adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
             describe: Writes what belongs beside the weights into a folder.
-            note: Is told the step of each checkpoint that was written, on rank 0.
             infinite: Buffers that may hold infinities, such as causal masks.
         """
         section = recipe.checkpoint
-        self._section, self._backend, self._reporter, self._note = section, backend, reporter, note
-        self._root = directory / "checkpoints"
+        self._section, self._backend, self._reporter = section, backend, reporter
+        self._directory, self._root = directory, directory.checkpoints
         if backend.is_main:
-            retention.clean(self._root)
+            save_checkpoint.clean(self._root)
         refused = [
             folder.name for folder in integrity.list_checkpoints(self._root) if (integrity.step_of(folder) or 0) > step
         ]
@@ -57,19 +56,18 @@ class CheckpointManager:
             describe=describe,
             keep=section.keep,
             keep_best=section.keep_best,
-            warn=warn,
             broken=refused,
             infinite=infinite,
         )
-        self._ledger = Ledger(directory)
-        self._incidents = Journal(directory / INCIDENTS)
-        self._skipped = skipped(directory) if backend.is_main else []
+        self._ledger = Journal(directory.path / row_ledger.LEDGER)
+        self._incidents = Journal(directory.path / row_ledger.INCIDENTS)
+        self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
-        """A start of the run, for the ledger; see `Ledger.open`."""
+        """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow."""
         if self._backend.is_main:
-            self._warn(self._ledger.open(step=step, position=position, order=order))
+            self._warn(self._ledger.write({"start": step, "position": position, **order}))
 
     def sync_flags(self) -> dict[str, float]:
         """What this rank has to tell the others at the beginning of a step."""
@@ -84,7 +82,11 @@ class CheckpointManager:
     def step_taken(self, step: int, sync: StepSync) -> None:
         """Notes a step in the ledger, and brings a save under way forward."""
         if self._backend.is_main:
-            self._ledger.step(step, int(sync.rows))
+            # Written at the latest before a checkpoint of the step exists.
+            self._ledger.add({"step": step, "rows": int(sync.rows)})
+            if self._ledger.failing:
+                # Not only when the next checkpoint is due: the last one may be there although its steps were not.
+                self._ledger.flush(to_disk=True)
         self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
     def due(self, done: int, last: int, sync: StepSync) -> bool:
@@ -106,13 +108,13 @@ class CheckpointManager:
         """
         self._report(self._saver.finish())
         if self._backend.is_main:
-            self._warn(self._ledger.flush())
+            self._warn(self._ledger.flush(to_disk=True))
         self._saved_at = time.monotonic()
         self._saver.start(network, optimizer, state)
         if must or not self._section.asynchronous:
             outcome = self._saver.finish()
-            if must:
-                save_checkpoint.require_saved(outcome, self._root)
+            if must and outcome is not None and outcome.error is not None:
+                raise self._failure(outcome)
             self._report(outcome)
 
     def finish(self) -> None:
@@ -126,7 +128,7 @@ class CheckpointManager:
         """Writes down a step that was skipped."""
         if self._backend.is_main:
             self._warn(self._incidents.write(incident))
-            self._skipped.append(Skipped.of(incident))
+            self._skipped.append(row_ledger.Skipped.of(incident))
 
     @property
     def skipped(self) -> list[dict[str, Any]]:
@@ -141,13 +143,25 @@ class CheckpointManager:
         if reason is not None:
             self._reporter.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
 
+    def _failure(self, outcome: SaveOutcome) -> CheckpointError:
+        advice = "Make room or mend the file system, and start the same command again."
+        if outcome.error == save_checkpoint.NOT_FINITE:
+            advice = (
+                "The warning above names the tensor. Take a lower optim.lr or optim.clip_norm, or more precision; "
+                "from the same weights the same command fails again."
+            )
+        return CheckpointError(
+            f"The checkpoint of step {outcome.step} cannot be written below {self._root}: {outcome.error}. Older "
+            f"checkpoints are untouched. {advice}"
+        )
+
     def _report(self, outcome: SaveOutcome | None) -> None:
         if outcome is None or not self._backend.is_main:
             return
         if outcome.error is None:
             self._reporter.say(f"step {outcome.step}: checkpoint written")
             try:
-                self._note(outcome.step)
+                self._directory.note_checkpoint(outcome.step)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 self._reporter.warn(f"Cannot write run.json: {reason}. It is tried again with the next checkpoint.")

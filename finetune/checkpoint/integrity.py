@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,6 +66,25 @@ def list_unnamed(root: Path) -> list[Path]:
             complete(path)
             found.append(path)
     return found
+
+
+def list_complete(root: Path, broken: Collection[str] = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Checkpoints whose files are all there, newest first, each with its manifest; see `complete`.
+
+    Args:
+        broken: Names of folders whose content was found damaged; they are left out.
+    """
+    for folder in list_checkpoints(root):
+        try:
+            if folder.name not in broken:
+                yield folder, complete(folder)
+        except CheckpointError:
+            continue
+
+
+def newest(root: Path, broken: Collection[str] = ()) -> Path | None:
+    """The newest complete checkpoint, before what is in its files is verified."""
+    return next((folder for folder, _ in list_complete(root, broken)), None)
 
 
 def final_name(folder: Path) -> Path:

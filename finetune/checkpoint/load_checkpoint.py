@@ -1,8 +1,8 @@
 """Finds the checkpoint to resume from, verified by all ranks together, and restores it on any backend."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from finetune.checkpoint import integrity
 from finetune.distributed.backend import Backend
+from finetune.monitoring.metrics import warn
 from finetune.utils.errors import CheckpointError
 
 
@@ -25,41 +26,21 @@ class Checkpoint:
     """Keeps others from deleting it, until it is restored."""
 
 
-def newest(root: Path, broken: Collection[str] = ()) -> Path | None:
-    """The newest folder that is complete, before what is in its files is verified.
-
-    Args:
-        broken: Names of folders that are known to be damaged.
-    """
-    for folder in integrity.list_checkpoints(root):
-        if folder.name in broken:
-            continue
-        try:
-            integrity.complete(folder)
-        except CheckpointError:
-            continue
-        return folder
-    return None
-
-
-def find(root: Path, backend: Backend, warn: Callable[[str], None], *, unnamed: bool = False) -> Checkpoint | None:
+def find(root: Path, backend: Backend, *, unnamed: bool = False) -> Checkpoint | None:
     """The newest whole checkpoint below `root`, the same on every rank; None if there is no folder of one.
 
-    Every rank must call it.
+    Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
 
     Args:
-        warn: Is told what is wrong with newer ones, on the rank that found it.
-        unnamed: Also take a complete staging folder, whose writer ended before it had its name; see `adopt`.
+        unnamed: Also take a complete staging folder, whose writer ended before it had its name.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.
     """
     # Rank 0's list counts: another machine's view of a shared folder may lag behind.
-    there = (
-        [*integrity.list_checkpoints(root), *(integrity.list_unnamed(root) if unnamed else ())]
-        if backend.is_main
-        else []
-    )
+    there = integrity.list_checkpoints(root) if backend.is_main else []
+    if unnamed and backend.is_main:
+        there += integrity.list_unnamed(root)
     there.sort(key=lambda folder: (-(integrity.step_of(integrity.final_name(folder)) or 0), len(folder.name)))
     names: list[str] = backend.tell([folder.name for folder in there])
     if not names:
@@ -74,33 +55,6 @@ def find(root: Path, backend: Backend, warn: Callable[[str], None], *, unnamed: 
         f"No checkpoint below {root} is whole, as said above. Restore one from a copy, or choose another output.dir; "
         "output.overwrite=true starts from the beginning."
     )
-
-
-def adopt(found: Checkpoint, backend: Backend, say: Callable[[str], None]) -> Checkpoint:
-    """Gives a staging folder that was found whole its name; any other checkpoint stays as it is.
-
-    Every rank must call it.
-
-    Args:
-        say: Is told, on rank 0.
-
-    Raises:
-        CheckpointError: On every rank, if it cannot be renamed.
-    """
-    target = integrity.final_name(found.folder)
-    if target == found.folder:
-        return found
-    problem: str | None = None
-    if backend.is_main:
-        try:
-            integrity.give_name(found.folder, target)
-            say(f"{found.folder} is whole, though the run ended before it got its name. It is {target.name} now.")
-        except OSError as error:
-            problem = f"{found.folder} is whole, but cannot be renamed to {target.name}: {error.strerror or error}."
-    problem = backend.tell(problem)
-    if problem is not None:
-        raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
-    return replace(found, folder=target)
 
 
 def verified(folder: Path, backend: Backend) -> Checkpoint:
@@ -142,47 +96,41 @@ def restore(
     Raises:
         CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
     """
-    with checkpoint.held, _opened(checkpoint) as tensors:
+    places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
+    with checkpoint.held:
+        load = _opened(checkpoint.folder, places)
         wanted = [
             key
-            for key in tensors.places
+            for key in places
             if not key.startswith(("frozen/", "buffer/")) and (with_optimizer or key.startswith("parameter/"))
         ]
-        backend.write_state(network, optimizer, wanted, tensors.load)
+        backend.write_state(network, optimizer, wanted, load)
         buffers = dict(network.named_buffers())
-        for key in tensors.places:
+        for key in places:
             kind, _, name = key.partition("/")
             if kind == "buffer" and name in buffers:
-                buffers[name].copy_(tensors.load(key))
+                buffers[name].copy_(load(key))
     if checkpoint.state.get("scaler") is not None:
         backend.set_scaler_state(checkpoint.state["scaler"])
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    places: dict[str, dict[str, Any]]
-    files: dict[str, Any]
-    folder: Path
-
-    def load(self, key: str) -> torch.Tensor:
-        """A tensor, mapped from its file: what is not touched is not read."""
-        place = self.places[key]
-        try:
-            tensor: torch.Tensor = self.files[place["file"]].get_tensor(place["name"])
-        except (KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder / place['file']} has no tensor {place['name']}") from error
-        if list(tensor.shape) != place["shape"]:
-            raise CheckpointError(f"{self.folder}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
-        return tensor
-
-
-@contextmanager
-def _opened(checkpoint: Checkpoint) -> Iterator[_Tensors]:
-    places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
-    files = {}
+def _opened(folder: Path, places: dict[str, dict[str, Any]]) -> Callable[[str], torch.Tensor]:
+    """Reads a tensor by its key, mapped from its file: what is not touched is not read."""
+    files: dict[str, Any] = {}
     for name in sorted({place["file"] for place in places.values()}):
         try:
-            files[name] = safe_open(checkpoint.folder / name, framework="pt")
+            files[name] = safe_open(folder / name, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{checkpoint.folder / name} cannot be opened: {error}") from error
-    yield _Tensors(places, files, checkpoint.folder)
+            raise CheckpointError(f"{folder / name} cannot be opened: {error}") from error
+
+    def load(key: str) -> torch.Tensor:
+        place = places[key]
+        try:
+            tensor: torch.Tensor = files[place["file"]].get_tensor(place["name"])
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / place['file']} has no tensor {place['name']}") from error
+        if list(tensor.shape) != place["shape"]:
+            raise CheckpointError(f"{folder}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
+        return tensor
+
+    return load

@@ -1,7 +1,6 @@
 """Where a run begins: at its start, or at a checkpoint of its own or of another run."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from finetune.checkpoint.load_checkpoint import Checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
+from finetune.monitoring.metrics import warn
 from finetune.utils.errors import RecipeError
 
 
@@ -115,7 +115,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
     if not own and not starts:
         return
     inside = directory.checkpoints.resolve() in (source.resolve().parent, source.resolve() / "checkpoints")
-    newest = load_checkpoint.newest(directory.checkpoints)
+    newest = integrity.newest(directory.checkpoints)
     if inside and _is_checkpoint(source) and newest is not None and newest.resolve() != source.resolve():
         raise RecipeError(
             f"resume={mode}: {directory.path} holds newer checkpoints, which would be overtaken. Choose another "
@@ -157,7 +157,6 @@ def choose(
     now: dict[str, Any],
     *,
     num_steps: int,
-    warn: Callable[[str], None],
 ) -> ResumePoint:
     """The place to begin at, the same on every rank; every rank must call it.
 
@@ -166,15 +165,15 @@ def choose(
 
     Args:
         num_steps: Steps of the whole run.
-        warn: Is told what is wrong with newer checkpoints.
 
     Raises:
         RecipeError: If the checkpoint is of a run whose mathematics differ, or beyond this run's end; or if the run
             had checkpoints, and none is there.
-        CheckpointError: If there are checkpoints, but none is whole.
+        CheckpointError: If there are checkpoints, but none is whole; or if a whole one cannot be given its name.
     """
-    previous = directory.agreed(backend)
-    own = load_checkpoint.find(directory.checkpoints, backend, warn, unnamed=True) if previous is not None else None
+    # As rank 0 has read it, which alone holds the directory.
+    previous: dict[str, Any] | None = backend.tell(directory.previous)
+    own = load_checkpoint.find(directory.checkpoints, backend, unnamed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     found = own
@@ -199,7 +198,7 @@ def choose(
         if _is_checkpoint(source):
             found = load_checkpoint.verified(source, backend)
         else:
-            found = load_checkpoint.find(source / "checkpoints", backend, warn)
+            found = load_checkpoint.find(source / "checkpoints", backend)
     if found is None:
         return ResumePoint()
     changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=str(found.folder))
@@ -209,7 +208,7 @@ def choose(
             "recipe's length, or choose another output.dir."
         )
     if own is not None:
-        found = load_checkpoint.adopt(own, backend, warn)
+        found = _adopt(own, directory, backend)
     return ResumePoint(
         found,
         keep_optimizer="optim.name" not in changed,
@@ -217,6 +216,17 @@ def choose(
         finished=finished,
         results=before["results"] if finished else found.state["results"],
     )
+
+
+def _adopt(own: Checkpoint, directory: RunDirectory, backend: Backend) -> Checkpoint:
+    """Gives a staging folder that was found whole its name; any other checkpoint stays as it is."""
+    target = integrity.final_name(own.folder)
+    if target == own.folder:
+        return own
+    directory.on_main(backend, lambda: integrity.give_name(own.folder, target))
+    if backend.is_main:
+        warn(f"{own.folder} is whole, though the run ended before it got its name. It is {target.name} now.")
+    return replace(own, folder=target)
 
 
 def _is_checkpoint(path: Path) -> bool:

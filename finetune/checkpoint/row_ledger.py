@@ -14,45 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finetune.checkpoint import integrity
 from finetune.data.rows.row_order import mix, rows_at
-from finetune.utils.atomic_files import Journal, read_lines
+from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
-FILE = "ledger.jsonl"
+LEDGER = "ledger.jsonl"
 INCIDENTS = "incidents.jsonl"
-_CHECKPOINTS = "checkpoints/step-" + "[0-9]" * 8
-_ORDER = ("seed", "num_rows", "epoch_rows", "global_size", "data")
+# Whole numbers in the line of a start.
+_START = ("start", "position", "seed", "num_rows", "epoch_rows", "global_size")
 
 
 def checksum(rows: npt.NDArray[np.integer]) -> int:
     """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
     return int((mix(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
-
-
-class Ledger:
-    """Written by rank 0."""
-
-    def __init__(self, directory: Path) -> None:
-        self._journal = Journal(directory / FILE)
-
-    def open(self, *, step: int, position: int, order: dict[str, Any]) -> str | None:
-        """A start of the run: the next step, the position it begins at, and how positions map to rows."""
-        return self._journal.write({"start": step, "position": position, **{key: order[key] for key in _ORDER}})
-
-    def step(self, step: int, rows_checksum: int) -> None:
-        """One step, counted from 0; `flush` writes it, at the latest before a checkpoint of it exists."""
-        self._journal.add({"step": step, "rows": rows_checksum})
-        if self._journal.failing:
-            # Not only when the next checkpoint is due: the last one may be there although its steps were not.
-            self._journal.flush(to_disk=True)
-
-    def flush(self) -> str | None:
-        """Puts all steps so far on the disk; returns why it cannot, the first time."""
-        return self._journal.flush(to_disk=True)
-
-    def close(self) -> str | None:
-        """Puts what waits on the disk; returns why some of it is lost."""
-        return self._journal.close()
 
 
 @dataclass(frozen=True)
@@ -116,13 +91,13 @@ def used(directory: Path) -> Iterator[Used]:
         CheckpointError: If there is no ledger, it is damaged, or a step is missing or there twice.
     """
     try:
-        lines = read_lines(directory / FILE)
+        lines = read_lines(directory / LEDGER)
     except OSError as error:
-        raise CheckpointError(f"{directory / FILE} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{directory / LEDGER} cannot be read: {error.strerror or error}.") from error
     try:
-        yield from _used(directory / FILE, lines)
+        yield from _used(directory / LEDGER, lines)
     except (LookupError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{directory / FILE} holds a line that no run writes: {error}.") from error
+        raise CheckpointError(f"{directory / LEDGER} holds a line that no run writes: {error}.") from error
 
 
 def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
@@ -156,7 +131,7 @@ def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
 
 
 def _check_numbers(line: dict[str, Any]) -> None:
-    for key in ("start", "position", *_ORDER[:-1]) if "start" in line else ("step", "rows"):
+    for key in _START if "start" in line else ("step", "rows"):
         if type(line[key]) is not int or not 0 <= line[key] < 1 << 63:
             raise ValueError(f"{key} is {line[key]!r}")
 
@@ -288,8 +263,9 @@ def _lost(directory: Path, first: int, last: int) -> str | None:
         return None  # the ledger alone has to do
     if first > begun:
         return f"NOT from the beginning: the run began with step {begun}"
-    saved = max((int(path.name[5:]) for path in directory.glob(_CHECKPOINTS)), default=0)
+    checkpoints = integrity.list_checkpoints(directory / "checkpoints")
+    saved = (integrity.step_of(checkpoints[0]) or 0) if checkpoints else 0
     # Where a damaged checkpoint was refused, its step was taken, and lost again: the ledger has been there.
-    if all(line.get("step", -1) + 1 < saved for line in read_lines(directory / FILE)):
+    if all(line.get("step", -1) + 1 < saved for line in read_lines(directory / LEDGER)):
         reached = max(reached, saved)
     return f"NOT to the end: the run has come to step {reached}" if last < reached else None

@@ -38,7 +38,17 @@ _LIBRARIES = (
 
 # What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
 # short leaves a directory that is still a run's.
-_LEFT = ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "model", "checkpoints", "exports", "profile", "run.json")
+_LEFT = (
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "incidents.jsonl",
+    "model",
+    "checkpoints",
+    "exports",
+    "profile",
+    "report",
+    "run.json",
+)
 
 # What else has a fixed name there.
 _MORE = ("recipe.yaml", ".lock", ".trials")
@@ -131,11 +141,6 @@ class RunDirectory:
         if "first_checkpoint" not in facts:
             write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
 
-    def agreed(self, backend: Backend) -> dict[str, Any] | None:
-        """`previous` as rank 0 has read it, on every rank: it alone holds the directory. Every rank must call it."""
-        previous: dict[str, Any] | None = backend.tell(self.previous)
-        return previous
-
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
         """Writes what is about to run. Every rank calls it; rank 0 writes.
 
@@ -147,17 +152,18 @@ class RunDirectory:
             CheckpointError: On every rank, if it cannot be written.
         """
         backend.wait()
-        self._on_main(backend, lambda: self._write(backend.world, recipe, facts, begin))
+        self.on_main(backend, lambda: self._write(backend.world, recipe, facts, begin))
         self._check_shared(backend)
 
     def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
+        starts = self._earlier_starts()
         if self._overwrite:
-            self._wipe()
+            for name in _LEFT:
+                remove(self.path / name)
         elif self.previous is not None:
             self._rewind(begin["from_step"])
         self.checkpoints.mkdir(exist_ok=True)
         write_text(self.path / "recipe.yaml", dump_recipe(recipe))
-        starts = (self.previous or {}).get("starts", [])
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -184,12 +190,16 @@ class RunDirectory:
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             write_json(self.path / "run.json", facts)
 
-        self._on_main(backend, write)
+        self.on_main(backend, write)
         if self._lock is not None:
             self._lock.release()
 
-    def _on_main(self, backend: Backend, write: Callable[[], None]) -> None:
-        """Writes on rank 0; all ranks learn how that went, and none waits for one that has ended."""
+    def on_main(self, backend: Backend, write: Callable[[], None]) -> None:
+        """Writes on rank 0; all ranks learn how that went, and none waits for one that has ended.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
         problem: str | None = None
         if backend.is_main:
             try:
@@ -201,9 +211,17 @@ class RunDirectory:
         if problem is not None:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
-    def _wipe(self) -> None:
-        for name in _LEFT:
-            remove(self.path / name)
+    def _earlier_starts(self) -> list[dict[str, Any]]:
+        """The starts so far, the last of them with how far it came: `_rewind` takes the lines back that tell."""
+        starts: list[dict[str, Any]] = (self.previous or {}).get("starts", [])
+        file = self.path / "metrics.jsonl"
+        lines = read_lines(file) if starts and file.exists() else []
+        if not lines or lines[-1]["step"] < starts[-1]["from_step"]:
+            return starts
+        before = self.previous or {}
+        ended = before.get("finished", before.get("stopped"))
+        reached = {"to_step": lines[-1]["step"], "last_logged": lines[-1].get("time"), "ended": ended}
+        return [*starts[:-1], {**starts[-1], **reached}]
 
     def _rewind(self, step: int) -> None:
         """Takes back the metrics and incidents of steps that will be taken again."""

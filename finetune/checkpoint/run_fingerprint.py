@@ -39,20 +39,20 @@ def depends_on_micro_size(network: nn.Module) -> bool:
     A micro-batch's dropout masks are drawn from one stream of random numbers, and batch norms see all of its rows.
     """
     config: Any = getattr(network, "config", None)
-    values = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    if hasattr(config, "to_dict") and _drops(config.to_dict()):
+        return True
     for module in network.modules():
-        if isinstance(module, torch_private.BatchNorm):
+        if isinstance(module, torch_private.BatchNorm) or _drops(vars(module)):
             return True
-        values |= {f"{id(module)}.{name}": value for name, value in vars(module).items()}
-        if isinstance(module, torch_private.Dropout):
-            values[f"{id(module)}.dropout"] = module.p
-    return any(
-        ("drop" in name or "jitter" in name)
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and value
-        for name, value in values.items()
-    )
+        if isinstance(module, torch_private.Dropout) and module.p:
+            return True
+    return False
+
+
+def _drops(values: dict[str, Any]) -> bool:
+    """Whether one of these settings is a rate of dropout, or of the noise that experts are chosen with."""
+    rates = [value for name, value in values.items() if "drop" in name or "jitter" in name]
+    return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
 def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,11 +6,15 @@ has written, which the ranks learn from the all-reduce of a later step, rank 0 w
 """
 
 import errno
+import fcntl
 import json
+import math
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint import integrity, retention
-from finetune.checkpoint.load_checkpoint import newest
+from finetune.checkpoint import integrity
 from finetune.checkpoint.snapshot import Files, Snapshot
 from finetune.distributed.backend import Backend
-from finetune.utils.atomic_files import sync
-from finetune.utils.errors import CheckpointError
+from finetune.monitoring.metrics import warn
+from finetune.utils.atomic_files import remove, sync
 
 _INDEX = "model.safetensors.index.json"
-_NOT_FINITE = "a tensor holds numbers that are not finite"
+NOT_FINITE = "a tensor holds numbers that are not finite"
 # How libraries in Rust tell the system's number for an error.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
@@ -52,7 +55,6 @@ class CheckpointWriter:
         describe: Callable[[Path], None],
         keep: int,
         keep_best: bool,
-        warn: Callable[[str], None],
         broken: Collection[str] = (),
         infinite: Collection[str] = (),
     ) -> None:
@@ -60,11 +62,10 @@ class CheckpointWriter:
         Args:
             root: The folder of the checkpoints.
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
-            warn: Is told what people must see, on the rank that saw it.
             broken: Names of folders whose content was found damaged.
             infinite: Buffers that may hold infinities, such as causal masks.
         """
-        self._root, self._backend, self._describe, self._warn = root, backend, describe, warn
+        self._root, self._backend, self._describe = root, backend, describe
         self._keep_newest, self._keep_best = keep, keep_best
         self._snapshot = Snapshot(backend, adapter_keys, infinite)
         self._broken = set(broken)
@@ -92,7 +93,7 @@ class CheckpointWriter:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, as far as is known without reading it."""
-        return newest(self._root, self._broken)
+        return integrity.newest(self._root, self._broken)
 
     def start(self, network: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         """Copies everything to host memory and starts to write. Nothing may be active.
@@ -199,16 +200,16 @@ class CheckpointWriter:
         integrity.seal(staging, self._target, files, {key: self._state[key] for key in ("step", "validation_loss")})
         self._broken.discard(self._target.name)
         try:
-            retention.prune(self._root, keep=self._keep_newest, keep_best=self._keep_best, broken=self._broken)
+            prune(self._root, keep=self._keep_newest, keep_best=self._keep_best, broken=self._broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
-            self._warn(f"An old checkpoint cannot be deleted: {error}")
+            warn(f"An old checkpoint cannot be deleted: {error}")
 
     def _end(self, failed: bool) -> SaveOutcome:
         assert self._step is not None
         if failed and self._backend.is_main:
             # Before the ranks agree on the reason: after that, another may have begun to write the next one.
-            retention.clean(self._root)
+            clean(self._root)
         error = self._reason() if failed else None
         outcome = SaveOutcome(self._step, error)
         self._step, self._sealing, self._error, self._thread = None, False, None, None
@@ -217,26 +218,51 @@ class CheckpointWriter:
     def _reason(self) -> str:
         """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
         if self._error is not None and self._error.errno in (None, errno.EDOM):
-            self._warn(f"rank {self._backend.rank}: {self._error}")
+            warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
-        return _NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
+        return NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
 
 
-def require_saved(outcome: SaveOutcome | None, root: Path) -> None:
-    """Raises if a save that had to succeed did not.
+def prune(root: Path, *, keep: int, keep_best: bool, broken: Collection[str] = ()) -> None:
+    """Deletes all checkpoints but the newest `keep` and, if asked, the one with the lowest validation loss.
+
+    Only complete ones count and only complete ones are deleted; one that is being read stays until the next time.
+    Call it from one process, after a checkpoint was sealed.
+
+    Args:
+        broken: Names of folders whose content was found damaged: they do not count either.
 
     Raises:
-        CheckpointError: With the reason.
+        OSError: If a folder cannot be deleted.
     """
-    if outcome is not None and outcome.error is not None:
-        advice = "Make room or mend the file system, and start the same command again."
-        if outcome.error == _NOT_FINITE:
-            advice = (
-                "The warning above names the tensor. Take a lower optim.lr or optim.clip_norm, or more precision; "
-                "from the same weights the same command fails again."
-            )
-        raise CheckpointError(
-            f"The checkpoint of step {outcome.step} cannot be written below {root}: {outcome.error}. Older "
-            f"checkpoints are untouched. {advice}"
-        )
+    whole = list(integrity.list_complete(root, broken))
+    staying = {folder for folder, _ in whole[:keep]}
+    scored = [(m["validation_loss"], folder) for folder, m in whole if m.get("validation_loss") is not None]
+    scored = [(loss, folder) for loss, folder in scored if math.isfinite(loss)]
+    if keep_best and scored:
+        staying.add(min(scored, key=lambda pair: pair[0])[1])
+    for folder, _ in whole:
+        if folder not in staying:
+            _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    doomed = folder.with_name(folder.name + integrity.DOOMED)
+    # Open for writing: over NFS, only such files can be locked against others.
+    with os.fdopen(integrity.open_manifest(folder, os.O_RDWR), "r+b") as opened:
+        try:
+            integrity.lock(opened.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
+        folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clean(root: Path) -> None:
+    """Removes what a run that was cut short left half written or half deleted."""
+    for path in root.glob("step-*"):
+        if path.suffix in (integrity.STAGING, integrity.DOOMED):
+            with suppress(OSError):
+                remove(path)

@@ -10,17 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.cli.arguments import launch_options
 from finetune.config import recipe_paths
 from finetune.config.recipe import dump_recipe, hint, json_schema, load_recipe
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
+from finetune.utils.console import plain_console
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
-from finetune.utils.repository import ROOT
+from finetune.utils.shipped_files import launch_file
 
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
+
+# The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
+LAUNCH_OPTIONS = {
+    "num_processes": "processes over all machines",
+    "machine_rank": "this machine's number, from 0",
+    "main_process_ip": "the first machine's address",
+    "main_process_port": "a port that is free on it",
+    "max_restarts": "how often to start again after a failure",
+}
 
 
 def launch(parsed: argparse.Namespace) -> None:
@@ -40,6 +49,16 @@ def launch(parsed: argparse.Namespace) -> None:
     run(parsed.config_file, options, [parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)
 
 
+def init(parsed: argparse.Namespace) -> None:
+    """`finetune init`."""
+    _prepare_libraries()
+    hub_access.require(parsed.model, "--model")
+    from finetune.planning.new_project import Project, write_project
+
+    project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
+    print("\n".join(write_project(Path(parsed.folder), project)))
+
+
 def explain(parsed: argparse.Namespace) -> None:
     """`finetune explain`."""
     from finetune.diagnostics.explain import as_json, explain_values, page, select_values, table
@@ -52,10 +71,8 @@ def explain(parsed: argparse.Namespace) -> None:
         chosen = [value for value in values if parsed.all or not value.is_default]
     if parsed.json:
         print(as_json(chosen))
-    elif len(chosen) == 1:
-        print(page(chosen[0]))
     else:
-        print(table(chosen))
+        plain_console().print(page(chosen[0]) if len(chosen) == 1 else table(chosen))
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -79,11 +96,9 @@ def data(parsed: argparse.Namespace) -> None:
     prepared = prepare_data(recipe)
     print("\n".join(prepared.report.lines()))
     if parsed.show:
-        from rich.console import Console
-
         from finetune.data.show_examples import examples
 
-        console = Console(soft_wrap=True, highlight=False)
+        console = plain_console()
         for line in examples(prepared, parsed.show, coloured=console.is_terminal and not console.no_color):
             console.print(line)
 
@@ -174,7 +189,7 @@ def _result(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
     if parsed.json:
         print(json.dumps(parity_report.to_json(comparisons), indent=2))
     else:
-        print("\n".join(parity_report.lines(comparisons)))
+        parity_report.print_report(comparisons, plain_console())
     return 0 if all(comparison.holds for comparison in comparisons) else 1
 
 
@@ -184,8 +199,57 @@ def replay(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.replay import replay as run
 
     found = run(Path(parsed.run), parsed.step)
-    print("\n".join(found.lines()))
+    found.print_to(plain_console())
     return 0 if found.holds else 1
+
+
+def report(parsed: argparse.Namespace) -> None:
+    """`finetune report`."""
+    runs = [Path(run) for run in parsed.run]
+    if parsed.live:
+        from finetune.diagnostics.run_report.live_server import serve_live
+
+        if parsed.to is not None:
+            raise RecipeError("--live serves the page and writes none. Take --to out, or --live.")
+        serve_live(runs, _to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
+        return
+    if parsed.host is not None or parsed.port is not None:
+        raise RecipeError("--host and --port say where --live serves the page. Add --live, or take them out.")
+    from finetune.diagnostics.run_report.write_report import write_report
+
+    files = write_report(runs, Path(parsed.to) if parsed.to else None, price=parsed.price)
+    print("\n".join(f"Written: {file}" for file in files))
+
+
+def watch(parsed: argparse.Namespace) -> None:
+    """`finetune watch`."""
+    from rich.console import Console
+
+    from finetune.diagnostics.watch import watch as run
+
+    run(Path(parsed.run), Console(highlight=False), once=parsed.once)
+
+
+def runs(parsed: argparse.Namespace) -> None:
+    """`finetune runs`."""
+    from rich.console import Console
+
+    from finetune.diagnostics.list_runs import as_json, list_runs, table
+
+    found = list_runs(Path(parsed.directory))
+    if parsed.json:
+        print(as_json(found))
+        return
+    if not found:
+        print(f"No run below {parsed.directory}.")
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table(found))
+    for one in found:
+        if one.problem is not None:
+            console.print(f"{one.run}: {one.problem}", markup=False)
 
 
 def comms(parsed: argparse.Namespace) -> None:
@@ -198,14 +262,13 @@ def comms(parsed: argparse.Namespace) -> None:
             raise RecipeError(f"--processes {parsed.processes}: one alone has nobody to talk to. Take two at least.")
         if parsed.json is not None and not Path(parsed.json).absolute().parent.is_dir():
             raise RecipeError(f"--json {parsed.json}: there is no folder {Path(parsed.json).parent}. Make it first.")
-        shipped = ROOT / "accelerate_configs" / "ddp.yaml"
         if parsed.config_file is None and parsed.processes is None:
             parsed.processes = 2
         options = [] if parsed.processes is None else ["--num_processes", str(parsed.processes)]
         given = {"--min-bytes": parsed.min_bytes, "--max-bytes": parsed.max_bytes, "--factor": parsed.factor}
         words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         file = [] if parsed.json is None else ["--json", parsed.json]
-        launch(parsed.config_file or str(shipped), options, ["comms", *words, *file], module="finetune")
+        launch(parsed.config_file or launch_file("ddp"), options, ["comms", *words, *file], module="finetune")
     from finetune.distributed import measure_bandwidth
 
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)
@@ -218,23 +281,17 @@ def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
     recipe = load_recipe(parsed.recipe, parsed.overrides)
     _prepare_libraries()
-    from rich.console import Console
-
     from finetune.planning import plan_report
     from finetune.planning.planner import machines_of, make, write
     from finetune.planning.trace import trace_launches
 
     plan = make(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 160
-    found = None
+    console, found = plain_console(), None
     if parsed.trace:
-        aside = Console(stderr=True, highlight=False)
-        say = aside.print if aside.is_terminal else lambda _: None
+        say = _to_stderr if sys.stderr.isatty() else lambda _: None
         found = trace_launches.trace(plan, trace_launches.wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
-        console.print(plan_report.as_json(plan, found), markup=False)
+        print(plan_report.as_json(plan, found))
     else:
         plan_report.print_plan(plan, console, energy=parsed.energy)
         if found is not None:
@@ -242,7 +299,7 @@ def plan(parsed: argparse.Namespace) -> None:
     if parsed.write:
         write(plan, Path(parsed.write))
         if not parsed.json:
-            console.print(f"Written: {parsed.write}", markup=False)
+            print(f"Written: {parsed.write}")
 
 
 def export(parsed: argparse.Namespace) -> None:
@@ -300,9 +357,21 @@ def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     return place
 
 
+def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
+    """The options of the launcher that were given."""
+    return {option: value for option in LAUNCH_OPTIONS if (value := getattr(parsed, option)) is not None}
+
+
 def schema(parsed: argparse.Namespace) -> None:
     """`finetune schema`."""
     print(json.dumps(json_schema(), indent=2))
+
+
+def completion(parsed: argparse.Namespace) -> None:
+    """`finetune completion`."""
+    from finetune.cli.completion import script
+
+    print(script(parsed.shell))
 
 
 def ops(parsed: argparse.Namespace) -> None:
@@ -336,6 +405,7 @@ def _to_stderr(text: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "init": init,
     "launch": launch,
     "explain": explain,
     "doctor": doctor,
@@ -347,8 +417,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "eval": evaluate,
     "parity": parity,
     "replay": replay,
+    "report": report,
+    "watch": watch,
+    "runs": runs,
     "comms": comms,
     "plan": plan,
     "schema": schema,
+    "completion": completion,
     "ops": ops,
 }

@@ -61,10 +61,7 @@ class Origin:
             # A conflict between a key of the file and one that was overridden.
             named = [text for text in self.overrides if text.partition("=")[0].rpartition(".")[2] in problem]
             return f"{' '.join(named or self.overrides)} (command line)"
-        lines = places(self.path)
-        parts = key.split(".")
-        line = next((lines[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in lines), None)
-        return f"{self.path}:{line}" if line else str(self.path)
+        return place_of(key, self.path, places(self.path))
 
 
 def concerns(override: str, key: str) -> bool:
@@ -96,6 +93,13 @@ def places(file: str | Path) -> dict[str, int]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return _lines(root, "")
+
+
+def place_of(key: str, file: str | Path, lines: Mapping[str, int]) -> str:
+    """`file:line` of a key, or of the nearest one above it; the file alone if it gives neither."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return f"{file}:{lines[key]}" if key else str(file)
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> dict[str, int]:

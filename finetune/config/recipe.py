@@ -9,19 +9,18 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from finetune.config.provenance import Origin
-from finetune.config.recipe_schema import (
-    Recipe,
-    Section,
-)
+from finetune.config.recipe_schema import Recipe, Section
 from finetune.utils.errors import RecipeError
+from finetune.utils.shipped_files import RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 
@@ -92,8 +91,11 @@ def read(path: str | Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or f"it is not UTF-8 text ({error})"
-        raise RecipeError(
-            f"Cannot read the recipe {file}: {reason}. Name a YAML file, such as recipes/sample.yaml."
+        known = shipped_names(RECIPES)
+        raise RecipeError.of(
+            str(file),
+            [f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"],
+            f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}.",
         ) from error
     try:
         tree = parse(text, _Loader)
@@ -104,8 +106,7 @@ def read(path: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
     # So that an override changes one place only, where the file repeats a part by an alias.
-    plain: dict[str, Any] = json.loads(json.dumps(tree, default=str))
-    return plain
+    return _long(json.loads(json.dumps(tree, default=str)))
 
 
 def validate_recipe(tree: Mapping[str, Any], origin: Origin | str | None = None) -> Recipe:
@@ -132,16 +133,16 @@ def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, st
     """The recipe, if it is one, and its problems, each with its key."""
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
-        recipe = Recipe.model_validate_json(json.dumps(long(tree), default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(_long(tree), default=str), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
         return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
     return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe)]
 
 
-def long(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+def _long(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Plain keys and values with the short form of the section `resume` written out."""
-    return {**tree, "resume": {"mode": tree["resume"]}} if isinstance(tree.get("resume"), str) else tree
+    return {**tree, "resume": {"mode": tree["resume"]}} if isinstance(tree.get("resume"), str) else {**tree}
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -226,6 +227,8 @@ def apply(tree: dict[str, Any], override: str) -> None:
         parsed = parse(value, _Loader)
     except YamlProblem as error:
         raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
+    if keys == ["resume"] and isinstance(parsed, str):
+        keys.append("mode")  # the section's short form
     node: Any = tree
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
@@ -244,16 +247,11 @@ def apply(tree: dict[str, Any], override: str) -> None:
         else:
             raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
         if depth == len(keys) - 1:
-            if keys == ["resume"] and isinstance(parsed, str) and isinstance(node.get(slot), dict):
-                node[slot]["mode"] = parsed  # the section's short form changes nothing else in it
-            else:
-                node[slot] = parsed
+            node[slot] = parsed
             return
         below = node[slot] if isinstance(node, list) else node.get(slot)
         if below is None:
             node[slot] = [] if keys[depth + 1] == "0" else {}
-        elif keys[: depth + 1] == ["resume"] and isinstance(below, str):
-            node[slot] = {"mode": below}  # the section's short form
         node = node[slot]
 
 
@@ -274,16 +272,19 @@ def _problem(item: Any) -> str:
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:
     """The keys that the recipe has at a location such as ("data", "train", 0)."""
-    section: type[Section] = Recipe
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(part)
-        found = section_in(field.annotation) if field else None
-        if found is None:
-            return []
-        section = found
-    return list(section.model_fields)
+    section = ".".join("0" if isinstance(part, int) else part for part in location)
+    places = (key.rpartition(".") for key, _ in fields())
+    return [name for above, _, name in places if above == section]
+
+
+def fields(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that a recipe can have, and its field; those of sources once, as `data.train.0.path`."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", field
+        inner = section_in(field.annotation)
+        if inner is not None:
+            number = "0." if get_origin(field.annotation) is tuple else ""
+            yield from fields(inner, f"{prefix}{name}.{number}")
 
 
 def section_in(annotation: Any) -> type[Section] | None:

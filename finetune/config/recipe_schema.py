@@ -1,12 +1,26 @@
-"""The sections of a recipe: every key, its type, its default and what it means."""
+"""The sections of a recipe: every key, its type, its default and what it means.
+
+A text within `Annotated` is the key's unit; numbers have one.
+"""
 
 import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -21,11 +35,11 @@ class Section(BaseModel):
 class EvalSection(Section):
     """Exact evaluation: every validation document once, weighted by tokens."""
 
-    every_steps: PositiveInt | None = None
+    every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between evaluations during the run."""
     at_end: bool = True
     """Evaluate after the last step."""
-    micro_size: PositiveInt | None = None
+    micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
     """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
 
 
@@ -34,25 +48,25 @@ class SampleSection(Section):
 
     prompt: str = ""
     """What the text begins with; with a `chat` section, what a user says."""
-    every_steps: PositiveInt | None = None
+    every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between samples during the run."""
     at_end: bool = True
     """Write one after the last step."""
-    max_new_tokens: PositiveInt = 100
+    max_new_tokens: Annotated[PositiveInt, "tokens"] = 100
     """Tokens at most; shorter if the model ends the text."""
-    temperature: Annotated[float, Field(ge=0)] = 0.8
+    temperature: Annotated[NonNegativeFloat, "factor"] = 0.8
     """0 always takes the likeliest token."""
-    top_k: PositiveInt | None = 50
+    top_k: Annotated[PositiveInt | None, "tokens"] = 50
     """Choose among this many likeliest tokens."""
 
 
 class LogSection(Section):
     """What is written while training."""
 
-    every_steps: PositiveInt = 10
+    every_steps: Annotated[PositiveInt, "optimiser steps"] = 10
     """Steps between lines of `metrics.jsonl`, and of the output where there is no terminal; the loss is read from the
     device only then."""
-    profile: PositiveInt | None = None
+    profile: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Profile this many steps, once the run is warm: a torch trace of each process and a table of where a step's time
     goes, in `DIR/profile`."""
     trackers: tuple[str, ...] = ()
@@ -73,13 +87,13 @@ class OutputSection(Section):
 class CheckpointSection(Section):
     """Saving what a run needs to resume after it was stopped, by whatever means, on this or any other backend."""
 
-    every_steps: PositiveInt | None = None
+    every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between checkpoints."""
-    every_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    every_minutes: Annotated[PositiveFloat | None, "minutes"] = 30.0
     """Minutes between checkpoints, by rank 0's clock; whichever of the two comes first."""
     at_end: bool = True
     """Save after the last step, so that a longer run can resume from it."""
-    keep: PositiveInt = 2
+    keep: Annotated[PositiveInt, "checkpoints"] = 2
     """How many of the newest stay."""
     keep_best: bool = True
     """Keep the one with the lowest validation loss as well. Only those saved at a step that was evaluated count."""
@@ -88,7 +102,7 @@ class CheckpointSection(Section):
 
 
 class ResumeSection(Section):
-    """Going on where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
+    """Resuming where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
 
     mode: Annotated[str, Field(min_length=1)] = "auto"
     """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
@@ -100,9 +114,9 @@ class ResumeSection(Section):
 class GuardSection(Section):
     """When a run gives up."""
 
-    max_skipped_steps: PositiveInt = 5
+    max_skipped_steps: Annotated[PositiveInt, "optimiser steps"] = 5
     """Steps in a row that are skipped, because a loss or gradient is not finite, before the run stops."""
-    grace_s: Annotated[float, Field(gt=0)] = 120.0
+    grace_s: Annotated[PositiveFloat, "seconds"] = 120.0
     """Seconds from a request to stop (SIGTERM, SIGINT, SIGUSR1) until the process ends, saved or not."""
 
 
@@ -113,7 +127,7 @@ class TokenizerSection(Section):
     """A directory with a tokenizer, or a name on the hub."""
     revision: str | None = None
     """Branch, tag or commit of a hub tokenizer."""
-    vocab_size: Annotated[int, Field(ge=260)] | None = None
+    vocab_size: Annotated[Annotated[int, Field(ge=260)] | None, "pieces"] = None
     """Train a byte-level BPE of this many pieces on the training documents (256 bytes + specials or more)."""
 
     @model_validator(mode="after")
@@ -126,7 +140,7 @@ class TokenizerSection(Section):
 class Source(Section):
     """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
 
-    sample: PositiveInt | None = None
+    sample: Annotated[PositiveInt | None, "stories"] = None
     """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
     `text` (no network, no files)."""
     path: str | None = None
@@ -149,9 +163,9 @@ class Source(Section):
     `{user: instruction, assistant: instances.0.output}` or `{messages: chat.turns}`."""
     label_field: str = "label"
     """The field that holds a document's class; read by sequence classification only."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[PositiveFloat, "times an epoch"] = 1.0
     """How often each document counts an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by hash)."""
-    limit: PositiveInt | None = None
+    limit: Annotated[PositiveInt | None, "documents"] = None
     """Read at most this many documents."""
 
     @model_validator(mode="after")
@@ -169,10 +183,10 @@ class DataSection(Section):
     """What is learned from."""
     validation: tuple[Source, ...] = ()
     """What evaluation reads. Empty: a part of `train` is held out, see `validation_fraction`."""
-    validation_fraction: Fraction = 0.01
+    validation_fraction: Annotated[Fraction, "share of the documents"] = 0.01
     """Share of the training documents held out if `validation` is empty; picked by a hash of the document,
     so that a document never moves between the two."""
-    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    sequence_length: Annotated[int, Field(ge=2), "tokens"] = 1024
     """Tokens a row (`T`)."""
     packing: Literal["wrapped", "documents", "padded"] = "documents"
     """`documents`: whole documents packed best-fit into rows, each blind to the others; `wrapped`: one stream
@@ -195,8 +209,8 @@ class DataSection(Section):
     """Put the tokenizer's end-of-text token behind each document, so that a model learns to stop."""
     cache_dir: str = ".cache/finetune"
     """Where prepared tokens are kept; safe to delete."""
-    num_workers: PositiveInt | None = None
-    """Processes that tokenise. Left out: one a core."""
+    num_workers: Annotated[PositiveInt | None, "threads"] = None
+    """Threads that tokenise. Left out: one a core."""
 
 
 class ChatSection(Section):
@@ -225,27 +239,27 @@ class ChatSection(Section):
 class ChecksSection(Section):
     """What the data report may say; anything else ends the run before the first step."""
 
-    max_broken: Fraction = 0.0
+    max_broken: Annotated[Fraction, "share of the conversations"] = 0.0
     """Largest share of conversations that are left out because they are broken: an unknown role, an empty answer,
     a missing field, or refused by the template. At 0 the first one is an error, with its place."""
-    max_unsupervised: Fraction = 1.0
+    max_unsupervised: Annotated[Fraction, "share of the conversations"] = 1.0
     """Largest share of conversations that are left out because there is nothing to learn from."""
-    max_too_long: Fraction = 1.0
+    max_too_long: Annotated[Fraction, "share of the documents"] = 1.0
     """Largest share of documents that lost something, or were left out, because they are longer than a row."""
-    max_overlap: Fraction = 1.0
+    max_overlap: Annotated[Fraction, "share of the documents"] = 1.0
     """Largest share of validation documents that are training documents too."""
-    min_supervised: Fraction = 0.0
+    min_supervised: Annotated[Fraction, "share of the tokens"] = 0.0
     """Smallest share of tokens that are learned."""
-    min_ended: Fraction = 0.0
+    min_ended: Annotated[Fraction, "share of the documents"] = 0.0
     """Smallest share of conversations whose last answer ends in a special token that is learned, or of documents that
     the tokenizer's end-of-text token ends."""
-    max_lossy: Fraction = 1.0
+    max_lossy: Annotated[Fraction, "share of the documents"] = 1.0
     """Largest share of documents, of those that are tried, that the tokenizer does not give back as they were."""
-    max_mojibake: Fraction = 1.0
+    max_mojibake: Annotated[Fraction, "share of the documents"] = 1.0
     """Largest share of documents with signs of a wrong decoding, such as `cafÃ©` or the replacement character."""
-    max_nul: Fraction = 1.0
+    max_nul: Annotated[Fraction, "share of the documents"] = 1.0
     """Largest share of documents that hold NUL characters."""
-    max_duplicate_keys: Fraction = 1.0
+    max_duplicate_keys: Annotated[Fraction, "share of the records"] = 1.0
     """Largest share of JSON records with a key that an object has more than once; its last value is read."""
 
 
@@ -323,11 +337,11 @@ class ModelSection(Section):
 class LoraSection(Section):
     """Low-rank adapters: the model stays frozen, and small matrices beside its linear modules are trained."""
 
-    rank: PositiveInt = 16
+    rank: Annotated[PositiveInt, "columns"] = 16
     """Columns of the matrices `A` and rows of `B` (`r`): their size, and how much they can learn."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Annotated[PositiveFloat, "factor"] = 32.0
     """The adapter's output is scaled by `alpha` / `rank`."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0), "share"] = 0.0
     """Share of an adapter's inputs that is left out, at random, while training."""
     targets: str | tuple[str, ...] = "all-linear"
     """The modules that get an adapter: `all-linear` (all but the output head), a list of names such as
@@ -359,7 +373,7 @@ class TaskSection(Section):
 
     name: str = "causal_lm"
     """`causal_lm`, `sequence_classification`, or your own as `package.module:object`."""
-    num_labels: PositiveInt | None = None
+    num_labels: Annotated[PositiveInt | None, "classes"] = None
     """Classes of `sequence_classification`. Left out: counted in the data."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
@@ -368,10 +382,12 @@ class TaskSection(Section):
 class BatchSection(Section):
     """How much is learned from at once."""
 
-    global_size: PositiveInt = 32
+    global_size: Annotated[PositiveInt, "rows an optimiser step"] = 32
     """Rows an optimiser step, over all processes. Moving to more processes does not change it."""
     micro_size: Annotated[
-        int | Literal["auto"], PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"])
+        int | Literal["auto"],
+        PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"]),
+        "rows a forward pass and process",
     ] = 8
     """Rows in one forward pass of one process. Changes memory and speed; what is learned only where the network has
     dropout, whose masks depend on it, or batch norms. `auto`: the most that fit, found by trial before the first run of
@@ -386,11 +402,11 @@ class BatchSection(Section):
 class LengthSection(Section):
     """How long to train: exactly one of the three."""
 
-    steps: Annotated[int, Field(ge=0)] | None = None
+    steps: Annotated[NonNegativeInt | None, "optimiser steps"] = None
     """Optimiser steps; 0 evaluates only."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[PositiveFloat | None, "passes over the rows"] = None
     """Passes over the training rows."""
-    tokens: PositiveInt | None = None
+    tokens: Annotated[PositiveInt | None, "tokens"] = None
     """Tokens, counted as rows x `sequence_length`."""
 
 
@@ -401,20 +417,20 @@ class OptimSection(Section):
     """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
     `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class`.
     AdamW runs fused."""
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[PositiveFloat, "rate"] = 3e-4
     """Peak learning rate at `reference_batch`, or at any batch where that is not given."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[NonNegativeFloat, "share of the rate"] = 0.1
     """Decay of the weights; norms, biases and embeddings are never decayed."""
     args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the optimiser, such as `betas: [0.9, 0.95]`, `eps: 1e-8` or `momentum: 0.9`."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_norm: Annotated[PositiveFloat | None, "norm"] = 1.0
     """Largest global gradient norm; larger gradients are scaled down. `null`: no clipping."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed over processes in. `bf16` halves what is sent, and rounds."""
     lr_scaling: Literal["linear", "sqrt"] | None = None
     """Multiply `lr` by global batch / `reference_batch`, or by its square root (Goyal et al. 2017; Hoffer et
     al. 2017)."""
-    reference_batch: PositiveInt | None = None
+    reference_batch: Annotated[PositiveInt | None, "rows"] = None
     """The global batch, in rows, that `lr` was found at."""
 
     @field_validator("args")
@@ -438,13 +454,13 @@ class ScheduleSection(Section):
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """`wsd` is warm-up, stable, decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: Annotated[NonNegativeInt | None, "optimiser steps"] = None
     """Steps over which the rate rises linearly from near 0 to its peak."""
-    warmup_fraction: Fraction | None = None
+    warmup_fraction: Annotated[Fraction | None, "share of the steps"] = None
     """The same, as a share of all steps."""
-    floor: Fraction = 0.1
+    floor: Annotated[Fraction, "share of the peak"] = 0.1
     """Where the decay ends, as a share of the peak; `constant` has no decay."""
-    decay_fraction: Fraction = 0.2
+    decay_fraction: Annotated[Fraction, "share of the steps"] = 0.2
     """`wsd` only: the share of all steps, at the end, over which the rate falls."""
 
     @model_validator(mode="after")
@@ -481,7 +497,7 @@ class Recipe(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """What the network computes in. Weights, optimiser, reductions and the loss stay fp32. `auto`: bf16 where
     a GPU has it, else fp32."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), "number"] = 0
     """Of the first weights, the order of rows, and dropout."""
 
     @field_validator("tokenizer", "checks", mode="before")

@@ -25,10 +25,6 @@ STATE_VERSION = 2
 """Of that file, which says it as `version`, and of those that it is about."""
 
 
-class Interrupted(DataError):
-    """A build ends for no reason that lies in the data; the next one continues."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """A finished folder."""
@@ -99,8 +95,7 @@ class Cache:
             sync(self._root)
         except BaseException as error:
             # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can continue.
-            hopeless = isinstance(error, DataError) and not isinstance(error, Interrupted)
-            if hopeless or not (staging / STATE).exists():
+            if isinstance(error, DataError) or not (staging / STATE).exists():
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         # Read back, so that the process that built sees what the others see.
@@ -150,8 +145,7 @@ class Cache:
 
     def _unusable(self, error: OSError) -> DataError:
         return DataError(
-            f"The cache directory {self._root} cannot be used: {error.strerror or error}. Set data.cache_dir "
-            "to a "
+            f"The cache directory {self._root} cannot be used: {error.strerror or error}. Set data.cache_dir to a "
             "directory that can be written and has room."
         )
 

@@ -39,15 +39,13 @@ class ClassList:
         numbers = sorted(label for label in labels if isinstance(label, int))
         if texts and numbers:
             raise DataError(
-                f"Some labels are numbers ({_some(numbers)}) and some are texts ({_some(texts)}). Write them "
-                "all as "
+                f"Some labels are numbers ({_some(numbers)}) and some are texts ({_some(texts)}). Write them all as "
                 "one or the other."
             )
         if texts:
             if num_labels is not None and len(texts) > num_labels:
                 raise DataError(
-                    f"The data has {len(texts)} classes ({_some(texts)}), and task.num_labels is "
-                    f"{num_labels}. Raise "
+                    f"The data has {len(texts)} classes ({_some(texts)}), and task.num_labels is {num_labels}. Raise "
                     "it, or leave it out so that classes are counted."
                 )
             spare = range(len(texts), num_labels or len(texts))
@@ -57,8 +55,7 @@ class ClassList:
         if numbers[0] < 0 or numbers[-1] >= count:
             raise DataError(
                 f"The labels go from {numbers[0]} to {numbers[-1]}; with {count} classes they must be 0 to "
-                f"{count - 1}. "
-                "Number the classes from 0, or correct task.num_labels."
+                f"{count - 1}. Number the classes from 0, or correct task.num_labels."
             )
         if num_labels is None and len(numbers) != count:
             known = set(numbers)
@@ -66,8 +63,7 @@ class ClassList:
             missing = list(itertools.islice((n for n in range(count) if n not in known), _SHOWN))
             raise DataError(
                 f"The labels go up to {numbers[-1]}, but {_some(missing, count - len(numbers))} never occur. Number "
-                "the classes from 0 "
-                f"without gaps, or set task.num_labels to {count} if these are real classes."
+                f"the classes from 0 without gaps, or set task.num_labels to {count} if these are real classes."
             )
         return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
 
@@ -80,8 +76,7 @@ class ClassList:
         unknown = [label for label in labels if label not in self.number_of]
         if unknown:
             raise DataError(
-                f"The validation documents have labels that no training document has: {_some(unknown)}; "
-                "known are "
+                f"The validation documents have labels that no training document has: {_some(unknown)}; known are "
                 f"{_some(list(self.number_of))}. Correct the labels, or add such documents to data.train."
             )
         return np.array([self.number_of[label] for label in labels], np.int64)[codes]

@@ -148,7 +148,14 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
     ]
     if split.chat is not None:
         lines.append(_chat_line(split.chat))
-        notes += _chat_notes(split.chat)
+        notes += [
+            (split.chat.unsupervised, "conversations left out (nothing to learn)"),
+            (split.chat.too_long, "conversations left out as too long"),
+            (split.chat.cut, "conversations cut"),
+            (split.chat.answers_cut, "answers cut"),
+            (split.chat.tools_dropped, "conversations without their tools"),
+            (split.chat.shared, "answers that begin inside a token of the prompt"),
+        ]
     found = [f"{count:,} {what}" for count, what in notes if count]
     if found:
         lines.append(f"    {', '.join(found)}")
@@ -168,17 +175,6 @@ def _chat_line(chat: ChatReport) -> str:
         f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
         f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
     )
-
-
-def _chat_notes(chat: ChatReport) -> list[tuple[int, str]]:
-    return [
-        (chat.unsupervised, "conversations left out (nothing to learn)"),
-        (chat.too_long, "conversations left out as too long"),
-        (chat.cut, "conversations cut"),
-        (chat.answers_cut, "answers cut"),
-        (chat.tools_dropped, "conversations without their tools"),
-        (chat.shared, "answers that begin inside a token of the prompt"),
-    ]
 
 
 def split_report(

@@ -2,20 +2,19 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import DataSection, Recipe, Source
 from finetune.data.cache import Cache, Entry
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.conversation_formats import RecordForm
-from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList
 from finetune.data.data_report import DataReport, SplitReport, check, split_report
 from finetune.data.progress_bar import Bar, documents_bar
@@ -55,11 +54,6 @@ class _Side:
     side: str
     rows_entry: Entry
     digest: str
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        counts: dict[str, Any] = self.entry.facts[self.side]
-        return counts
 
 
 def prepare_data(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
@@ -176,7 +170,7 @@ class _Preparation:
         return {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
-            "rules": [rules.strip, rules.lowercase, rules.held_out, rules.labelled],
+            "rules": list(astuple(rules)),
         }
 
     def _built(self, entry: Entry) -> Entry:
@@ -202,7 +196,7 @@ class _Preparation:
 
         key = {"texts": self._key(corpora, rules), "vocab_size": vocab_size, "trainer": build_tokenizer.TRAINER_VERSION}
         entry = self._built(self._cache.entry(f"tokenizer-{digest_of(key)}", build))
-        return build_tokenizer.open_folder(entry.folder)
+        return AutoTokenizer.from_pretrained(str(entry.folder), trust_remote_code=False)
 
     # Both read the whole vocabulary.
     @cached_property
@@ -312,7 +306,7 @@ class _Preparation:
             numbers = Classes(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
         return Rows(
             tokens=file.tokens,
-            packed=packing.load(side.rows_entry.folder, side.rows_entry.facts),
+            packed=packing.load(side.rows_entry.folder),
             row_length=self._data.sequence_length,
             padding_id=build_tokenizer.padding_id(self._tokenizer),
             restarts=self._data.packing == "documents",

@@ -1,7 +1,6 @@
-"""A progress bar of documents, on a terminal only: a log file gets nothing."""
+"""A progress bar of documents, on a terminal only: a log file gets nothing but what is said."""
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,36 +19,30 @@ from rich.progress import (
 
 
 class Bar:
-    """Documents that are done, and how far into the files they reach; shown by nobody if there is no display."""
+    """Documents that are done, and how far into the files they reach."""
 
-    def __init__(self, display: Progress | None, *, quiet: bool) -> None:
+    def __init__(self, display: Progress) -> None:
         """Takes what shows it, with one task."""
-        self._display, self._quiet = display, quiet
+        self._display = display
         self._documents = 0
-        self._began = time.monotonic()
 
     def say(self, text: str) -> None:
         """One line, on a terminal or in a log."""
-        if self._quiet:
-            return
-        if self._display is not None:
-            self._display.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        self._display.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, done: int) -> None:
         """Begins at so many bytes of the files, which do not count for the rate."""
-        self._documents, self._began = 0, time.monotonic()
-        if self._display is not None:
-            self._display.reset(self._display.task_ids[0], completed=done)
+        self._documents = 0
+        self._display.reset(self._display.task_ids[0], completed=done)
 
     def advance(self, documents: int, done: int = 0) -> None:
         """Shows that some more documents are done, and so many bytes of the files with them."""
+        if self._display.disable:
+            return
         self._documents += documents
-        if self._display is not None:
-            rate = self._documents / max(time.monotonic() - self._began, 1e-9)
-            shown = f"{self._documents:,} documents, {rate:,.0f}/s"
-            self._display.update(self._display.task_ids[0], completed=done, documents=shown)
+        rate = self._documents / (self._display.tasks[0].elapsed or 1e-9)
+        shown = f"{self._documents:,} documents, {rate:,.0f}/s"
+        self._display.update(self._display.task_ids[0], completed=done, documents=shown)
 
 
 @contextmanager
@@ -61,9 +54,6 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
         sizes: Bytes of each source's files; None where nobody knows.
         quiet: Show and say nothing.
     """
-    if quiet or not sys.stderr.isatty():
-        yield Bar(None, quiet=quiet)
-        return
     total = sum(size or 0 for size in sizes) if None not in sizes else None
     documents = TextColumn("{task.fields[documents]}")
     columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), documents)
@@ -71,6 +61,8 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
         columns += (TimeElapsedColumn(),)
     else:
         columns += (BarColumn(), TaskProgressColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True, quiet=quiet)
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as display:
         display.add_task(title, total=total, documents="")
-        yield Bar(display, quiet=quiet)
+        yield Bar(display)

@@ -20,11 +20,12 @@ _NUL_IN_JSON = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 # What bytes 0x80 to 0xBF, of which UTF-8 characters go on, become in Latin-1 and in Windows-1252.
 _REST = "[\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
 # Bytes that could not be decoded, and UTF-8 decoded as one of these two: letters with accents (but not a word in
-# capitals before a quotation mark), punctuation, Cyrillic and emoji.
+# capitals before a quotation mark), punctuation, Cyrillic and emoji. Each alternative begins with one character: a
+# search for anything else takes ten times as long.
 _MOJIBAKE = re.compile(
-    f"\ufffd|(?<![A-ZÀ-ÖØ-Þ])[ÂÃ]{_REST}|â(?:[€\x80]|{_REST}{{2}})|(?:[ÐÑ]{_REST}){{2}}|ð[Ÿ\x9f]{_REST}"
+    f"\ufffd|Â(?<![A-ZÀ-ÖØ-Þ].){_REST}|Ã(?<![A-ZÀ-ÖØ-Þ].){_REST}|â(?:[€\x80]|{_REST}{{2}})"
+    f"|Ð{_REST}[ÐÑ]{_REST}|Ñ{_REST}[ÐÑ]{_REST}|ð[Ÿ\x9f]{_REST}"
 )
-_MOJIBAKE_STARTS = "\ufffdÂÃâÐÑð"
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,9 @@ class Issues:
                 self._count(kind, item, example)
             if number < _SAMPLED_FIRST or item.digest % _SAMPLED_ONE_IN == 0:
                 self.sampled += 1
-                text = (said(item.text) if chat else item.text.decode())[:_SAMPLED_CHARACTERS]
+                text = (plain_text(item.text) if chat else item.text.decode())[:_SAMPLED_CHARACTERS]
                 if (back := restore(text)) != text:
                     self._count(LOSSY, item, _difference(text, back))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
-        return vars(self)
 
     def _count(self, kind: str, item: Chosen, example: str) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -82,14 +79,14 @@ class Issues:
 
 
 def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
-    """What `Issues.to_dict` has counted, one for each kind."""
+    """What `Issues` has counted, as a dict, one for each kind."""
     return tuple(
         Finding(kind, count, issues["sampled" if kind == LOSSY else "looked"], issues["examples"][kind])
         for kind, count in sorted(issues["counts"].items())
     )
 
 
-def said(document: bytes) -> str:
+def plain_text(document: bytes) -> str:
     """The text of a document, or all that is said in a conversation."""
     found = Conversation.from_json(document)
     return found if isinstance(found, str) else "\n".join(str(m.get("content", "")) for m in found.messages)
@@ -99,14 +96,19 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
     """Kinds of signs in one document, each with an example."""
     data = item.text
     if b"\0" in data or (chat and b"\\u0000" in data and _NUL_IN_JSON.search(data)):
-        text = said(data) if chat else data.decode()
+        text = plain_text(data) if chat else data.decode()
         yield NUL, _around(text, max(0, text.find("\0")), 1)
     if not data.isascii():
-        text = said(data) if chat else data.decode()
-        if found := _mojibake(text):
+        text = plain_text(data) if chat else data.decode()
+        if found := _MOJIBAKE.search(text):
             yield MOJIBAKE, _around(text, *found.span())
     if item.duplicate_key is not None:
         yield DUPLICATE_KEY, repr(item.duplicate_key)
+
+
+def first_difference(one: str, other: str) -> int:
+    """How many characters two texts have in common before they differ."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _printable(where: str) -> str:
@@ -114,23 +116,12 @@ def _printable(where: str) -> str:
     return where.encode("utf-8", "backslashreplace").decode()
 
 
-def _mojibake(text: str) -> re.Match[str] | None:
-    """A place where a text was decoded wrongly. Searching by the expression takes ten times as long."""
-    for sign in _MOJIBAKE_STARTS:
-        place = text.find(sign)
-        while place >= 0:
-            if found := _MOJIBAKE.match(text, place):
-                return found
-            place = text.find(sign, place + 1)
-    return None
-
-
 def _around(text: str, start: int, end: int) -> str:
     return repr(text[max(0, start - _SHOWN) : end + _SHOWN])
 
 
 def _difference(text: str, back: str) -> str:
-    """The first place where two texts differ."""
-    same = next((n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+    """What is in two texts around the first place where they differ."""
+    same = first_difference(text, back)
     start = max(0, same - _SHOWN // 2)
     return f"{text[start : same + _SHOWN]!r} became {back[start : same + _SHOWN]!r}"

@@ -4,10 +4,11 @@ Imports no torch: it answers at once. What contradicts itself is an error here a
 """
 
 import json
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rich.console import Group
+from rich.table import Table
 
 from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
@@ -16,6 +17,7 @@ from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_values
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import agree
+from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
 
 
@@ -58,7 +60,7 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     if not found and (off := recipe_values.off(key)) is not None:
         found = [off]
     if not found:
-        known = list(dict.fromkeys([*(value.key for value in values), *recipe_values.all_keys()]))
+        known = list(dict.fromkeys([*(value.key for value in values), *recipe_values.FIELDS]))
         same = [name for name in known if name.rsplit(".", 1)[-1] == key]
         near = f", did you mean {' or '.join(same)}?" if same else hint(key, known)
         raise RecipeError(f"There is no key '{key}'{near or '.'} `finetune explain RECIPE --all` lists all.")
@@ -88,30 +90,34 @@ def _object(value: Value) -> dict[str, Any]:
     }
 
 
-def page(value: Value) -> str:
+def page(value: Value) -> Group:
     """Everything about one key."""
-    *overrode, last = value.settings or (None,)
-    lines = [f"{value.key} = {_plain(last.value)}" if last else f"{value.key} is not in force: its section is left out"]
-    if last is not None:
-        lines.append(f"  set by      {_who(last)}")
-    for number, setting in enumerate(setting for setting in reversed(overrode) if setting):
-        lines.append(f"  {'instead of' if number == 0 else '':<10}  {_plain(setting.value)}, {_who(setting)}")
+    rows = plain_table("", "")
+    if not value.settings:
+        head = f"{value.key} is not in force: its section is left out"
+    else:
+        *overrode, last = value.settings
+        head = f"{value.key} = {_plain(last.value)}"
+        rows.add_row("  set by", _who(last))
+        for number, setting in enumerate(reversed(overrode)):
+            rows.add_row("" if number else "  instead of", f"{_plain(setting.value)}, {_who(setting)}")
     if value.unit:
-        lines.append(f"  unit        {value.unit}")
-    width = max(60, shutil.get_terminal_size((100, 24)).columns)
-    text = textwrap.wrap(value.meaning, width - 14) or ["-"]
-    return "\n".join([*lines, f"  meaning     {text[0]}", *(f"{'':14}{line}" for line in text[1:])])
+        rows.add_row("  unit", value.unit)
+    rows.add_row("  meaning", value.meaning or "-")
+    return Group(head, rows)
 
 
-def table(values: Sequence[Value]) -> str:
+def table(values: Sequence[Value]) -> Table:
     """A table by section: key, value with its unit, who set it, and what that overrode."""
-    blocks = []
+    found = plain_table("", "", "", "")
     for section in dict.fromkeys(value.section for value in values):
-        rows = [_cells(value) for value in values if value.section == section and value.settings]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-        blocks.append("\n".join([section, *(f"  {line}".rstrip() for line in padded)]))
-    return "\n\n".join(blocks)
+        if found.row_count:
+            found.add_row()
+        found.add_row(section)
+        for value in values:
+            if value.section == section and value.settings:
+                found.add_row(*_cells(value))
+    return found
 
 
 def _cells(value: Value) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ def _cells(value: Value) -> tuple[str, ...]:
     before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in reversed(overrode) if s.value is not None]
     where = last.place if last.layer in ("recipe file", "launch file", "ds_config") and last.place else _who(last)
     return (
-        value.key,
+        f"  {value.key}",
         f"{_cut(_plain(last.value))} [{value.unit}]" if value.unit else _cut(_plain(last.value)),
         where,
         f"instead of {', '.join(before)}" if before else "",

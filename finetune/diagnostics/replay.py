@@ -6,13 +6,13 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 
 import math
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger
 from finetune.config.recipe import load_recipe
@@ -24,6 +24,7 @@ from finetune.training import evaluation
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
 from finetune.utils.atomic_files import read_lines
+from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
 
 # Of a row's text, so many characters are shown.
@@ -65,27 +66,29 @@ class Replayed:
     def holds(self) -> bool:
         return not self.differences
 
-    def lines(self) -> Iterator[str]:
-        """Lines for people."""
-        yield f"step {self.step}, positions from {self.position}; weights: {self.start}"
+    def print_to(self, console: Console) -> None:
+        """Prints it for people."""
+        console.print(f"step {self.step}, positions from {self.position}; weights: {self.start}")
         for index, (where, loss, rows) in enumerate(self.micro_batches):
             targets = sum(row.targets for row in rows)
-            yield f"micro-batch {index + 1} ({where}): loss sum {loss:.4f} over {targets:,} targets"
+            console.print(f"micro-batch {index + 1} ({where}): loss sum {loss:.4f} over {targets:,} targets")
             for row in rows:
                 mean = row.loss / max(1, row.targets)
-                yield f"  row {row.number}: {row.targets:,} targets, {mean:.4f} each without dropout: {row.text}"
-        yield f"{'':<11}{'now':>16}{'then':>16}{'apart':>10}"
+                figures = f"{row.targets:,} targets, {mean:.4f} each without dropout"
+                console.print(f"  row {row.number}: {figures}: {row.text}")
+        table = plain_table("", "now", "then", "apart", right=("now", "then", "apart"))
         for key, value in self.now.items():
-            then = self.then[key] if self.then is not None else None
-            written = _number(then) if self.then is not None else "not logged"
-            apart = f"{relative(then, value):.0e}" if self.then is not None else ""
-            yield f"{key:<11}{_number(value):>16}{written:>16}{apart:>10}"
+            if self.then is None:
+                table.add_row(key, _number(value), "not logged")
+            else:
+                table.add_row(key, _number(value), _number(self.then[key]), f"{relative(self.then[key], value):.0e}")
+        console.print(table)
         if self.incident is not None:
-            yield f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}"
+            console.print(f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}")
         for difference in self.differences:
-            yield f"DRIFT: {difference}"
+            console.print(f"DRIFT: {difference}")
         if self.holds:
-            yield "this is the step that the run took"
+            console.print("this is the step that the run took")
 
 
 def _number(value: float | None) -> str:
@@ -204,19 +207,19 @@ def _look(
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")
-    for key, limit in limits.items() if then is not None else ():
-        assert then is not None
-        if not relative(then[key], finite[key]) <= limit:
-            differences.append(f"{key} is {_number(finite[key])}, and was {_number(then[key])} ({limit:.0e} allowed)")
+    for key, before in (then or {}).items():
+        if not relative(before, finite[key]) <= limits[key]:
+            change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
+            differences.append(f"{change} ({limits[key]:.0e} allowed)")
     incidents = directory / "incidents.jsonl"
-    told = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
-    if (number in told) != (finite["grad_norm"] is None):
-        differences.append("the gradient is finite, and was not" if number in told else "the gradient is not finite")
+    skipped = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
+    if (number in skipped) != (finite["grad_norm"] is None):
+        differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
     where = [
         f"rank {index % processes} of {processes}, its number {index // processes + 1}" for index in range(len(grid))
     ]
     parts = list(zip(where, losses.tolist(), rows, strict=True))
-    return Replayed(number, start, entry.position, parts, finite, then, told.get(number), differences)
+    return Replayed(number, start, entry.position, parts, finite, then, skipped.get(number), differences)
 
 
 def _row(run: Run, number: int) -> Row:

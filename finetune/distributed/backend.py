@@ -21,7 +21,6 @@ from finetune.distributed import deepspeed_config, held_memory, init_accelerator
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import native_ops
-from finetune.distributed.native_ops.needed_ops import needed_ops
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
@@ -57,7 +56,7 @@ class Backend:
         Raises:
             BackendError: If this machine cannot run it.
         """
-        native_ops.ensure(needed_ops(asked), quiet=quiet)
+        native_ops.ensure(native_ops.needed_ops(asked), quiet=quiet)
         accelerator = init_accelerator.start(asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
@@ -114,7 +113,7 @@ class Backend:
         if any(p.is_meta for p in model.parameters()):
             raise BackendError(
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
-                "finetune.models.init_weights.init_weights does."
+                "finetune.models.networks.init_weights does."
             )
         if self.casts_weights and any(hasattr(p, "packed_weights") for p in model.parameters()):
             raise BackendError(

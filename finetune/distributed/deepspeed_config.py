@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.config.provenance import places
+from finetune.config.provenance import flat, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
 from finetune.utils.errors import BackendError
@@ -52,15 +52,11 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
-    known = launch_keys.deepspeed()
-    problems = [] if known is None else list(launch_keys.unknown(config, known))
+    problems = list(launch_keys.unknown(config, launch_keys.deepspeed()))
     if problems:
         lines = places(place)
-        said = [
-            f"{place}:{lines[key]}: {key}: {what}" if key in lines else f"{place}: {key}: {what}"
-            for key, what in problems
-        ]
-        raise BackendError.of(f"The DeepSpeed config {place}", said)
+        reported = [f"{launch_file.place_of(key, str(place), lines)}: {key}: {what}" for key, what in problems]
+        raise BackendError.of(f"The DeepSpeed config {place}", reported)
     return str(place), config
 
 
@@ -97,20 +93,20 @@ def complete(
         "gradient_clipping": 0.0 if clip is None else clip,
         "fp16.enabled": precision == "fp16",
     }
-    if precision == "bf16" and _get(config, "bf16.enabled") in (None, AUTO):
+    if precision == "bf16" and flat(config).get("bf16.enabled") in (None, AUTO):
         _autocast_bf16(config)
-    values["bf16.enabled"] = precision == "bf16" and not _get(config, "torch_autocast.enabled")
+    written = flat(config)
+    values["bf16.enabled"] = precision == "bf16" and not written.get("torch_autocast.enabled")
     contradictions = []
     for key, value in values.items():
-        written = _get(config, key)
-        if written in (None, AUTO):
+        if written.get(key) in (None, AUTO):
             _set(config, key, value)
-        elif written != value:
-            contradictions.append(f"{place} says {key}: {written}, the recipe's {DECIDES[key]} makes it {value}")
+        elif written[key] != value:
+            contradictions.append(f"{place} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
     for key in ("optimizer", "scheduler"):
         if key in config:
             contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
-    if _get(config, "torch_autocast.enabled") and precision != "bf16":
+    if written.get("torch_autocast.enabled") and precision != "bf16":
         contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
     if contradictions:
         advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
@@ -121,7 +117,7 @@ def complete(
         ("data_types.grad_accum_dtype", "fp32"),
         ("communication_data_type", recipe.optim.reduce_dtype),
     ):
-        if _get(config, key) in (None, AUTO):
+        if written.get(key) in (None, AUTO):
             _set(config, key, value)
     _offload_needs_adamw(config, recipe, place)
     return config
@@ -142,7 +138,7 @@ def _autocast_bf16(config: dict[str, Any]) -> None:
 
 def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:
     """Accelerate swaps any optimiser for DeepSpeed's CPU Adam under offload, so only AdamW may be asked for."""
-    device = _get(config, "zero_optimization.offload_optimizer.device") or "none"
+    device = flat(config).get("zero_optimization.offload_optimizer.device") or "none"
     if device == "none":
         return
     if recipe.optim.name != "AdamW":
@@ -186,29 +182,12 @@ def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: I
     if parameters.get("buffer_size") == AUTO:
         # A buffer holds one parameter on its way to or from the disk; DeepSpeed aligns it.
         parameters["buffer_size"] = max(sizes) + 1024
-    unknown = sorted(_autos(config))
+    unknown = sorted(key for key, value in flat(config).items() if value == AUTO)
     if unknown:
         raise BackendError(
             f'{place} says "auto" for {", ".join(unknown)}, which neither recipe nor model decides. Write a value, or '
             "remove the key to take DeepSpeed's default."
         )
-
-
-def _autos(config: dict[str, Any], prefix: str = "") -> Iterable[str]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _autos(value, f"{prefix}{key}.")
-        elif value == AUTO:
-            yield prefix + key
-
-
-def _get(config: dict[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        if not isinstance(node, dict):
-            return None
-        node = node.get(part)
-    return node
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from finetune.utils.errors import RecipeError
 
@@ -50,12 +51,7 @@ _KNOWN = (
     Gpu("rtx4090-24gb", "RTX 4090", 23.5, 165.0, 32.0, 450.0),
     Gpu("mi300x-192gb", "MI300X", 191.0, 1307.0, 448.0, 750.0),
 )
-_OWN = {
-    "memory": "memory_gib",
-    "bf16": "bf16_tflops",
-    "link": "link_gbs",
-    "watts": "watts",
-}
+_OWN = {"memory": "memory_gib", "bf16": "bf16_tflops", "link": "link_gbs", "watts": "watts"}
 
 
 def of_device(name: str) -> Gpu | None:
@@ -81,18 +77,14 @@ def find(text: str) -> Gpu:
         )
     figures = _figures(rest if named else text.split(","))
     if named:
-        return _with(known[first], figures)
+        return replace(known[first], **figures)
     if not {"memory_gib", "bf16_tflops"} <= figures.keys():
         raise RecipeError(f"--gpu: '{text}' must say memory (GiB) and bf16 (TFLOP/s) at least: memory=24,bf16=70.")
     # What is not said: no fast links, and the power of a large card.
-    return _with(Gpu("your own", "", 0.0, 0.0, 32.0, 300.0), figures)
+    return replace(Gpu("your own", "", 0.0, 0.0, 32.0, 300.0), **figures)
 
 
-def _with(gpu: Gpu, figures: dict[str, float]) -> Gpu:
-    return Gpu(gpu.name, gpu.part, **{**{key: getattr(gpu, key) for key in _OWN.values()}, **figures})
-
-
-def _figures(words: list[str]) -> dict[str, float]:
+def _figures(words: list[str]) -> dict[str, Any]:
     found = {}
     for word in words:
         key, _, value = word.partition("=")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.verify_launch import local
+from finetune.distributed.state.tensor_shards import local
 from finetune.utils.errors import BackendError
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.state.tensor_shards import local
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
@@ -111,7 +112,7 @@ def verify(
     Raises:
         BackendError: With every difference.
     """
-    report = _read(accelerator, launch, precision, model, optimizer)
+    report = _read(accelerator, model, optimizer)
     report = replace(report, output_dtypes=_census(model, rehearse))
     problems = list(_differences(report, launch, accumulation, precision, _short(reduced)))
     if problems:
@@ -274,7 +275,7 @@ def _tiny(report: RuntimeReport, want: float, have: float) -> bool:
     return report.num_parameters < 10_000 and want < 1.0 and have < 1.0
 
 
-def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Module, optimizer: Any) -> RuntimeReport:
+def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> RuntimeReport:
     distributed = torch.distributed.is_initialized()
     world = torch.distributed.get_world_size() if distributed else 1
     common: dict[str, Any] = {
@@ -289,16 +290,16 @@ def _read(accelerator: Accelerator, launch: Launch, precision: str, model: nn.Mo
         return _read_deepspeed(model, common)
     parameters = list(model.parameters())
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    master_weights = [p for group in optimizer.param_groups for p in group["params"]]
     common |= {
         "num_parameters": sum(p.numel() for p in parameters),
-        "parameter_dtypes": _dtypes(masters),
+        "parameter_dtypes": _dtypes(master_weights),
         "accumulation": accelerator.gradient_accumulation_steps,
     }
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
-        return _read_fsdp(model, parameters, masters, common)
+        return _read_fsdp(model, parameters, master_weights, common)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
     return RuntimeReport(
         kind="ddp" if wrapped else "single",
@@ -318,7 +319,7 @@ def _halves_gradients(model: Any) -> bool:
     return "bf16" in str(torch_private.ddp_logging_data(model).get("comm_hook", ""))
 
 
-def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: dict[str, Any]) -> RuntimeReport:
+def _read_fsdp(model: Any, parameters: list[Any], master_weights: list[Any], common: dict[str, Any]) -> RuntimeReport:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 
@@ -353,12 +354,12 @@ def _read_fsdp(model: Any, parameters: list[Any], masters: list[Any], common: di
         kind=("hsdp" if replicas > 1 else "fsdp") if sharded else "unsharded",
         replicas=replicas,
         parameter_fraction=held(parameters),
-        optimizer_fraction=held(masters),
+        optimizer_fraction=held(master_weights),
         model_dtypes=_dtypes(parameters) if compute is None else (_short(compute),),
         reduce_dtype=_short(policy.reduce_dtype or policy.param_dtype or torch.float32),
         offload_params=offload,
         offload_optimizer=offload,
-        due=(due(parameters), due(masters)),
+        due=(due(parameters), due(master_weights)),
         reshards=reshards,
         **common,
     )
@@ -380,42 +381,39 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> RuntimeReport:
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
     if stage == 3:
         # A persistent parameter stays whole on every rank although it also has a partition.
-        local = [
+        held = [
             p.ds_numel if getattr(p, "ds_persist", False) else p.ds_tensor.ds_numel
             for p in parameters
             if hasattr(p, "ds_tensor")
         ]
-        masters = inner.fp32_partitioned_groups_flat
-        # Not read off the masters themselves: on NVMe they are empty between steps.
+        master_weights = inner.fp32_partitioned_groups_flat
+        # Not read off the master_weights themselves: on NVMe they are empty between steps.
         master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
-    else:
-        local = sizes
-        masters = inner.single_partition_of_fp32_groups
-        master_sizes = [m.numel() for m in masters]
-    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
-    if stage == 3:
+        swaps = any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
+        offload_params = _rests(swaps, inner.offload_param)
+        offload_optimizer = _rests(inner.swap_optimizer, inner.offload_optimizer)
         common["on_disk"] = _on_disk(parameters, inner)
+    else:
+        held = sizes
+        master_weights = inner.single_partition_of_fp32_groups
+        master_sizes = [m.numel() for m in master_weights]
+        offload_params = "none"
+        offload_optimizer = _rests(False, inner.cpu_offload)
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
     return RuntimeReport(
         kind=f"zero{stage}",
         replicas=1,
         num_parameters=sum(sizes),
-        parameter_fraction=sum(local) / max(1, sum(sizes)),
+        parameter_fraction=sum(held) / max(1, sum(sizes)),
         optimizer_fraction=sum(master_sizes) / max(1, trainable),
-        parameter_dtypes=_dtypes(masters),
+        parameter_dtypes=_dtypes(master_weights),
         model_dtypes=_dtypes(parameters),
         reduce_dtype=_short(engine.communication_data_type),
-        offload_params=_rests(_swaps(parameters), inner.offload_param) if stage == 3 else "none",
-        offload_optimizer=_rests(inner.swap_optimizer, inner.offload_optimizer)
-        if stage == 3
-        else _rests(False, inner.cpu_offload),
+        offload_params=offload_params,
+        offload_optimizer=offload_optimizer,
         accumulation=engine.gradient_accumulation_steps(),
         **common,
     )
-
-
-def _swaps(parameters: list[Any]) -> bool:
-    """Whether parameters have a swapper to NVMe."""
-    return any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
 
 
 def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
@@ -432,12 +430,6 @@ def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
 
 def _rests(on_disk: bool, offloaded: bool) -> str:
     return "nvme" if on_disk else "cpu" if offloaded else "none"
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return here
 
 
 def _dtypes(tensors: Any) -> tuple[str, ...]:

@@ -27,10 +27,6 @@ class WeightSource:
     """Keeps the run from deleting the checkpoint; close it when it has been read."""
 
     @property
-    def files(self) -> list[Path]:
-        return sorted(self.weights.glob("*.safetensors"))
-
-    @property
     def ends(self) -> list[str] | None:
         """The tokens that the answers it learned end in, as text; None if it learned no conversations."""
         train = (self.facts.get("data") or {}).get("train") or {}

@@ -10,35 +10,28 @@ from typing import Any
 
 
 def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The network, in fp32 whatever it is stored in, and what loading said of missing and unexpected tensors."""
+    """The network, in fp32 whatever it is stored in, and what loading reports of missing and unexpected tensors."""
     import torch
     import transformers
 
     auto = getattr(transformers, ask["auto"])
     options = {"dtype": torch.float32, "trust_remote_code": ask["trust_remote_code"]}
     if ask["base"] is None:
-        network, told = auto.from_pretrained(ask["folder"], output_loading_info=True, **options)
+        network, report = auto.from_pretrained(ask["folder"], output_loading_info=True, **options)
     else:
         from peft import PeftModel
 
         more = {"num_labels": ask["num_labels"]} if ask["num_labels"] is not None else {}
-        base, told = auto.from_pretrained(
+        base, report = auto.from_pretrained(
             ask["base"], revision=ask["revision"], output_loading_info=True, **more, **options
         )
         if ask["dequantize"]:
             base = base.dequantize()
         # A classifier's head is in the adapter, not in its base.
-        told = {"missing_keys": [], "unexpected_keys": []} if ask["num_labels"] is not None else told
+        report = {} if ask["num_labels"] is not None else report
         network = PeftModel.from_pretrained(base, ask["folder"])
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    return network.eval(), {key: sorted(map(str, told.get(key, ()))) for key in keys}
-
-
-def _untied(network: Any) -> bool:
-    inner = network.get_base_model() if hasattr(network, "get_base_model") else network
-    asked = getattr(inner.config.get_text_config(), "tie_word_embeddings", False)
-    ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
-    return bool(asked) and ends[1] is not None and ends[0].weight is not ends[1].weight
+    return network.eval(), {key: sorted(map(str, report.get(key, ()))) for key in keys}
 
 
 def compare(ask: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +43,7 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     given = load_file(ask["tensors"])
-    network, told = _open(ask)
+    network, report = _open(ask)
     losses, targets = 0.0, 0
     with torch.no_grad():
         logits = network(**_inputs(given, "probe"), **ask["options"]).logits.float()
@@ -66,12 +59,11 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
             targets += int((wanted != -100).sum())
     expected = given["expected"]
     return {
-        **told,
+        **report,
         "finite": bool(torch.isfinite(logits).all()),
         "distance": float((logits - expected).abs().max()),
         "scale": float(expected.abs().max()),
         "loss": losses / targets if targets else None,
-        "untied": _untied(network),
         "ours": sorted(name for name in sys.modules if name.split(".")[0] == "finetune"),
     }
 

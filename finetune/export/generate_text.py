@@ -37,11 +37,14 @@ class SamplingOptions:
 
 @dataclass
 class _Stream:
-    """Hands text on as soon as its characters are whole. What transformers calls a streamer."""
+    """Hands text on as soon as its characters are whole. What transformers calls a streamer.
+
+    Its own `TextStreamer` decodes lines one by one, without the prompt: some tokenizers then drop a space.
+    """
 
     tokenizer: Any
     write: Callable[[str], None]
-    told: str = ""
+    written: str = ""
     ids: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
 
@@ -56,14 +59,13 @@ class _Stream:
         self._hand_on(last=True)
 
     def _hand_on(self, *, last: bool) -> None:
-        # Decoded with the prompt: some tokenizers drop a space at the beginning.
         before = self.tokenizer.decode(self.prompt, skip_special_tokens=True)
-        whole = self.tokenizer.decode([*self.prompt, *self.ids], skip_special_tokens=True)[len(before) :]
-        if whole.endswith("\ufffd") and not last:
+        text = self.tokenizer.decode([*self.prompt, *self.ids], skip_special_tokens=True)[len(before) :]
+        if text.endswith("\ufffd") and not last:
             return
-        if whole.startswith(self.told):
-            self.write(whole[len(self.told) :])
-            self.told = whole
+        if text.startswith(self.written):
+            self.write(text[len(self.written) :])
+            self.written = text
 
 
 def generate(
@@ -88,7 +90,8 @@ def generate(
             f"The prompt has {len(ids)} tokens, and the model knows {opened.longest} positions. Shorten it."
         )
     network: Any = transformer(opened.network)
-    stream = _Stream(opened.tokenizer, write)
+    stream = _Stream(tokenizer, write)
+    paddings = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     inputs = torch.tensor([ids], device=opened.device)
     torch.manual_seed(manner.seed)
     with torch.no_grad():
@@ -96,19 +99,9 @@ def generate(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=room,
-            eos_token_id=_ends(opened, network) or None,
-            pad_token_id=_padding(opened),
+            eos_token_id=prompts.ends(network.generation_config, tokenizer, opened.ends) or None,
+            pad_token_id=next(token for token in paddings if token is not None),
             streamer=stream,
             **manner.options(),
         )
-    return stream.told
-
-
-def _ends(opened: LoadedModel, network: Any) -> list[int]:
-    """All ends of text: the generation config's, the tokenizer's, and what the answers of a run end in."""
-    return prompts.ends(network.generation_config, opened.tokenizer, opened.ends)
-
-
-def _padding(opened: LoadedModel) -> int:
-    found = (opened.tokenizer.pad_token_id, opened.tokenizer.eos_token_id, 0)
-    return next(int(token) for token in found if token is not None)
+    return stream.written

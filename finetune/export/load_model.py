@@ -32,13 +32,9 @@ class LoadedModel:
     """What to report of its files."""
 
     @property
-    def config(self) -> Any:
-        return lora_adapters.config_of(self.network)
-
-    @property
     def longest(self) -> int | None:
         """Positions that the network knows."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return getattr(lora_adapters.config_of(self.network).get_text_config(), "max_position_embeddings", None)
 
     @property
     def device(self) -> torch.device:
@@ -95,12 +91,12 @@ def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
 
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
-    told = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
-    _check_head(told.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {told.get('task_type')})")
-    name = base or told.get("base_model_name_or_path")
+    facts = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    _check_head(facts.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {facts.get('task_type')})")
+    name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
-    model, weights = _plain(name, dtype, trusted, told.get("revision") if base is None else None)
+    model, weights = _plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
     adapted, tokenizer = lora_adapters.put_on(model, place), _tokenizer(folder, trusted)

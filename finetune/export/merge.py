@@ -1,7 +1,6 @@
 """Builds the network that was trained, and the merged one that is written."""
 
 import ctypes
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters
 from finetune.models.lora_adapters import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_base_model, build_meta_model, build_model
-from finetune.models.pretrained_files import lacking, names_of, stored_dtype, weights_folder
+from finetune.models.networks import build_base_model, build_model
+from finetune.models.pretrained_files import stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task, head_of, task_config
 from finetune.utils.compat import transformers_private
@@ -95,25 +94,30 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     return recipe
 
 
-def trained(source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool) -> nn.Module:
-    """The network as it was trained, in fp32, from the checkpoint and the base.
+def trained(
+    source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The network as it was trained, from the checkpoint and the base.
 
     Args:
         recipe: With the base to take.
         quantised: Whether a base that was quantised in training is.
+        dtype: In which weights are read; those of adapters, and of a quantised base, are fp32.
     """
     head = source_head(source)
-    if recipe.lora is None:
-        whole: nn.Module = _whole(source, recipe, head, torch.float32)
-        return whole.train(mode=False)
-    config = task_config(recipe, ready)
     network: nn.Module
+    if recipe.lora is None:
+        network = _whole(source, recipe, head, dtype)
+        return network.eval()
+    config = task_config(recipe, ready)
     if quantised:
         network = build_model(recipe, config, head)
     else:
-        network = lora_adapters.attach(dequantised(build_base_model(_unquantised(recipe), config, head)), recipe, head)
+        plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
+        network = dequantised(build_base_model(plain, config, head, dtype=dtype))
+        network = lora_adapters.attach(network, recipe, head)
     lora_adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
-    return network.train(mode=False)
+    return network.eval()
 
 
 def merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
@@ -121,18 +125,13 @@ def merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.d
 
     Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
     """
-    head = source_head(source)
     if recipe.lora is None:
-        return lora_adapters.merge(_whole(source, recipe, head, stored_dtype(source.weights)), dtype)
-    recipe = _unquantised(recipe)
-    config = task_config(recipe, ready)
-    # Singular vectors are taken out of the weights, in their dtype.
-    exact = recipe.lora is not None and recipe.lora.init == "pissa"
-    at = torch.float32 if exact or recipe.model.name is None else stored_dtype(weights_folder(recipe.model))
-    network = dequantised(build_base_model(recipe, config, head, dtype=at))
-    adapted = lora_adapters.attach(network, recipe, head)
-    lora_adapters.fill(adapted, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
-    return lora_adapters.merge(adapted, dtype)
+        stored = stored_dtype(source.weights)
+    elif recipe.lora.init == "pissa" or recipe.model.name is None:
+        stored = torch.float32  # singular vectors are taken out of the weights, in their dtype
+    else:
+        stored = stored_dtype(weights_folder(recipe.model))
+    return lora_adapters.merge(trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
 
 
 def dequantised(network: PreTrainedModel) -> PreTrainedModel:
@@ -195,36 +194,20 @@ def return_memory_at_once() -> None:
         set_option(-3, 1 << 20)
 
 
-def free() -> None:
-    """Gives the memory of networks that are no longer needed back; they refer to themselves."""
-    gc.collect()
-
-
-def _unquantised(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
-
-
 def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
     """A network of which everything was trained, from the folder that has it all."""
     recipe = _from(source, recipe)
-    config = resolve_model_config(recipe)
-    _check_names(source, build_meta_model(config, head, trust_remote_code=recipe.model.trust_remote_code))
-    whole = build_base_model(recipe, config, head, dtype=dtype)
+    try:
+        network = build_base_model(recipe, resolve_model_config(recipe), head, dtype=dtype)
+    except RecipeError as error:
+        # The folder is the run's, and no name in a recipe.
+        reason = str(error).removeprefix("model.name: ")
+        raise CheckpointError(f"{reason} Restore it, or take another step (--step).") from error
     # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
-    transformers_private.forget_weight_conversions(whole)
-    return whole
+    transformers_private.forget_weight_conversions(network)
+    return network
 
 
 def _from(source: WeightSource, recipe: Recipe) -> Recipe:
     there = {"name": str(source.weights), "revision": None, "config": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
-
-
-def _check_names(source: WeightSource, skeleton: nn.Module) -> None:
-    assert isinstance(skeleton, PreTrainedModel)
-    missing = lacking(skeleton, {name for file in source.files for name in names_of(file)})
-    if missing:
-        raise CheckpointError(
-            f"{source.weights} lacks {len(missing)} of the network's tensors, such as {missing[0]}. Restore it, or "
-            "take another step."
-        )

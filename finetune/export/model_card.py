@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import metadata_load
 
 from finetune.checkpoint import row_ledger
 from finetune.config.recipe import dump_recipe
@@ -58,17 +59,15 @@ def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str
 
 
 def _licence(base_folder: Path | None) -> dict[str, Any]:
-    """What the base's card says of its licence."""
+    """The licence that the base's card names."""
     card = None if base_folder is None else base_folder / "README.md"
     if card is None or not card.is_file():
         return {}
-    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n")
     try:
-        told = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
-    except yaml.YAMLError:
+        facts = metadata_load(card) or {}
+    except (ValueError, yaml.YAMLError):
         return {}
-    wanted = ("license", "license_name", "license_link")
-    return {key: told[key] for key in wanted if key in told} if isinstance(told, dict) else {}
+    return {key: facts[key] for key in ("license", "license_name", "license_link") if key in facts}
 
 
 def _origin(source: WeightSource, kind: str) -> str:

@@ -97,12 +97,21 @@ def _write(
             save_file(tensors, staging / "model.safetensors")
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    follow_umask(staging)
-    for path in staging.rglob("*"):
-        if path.is_file():
-            sync(path)
+    sync_files(staging)
     remove(directory)
     staging.rename(directory)
+
+
+def sync_files(folder: Path) -> None:
+    """Returns once all files of a new folder are on the disk, with the mode that the umask asks for.
+
+    Raises:
+        OSError: If they cannot be written there.
+    """
+    follow_umask(folder)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            sync(path)
 
 
 def _fill(network: nn.Module, skeleton: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,9 +1,10 @@
 """Where generation stops: the tokenizer's end of text, the ends of learned answers, and those of the base model."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers import GenerationConfig
 
 from finetune.export.find_weights import WeightSource
 from finetune.utils.errors import CheckpointError
@@ -31,16 +32,12 @@ def read(folder: Path) -> list[int]:
     """The tokens at which the generation config in a folder stops; none if there is no such file.
 
     Raises:
-        CheckpointError: If it cannot be read.
+        OSError: If it cannot be read.
     """
-    file = folder / "generation_config.json"
-    if not file.is_file():
+    if not (folder / "generation_config.json").is_file():
         return []
-    try:
-        told = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Restore it.") from error
-    return [end for end in (told if isinstance(told, list) else [told]) if end is not None]
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
 
 
 def check(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:

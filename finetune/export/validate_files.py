@@ -58,7 +58,8 @@ def check(
         if tensor.is_floating_point() and not bool(fits.all()):
             raise CheckpointError(
                 f"{folder}: {name} holds {int((~torch.isfinite(tensor)).sum()):,} numbers that are NaN or infinite"
-                f"{_beyond(tensor)}. Take a step before the weights broke (--step)."
+                f"{', as fp16 ends at 65,504' if dtype == torch.float16 else ''}. Take a step before the weights broke "
+                "(--step)."
             )
         if tensor.numel() == 0:
             raise CheckpointError(f"{folder}: {name} is empty. What it was written from was never gathered.")
@@ -76,15 +77,11 @@ def check(
     return size
 
 
-def _beyond(tensor: torch.Tensor) -> str:
-    return ", as fp16 ends at 65,504" if tensor.dtype == torch.float16 else ""
-
-
 def _check_names(
     folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ties: dict[str, str]
 ) -> None:
     if not found:
-        raise CheckpointError(f"{folder} holds no tensor: nothing was written.")
+        raise CheckpointError(f"{folder} holds no tensor: nothing was written. Take another step with --step.")
     missing = sorted(set(expected) - set(found) - set(ties))
     unexpected = sorted(set(found) - set(expected))
     if missing or unexpected:
@@ -108,21 +105,4 @@ def _check_size(folder: Path, found: dict[str, tuple[int, ...]], size: int, dtyp
         raise CheckpointError(
             f"{folder}: the tensors take {size:,} bytes, the files {on_disk:,}, and the index says {told:,}, where "
             f"{len(found)} tensors of {str(dtype).removeprefix('torch.')} need {wanted:,}. Export it again."
-        )
-
-
-def check_adapter(tensors: dict[str, torch.Tensor], place: Path) -> None:
-    """Refuses an adapter that would change nothing.
-
-    Raises:
-        CheckpointError: If it is empty, or all that it multiplies by is zero.
-    """
-    if not tensors or not sum(tensor.numel() for tensor in tensors.values()):
-        raise CheckpointError(f"{place} holds no tensor: the adapter is empty. Take another step with --step.")
-    ends = [tensor for name, tensor in tensors.items() if ".lora_B" in name]
-    others = [name for name in tensors if ".lora_" not in name]
-    if ends and not others and not any(bool(tensor.any()) for tensor in ends):
-        raise CheckpointError(
-            f"{place}: all {len(ends)} lora_B matrices are zero, so the adapter changes nothing: nothing was "
-            "trained, or it was lost as it was saved. Take another step with --step."
         )

@@ -5,8 +5,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,46 +34,49 @@ _AUTO = {"causal_lm": "AutoModelForCausalLM", "sequence_classification": "AutoMo
 
 @dataclass(frozen=True)
 class Probe:
-    """What the trained and the opened network are asked, and what the trained one answers."""
+    """The inputs that the trained and the opened network get, and what the trained one answers."""
 
     tensors: dict[str, torch.Tensor]
+    """`probe.*`, the inputs whose logits are `expected`, and `row0.*` and so on, rows of data."""
     rows: int
     options: dict[str, Any]
     loss: float | None
     moved: float | None = None
     """How far the adapters move the logits of the base."""
 
-    @property
-    def expected(self) -> torch.Tensor:
-        return self.tensors["expected"]
+    def inputs(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {n.partition(".")[2]: t for n, t in self.tensors.items() if n.startswith(f"{prefix}.")}
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the proof found."""
+    """What the verification found."""
 
     distance: float
     """Largest difference of a logit, as a share of the largest logit."""
     loss: float | None
     trained_loss: float | None
-    limits: tuple[float, float]
     worst: tuple[str, float]
     """The tensor that differs most, and by how much, as a share of its largest number."""
     dtype: torch.dtype
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of distance and loss."""
+        return TOLERANCE[self.dtype]
 
     def lines(self) -> list[str]:
         """For people."""
         kind = str(self.dtype).removeprefix("torch.")
-        found = [
+        found = (
             f"Proved in a fresh process: logits differ by {self.distance:.1e} of the largest (allowed for {kind}: "
             f"{self.limits[0]:.0e})"
-        ]
+        )
         if self.loss is not None and self.trained_loss is not None:
             away = abs(self.loss - self.trained_loss)
-            found[0] += f", the loss {self.loss:.5f} by {away:.1e} (allowed: {self.limits[1]:.0e})"
-        found[0] += f", no tensor by more than {self.worst[1]:.1e}."
-        return [*found, *self.notes]
+            found += f", the loss {self.loss:.5f} by {away:.1e} (allowed: {self.limits[1]:.0e})"
+        return [f"{found}, no tensor by more than {self.worst[1]:.1e}.", *self.notes]
 
 
 def ask(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longest: int) -> Probe:
@@ -83,46 +85,54 @@ def ask(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longes
     # Without padding tokens, classifiers of some architectures take single rows only.
     shape = (_PROBE[0] if task.text else 1, min(_PROBE[1], longest))
     tensors = {"probe.input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
-    options: dict[str, Any] = {"use_cache": False} if task.text else {}
     if not task.text:
         tensors["probe.attention_mask"] = torch.ones(shape, dtype=torch.int64)
     rows = ready.validation if ready.validation is not None else ready.train
     count = min(_NUM_ROWS, len(rows)) if rows is not None else 0
-    loss, targets, moved = 0.0, 0, None
-    with torch.no_grad():
-        inputs = {"input_ids": tensors["probe.input_ids"], **options}
-        if not task.text:
-            inputs["attention_mask"] = tensors["probe.attention_mask"]
-        tensors["expected"] = network(**inputs).logits.float().contiguous()
-        if lora_adapters.adapter_config(network) is not None:
-            with lora_adapters.switched_off(network):
-                moved = float((network(**inputs).logits.float() - tensors["expected"]).abs().max())
-        for row in range(count):
-            assert rows is not None
-            batch = rows.batch(np.array([row]))
-            tensors |= {f"row{row}.{name}": tensor.contiguous() for name, tensor in batch.items()}
-            loss += float(task.loss_sum(network, batch).double())
-            targets += rows.num_targets(np.array([row]))
-    return Probe(tensors, count, options, loss / targets if targets else None, moved)
+    for row in range(count):
+        assert rows is not None
+        tensors |= {f"row{row}.{name}": t.contiguous() for name, t in rows.batch(np.array([row])).items()}
+    probe = Probe(tensors, count, {"use_cache": False} if task.text else {}, None)
+    logits = _logits(network, probe)
+    moved = None
+    adapted: Any = network
+    if lora_adapters.adapter_config(network) is not None:
+        with adapted.disable_adapter():
+            moved = float((_logits(network, probe) - logits).abs().max())
+    tensors["expected"] = logits
+    return replace(probe, loss=_loss(network, probe, task), moved=moved)
 
 
-def distance(network: nn.Module, probe: Probe, task: Task) -> tuple[float, float | None]:
-    """How far another network is from the one that was asked: share of the largest logit, and loss."""
-    found, loss = probe.expected, 0.0
-    with torch.no_grad():
-        inputs = {name[6:]: tensor for name, tensor in probe.tensors.items() if name.startswith("probe.")}
-        away = (network(**inputs, **probe.options).logits.float() - found).abs().max() / found.abs().max()
-        targets = 0
-        for row in range(probe.rows):
-            prefix = f"row{row}."
-            batch = {n.removeprefix(prefix): t for n, t in probe.tensors.items() if n.startswith(prefix)}
-            loss += float(task.loss_sum(network, batch).double())
-            targets += int((batch["targets"] != -100).sum())
-    return float(away), loss / targets if targets else None
+@torch.no_grad()
+def _logits(network: nn.Module, probe: Probe) -> torch.Tensor:
+    found: torch.Tensor = network(**probe.inputs("probe"), **probe.options).logits.float().contiguous()
+    return found
+
+
+@torch.no_grad()
+def _loss(network: nn.Module, probe: Probe, task: Task) -> float | None:
+    """The mean loss over the targets of the rows; None without any."""
+    loss, targets = 0.0, 0
+    for row in range(probe.rows):
+        batch = probe.inputs(f"row{row}")
+        loss += float(task.loss_sum(network, batch).double())
+        targets += int((batch["targets"] != -100).sum())
+    return loss / targets if targets else None
+
+
+def quantization_note(network: nn.Module, probe: Probe, task: Task, kind: str) -> str:
+    """How far the network on its quantised base, as it was trained, is from the one that was asked."""
+    expected = probe.tensors["expected"]
+    away = float((_logits(network, probe) - expected).abs().max() / expected.abs().max())
+    text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
+    loss = _loss(network, probe, task)
+    if loss is not None and probe.loss is not None:
+        text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
+    return f"{text}. That is the quantisation's distance, not the export's."
 
 
 def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
-    """What a new process says that opens the folder with transformers and peft only.
+    """What a new process reports that opens the folder with transformers and peft only.
 
     Args:
         about: `head`, `base` and what else `finetune.export.fresh_process` is to know.
@@ -130,8 +140,8 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: If it cannot open it.
     """
-    with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
         save_file(probe.tensors, place / "tensors.safetensors")
         question = {
             "folder": str(folder.resolve()),
@@ -140,7 +150,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
             "auto": _AUTO[about["head"]],
             "rows": probe.rows,
             "options": probe.options,
-            **{key: value for key, value in about.items() if key != "head"},
+            **about,
         }
         (place / "ask.json").write_text(json.dumps(question), encoding="utf-8")
         # As a file and without its folder on the path: nothing of this toolkit can help.
@@ -181,14 +191,10 @@ def judge(folder: Path, answer: dict[str, Any], probe: Probe, figures: Figures) 
     if strange:
         listing = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in strange.items())
         raise CheckpointError(f"Opening {folder} in a fresh process, transformers finds {listing}.")
-    if answer["untied"]:
-        raise CheckpointError(
-            f"Opened in a fresh process, {folder} has input embeddings and output head apart, though its config says "
-            "tie_word_embeddings."
-        )
     if probe.moved == 0:
         raise CheckpointError(
-            f"The adapter does not move a logit of its base: what {folder} was written from is not what was trained."
+            f"{folder}: the adapter changes no logit of its base: nothing was trained, or it was lost as it was saved. "
+            "Take another step with --step."
         )
     name, away = figures.worst
     far = not figures.distance <= figures.limits[0]

@@ -24,7 +24,7 @@ class StoredLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
             return functional.linear(input, self.weight, self.bias)
-        return multiply(input, self.weight, self.bias, _cast)
+        return multiply(input, self.weight, self.bias, torch.Tensor.to)
 
 
 class StoredEmbedding(nn.Embedding):
@@ -34,10 +34,6 @@ class StoredEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).to(self.output_dtype)
-
-
-def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(dtype)
 
 
 class _Product(torch.autograd.Function):

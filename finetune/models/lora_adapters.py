@@ -4,8 +4,7 @@ peft is imported where it is used: that takes a second, which a run without adap
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +28,8 @@ _LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:
     """The transformers network itself, inside its adapters if it has any; None for any other network."""
-    inner: Any = network
-    inner = inner.get_base_model() if _is_adapted(network) else network
+    adapted: Any = network
+    inner = adapted.get_base_model() if _is_adapted(network) else network
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
@@ -224,14 +223,6 @@ def describe_adapter(source: Path, folder: Path, *, base: str, revision: str | N
         ) from error
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     config.save_pretrained(str(folder))
-
-
-@contextmanager
-def switched_off(network: nn.Module) -> Iterator[None]:
-    """The network as it was before it had adapters."""
-    adapted: Any = network
-    with adapted.disable_adapter():
-        yield
 
 
 def _is_adapted(network: nn.Module) -> bool:

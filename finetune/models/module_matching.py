@@ -23,7 +23,7 @@ def matching(
     Raises:
         RecipeError: If nothing is meant by the expression, or by one of the parts.
     """
-    words = _last_words(names)
+    words = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})
     if isinstance(wanted, str):
         found = [name for name in names if re.fullmatch(wanted, name)]
         if not found:
@@ -33,19 +33,12 @@ def matching(
                 f"{of}{meant or '.'} It is compared with whole names, such as {' and '.join(names[:2])}."
             )
         return found
+    found = []
     for word in wanted:
-        if not any(_ends_with(name, word) for name in names):
+        named = [name for name in names if f".{name}".endswith(f".{word}")]
+        if not named:
             raise RecipeError(
                 f"{key}: '{word}' is no {kind} of {of}{hint(word, words) or '.'} Its {kind}s are {', '.join(words)}."
             )
-    return [name for name in names if any(_ends_with(name, word) for word in wanted)]
-
-
-def _ends_with(name: str, word: str) -> bool:
-    """Whether the last parts of a dotted name are `word`."""
-    return name == word or name.endswith(f".{word}")
-
-
-def _last_words(names: Sequence[str]) -> list[str]:
-    """The last parts of dotted names, each once; numbers are none."""
-    return sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdecimal()})
+        found += named
+    return sorted(set(found), key=names.index)

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import (
@@ -27,6 +24,7 @@ from finetune.models import (
 )
 from finetune.models.lora_adapters import Head, transformer
 from finetune.models.model_config import AUTO_CLASSES, one_line
+from finetune.utils.compat.transformers_private import from_config
 from finetune.utils.errors import RecipeError
 
 
@@ -67,11 +65,9 @@ def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[Pr
     changed = recipe.lora is not None and recipe.lora.init == "pissa"
     if section.name is None or changed or (recipe.lora is None and section.freeze is None):
         return build_base_model(recipe, config, head, loading=loading), torch.float32
-    said = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
-    network = build_base_model(recipe, config, head, dtype=said, loading=loading)
+    # Read off the files: the configuration may name another.
     stored = pretrained_files.stored_dtype(pretrained_files.weights_folder(section))
-    if stored != said:  # the configuration does not say what is in the files
-        network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
     if stored != torch.float32:
         _restore_buffers(network)
     return network, stored
@@ -85,8 +81,8 @@ def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -
     """
     inner = transformer(network)
     if inner is not None and taught and inner.can_generate():
-        told = inner.generation_config
-        inner.generation_config = prompts.stopping_at(told, prompts.ends(told, tokenizer, taught))
+        generation = inner.generation_config
+        inner.generation_config = prompts.stopping_at(generation, prompts.ends(generation, tokenizer, taught))
 
 
 def _restore_buffers(network: PreTrainedModel) -> None:
@@ -184,16 +180,13 @@ def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
         raise RecipeError(f"model.name: '{recipe.model.name}' cannot be loaded: {one_line(error)}.") from error
 
 
-def build_meta_model(
-    config: PretrainedConfig, head: Head, recipe: Recipe | None = None, *, trust_remote_code: bool = False
-) -> nn.Module:
+def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
     """The network without storage, on the meta device: to count, or to fill from elsewhere.
 
     Args:
         recipe: Where the adapters come from; None for the network without any.
-        trust_remote_code: Whether the model's own code may run, if there is no recipe to say so.
     """
-    trusted = trust_remote_code if recipe is None else recipe.model.trust_remote_code
+    trusted = recipe is not None and recipe.model.trust_remote_code
     with torch.device("meta"):
         network: nn.Module = AUTO_CLASSES[head].from_config(config, dtype=torch.float32, trust_remote_code=trusted)
         if recipe is None:
@@ -201,3 +194,31 @@ def build_meta_model(
         if recipe.model.freeze is not None:
             frozen_weights.freeze(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)
+
+
+def init_weights(network: nn.Module, seed: int) -> nn.Module:
+    """Gives a network that was built on the meta device its storage and first weights, the same on every rank.
+
+    A network with storage is returned as it is.
+
+    Raises:
+        RecipeError: If a module cannot initialise itself.
+    """
+    if not any(t.is_meta for t in (*network.parameters(), *network.buffers())):
+        return network
+    torch.manual_seed(seed)
+    if isinstance(network, PreTrainedModel):
+        fresh = from_config(type(network), network.config, dtype=torch.float32)
+        return fresh.train(network.training)
+    network.to_empty(device="cpu")
+    for name, module in network.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not own:
+            continue
+        if not hasattr(module, "reset_parameters"):
+            raise RecipeError(
+                f"The model was built on the meta device, but its module '{name}' ({type(module).__name__}) has no "
+                "reset_parameters() to give it its first weights. Add one, or build the model on the CPU."
+            )
+        module.reset_parameters()
+    return network

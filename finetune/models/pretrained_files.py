@@ -62,7 +62,7 @@ class Weights:
     def _tensors(self) -> list[tuple[Path, str]]:
         # Names in files may have the prefix of the base model, or lack it.
         skipped = self.not_weights | {_without_prefix(name) for name in self.not_weights}
-        found = [(file, name) for file in weight_files(self.folder) for name in names_of(file)]
+        found = [(file, name) for file in weight_files(self.folder) for name in _dtypes(file)]
         return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
 
 
@@ -96,7 +96,7 @@ def load(
         )
     except SafetensorError:
         for file in weight_files(_folder(name, revision)):
-            names_of(file)  # refuses the one that is damaged
+            _dtypes(file)  # refuses the one that is damaged
         raise
     except RuntimeError as error:
         if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
@@ -136,7 +136,7 @@ def look_at_packed(section: ModelSection) -> Weights:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     folder = weights_folder(section)
-    missing = _incomplete(name for file in weight_files(folder) for name in names_of(file))
+    missing = _incomplete(name for file in weight_files(folder) for name in _dtypes(file))
     if missing:
         raise RecipeError(_in_pieces(folder, missing))
     return Weights(folder, (), frozenset())
@@ -161,15 +161,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def names_of(file: Path) -> list[str]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        RecipeError: If it cannot be read.
-    """
-    return list(_dtypes(file))
-
-
 def stored_dtype(folder: Path) -> torch.dtype:
     """The widest floating type that a folder's weights are stored in: in it they are read without loss.
 
@@ -183,18 +174,6 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def weights_folder(section: ModelSection) -> Path:
     """Where a pretrained model's files lie: its directory, or that of a hub model in the local cache."""
     return _folder(str(section.name), section.revision)
-
-
-def lacking(network: PreTrainedModel, found: Iterable[str]) -> list[str]:
-    """The tensors that a network needs, and that are not among the names found in its files.
-
-    Args:
-        network: It may be on the meta device.
-    """
-    # Either the names that are computed with, or those that `save_pretrained` writes.
-    both = (set(network.state_dict()), set(written_shapes(network)))
-    found = set(found) | set(network.all_tied_weights_keys)
-    return sorted(min((names - found for names in both), key=len))
 
 
 def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,12 +202,16 @@ def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
 
 def _not_put_together(auto: Any, folder: Path, config: Any, trusted: bool) -> str:
     """Why tensors that the network holds as one, or packed, could not be made of those in the files."""
-    found = [name for file in weight_files(folder) for name in names_of(file)]
+    found = [name for file in weight_files(folder) for name in _dtypes(file)]
     if getattr(config, "quantization_config", None) is not None:
         missing = _incomplete(found)
     else:
         with torch.device("meta"):
-            missing = lacking(auto.from_config(config, trust_remote_code=trusted), found)
+            network = auto.from_config(config, trust_remote_code=trusted)
+        # Either the names that are computed with, or those that `save_pretrained` writes.
+        known = {*found, *network.all_tied_weights_keys}
+        needed = (set(network.state_dict()), set(written_shapes(network)))
+        missing = sorted(min((names - known for names in needed), key=len))
     return _in_pieces(folder, missing)
 
 

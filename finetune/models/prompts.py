@@ -50,23 +50,23 @@ def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]
     return ids
 
 
-def ends(told: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
+def ends(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
     """All tokens that end a text: the tokenizer's own, what was learned, and those of the base, which it may still say.
 
     Args:
-        told: The base's generation config.
+        generation: The base's generation config.
         taught: The tokens that learned answers end in.
     """
     own = getattr(tokenizer, "eos_token_id", None)
-    base = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
+    base = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
     return list(dict.fromkeys(end for end in (own, *taught, *base) if end is not None))
 
 
-def stopping_at(told: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
+def stopping_at(generation: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
     """A generation config that stops at these tokens, and can be written."""
     if found:
-        told.eos_token_id = list(found) if len(found) > 1 else found[0]
-    if told.temperature not in (None, 1.0) or told.top_p not in (None, 1.0):
+        generation.eos_token_id = list(found) if len(found) > 1 else found[0]
+    if generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0):
         # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
-        told.do_sample = True
-    return told
+        generation.do_sample = True
+    return generation

@@ -138,25 +138,16 @@ def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
     if section.quantization == "int8":
         # Four to a number; a module whose rows do not fit stays as it is.
         return module if module.in_features % 4 else Linear8bit(module)
-    packed: nn.Module
-    with torch.device("meta"):
-        packed = bnb.nn.Linear4bit(
-            module.in_features,
-            module.out_features,
-            bias=module.bias is not None,
-            compute_dtype=torch.float32,
-            compress_statistics=section.double_quantization,
-            quant_type=section.quantization,
-            quant_storage=_STORAGE,
-        )
-    options: dict[str, Any] = {
-        "requires_grad": False,
+    how: dict[str, Any] = {
         "compress_statistics": section.double_quantization,
         "quant_type": section.quantization,
         "quant_storage": _STORAGE,
-        "module": packed,
     }
-    packed.weight = bnb.nn.Params4bit(module.weight.data, **options).to(module.weight.device)
+    packed: nn.Module = bnb.nn.Linear4bit(
+        module.in_features, module.out_features, compute_dtype=torch.float32, device="meta", **how
+    )
+    weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, module=packed, **how)
+    packed.weight = weight.to(module.weight.device)
     packed.bias = module.bias
     return packed
 

@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,7 +65,7 @@ class Reporter:
         if not self._main:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        if (reason := self._journal.write(finite)) is not None:
+        if (reason := self._journal.write({**finite, "time": round(time.time(), 3)})) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         if self._backend.accelerator.trackers:

@@ -1,6 +1,5 @@
-"""Optimisers by name, and which of them a launch can run."""
+"""Optimisers by name, their parameter groups, and which of them a launch can run."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from finetune.config.recipe import hint
 from finetune.config.recipe_schema import OptimSection, Recipe
 from finetune.optim import lars_lamb
 from finetune.optim.lr_schedule import peak_lr
-from finetune.optim.param_groups import parameter_groups
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
 
@@ -43,6 +41,33 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, whole: bool = False) ->
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: decayed, and not (norms, biases, embeddings, DoRA's lengths).
+
+    Without decay in one: backends that cut an optimiser's state send each group for itself.
+
+    Decided by the module that owns a parameter, not by its name or shape, both of which backends change.
+    A weight that an embedding shares with the head counts as an embedding.
+    """
+    plain: dict[int, nn.Parameter] = {}
+    decayed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        # DoRA's columns have the lengths of pretrained ones: decay would pull them to 0 instead of there.
+        spared = isinstance(module, nn.Embedding) or "norm" in kind or kind.startswith("dora")
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                (plain if spared or name.endswith("bias") else decayed)[id(parameter)] = parameter
+    decayed = {key: p for key, p in decayed.items() if key not in plain}
+    if not weight_decay:
+        plain, decayed = {**decayed, **plain}, {}
+    groups = [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(plain.values()), "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def check_optimizer(recipe: Recipe, *, cut: bool, flat: bool) -> None:
@@ -112,13 +137,10 @@ def acts_on_elements(recipe: Recipe) -> bool:
         return True
     if getattr(cls, "needs_whole_tensors", False):
         return False
-    return _acts_on_elements(cls, recipe.optim.model_dump_json(include={"name", "args"}))
+    return _trials_agree(recipe.optim)
 
 
-@functools.cache
-def _acts_on_elements(cls: type, section: str) -> bool:
-    """Remembered: a plan asks for each launch file."""
-    optim = OptimSection.model_validate_json(section)
+def _trials_agree(optim: OptimSection) -> bool:
     whole = _trial(optim, slice(None))
     try:
         # Of different sizes, and with their border inside of a row.

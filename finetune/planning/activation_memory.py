@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config.recipe_schema import Recipe
 from finetune.models import chunked_loss
 from finetune.monitoring import flops
-from finetune.planning.model_shapes import Variant
+from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.transient_memory import Device
 
 # What architectures call their dropout: of attention's weights, and of what is added to the residual stream.
@@ -30,21 +30,21 @@ _COMPOSITE = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu", "mish")
 class Activations:
     """Bytes of a micro-batch on a rank."""
 
-    kept: int
+    kept: int = 0
     """What the layers keep until the backward pass comes to them."""
-    ends: int
+    ends: int = 0
     """What the last norm and the head keep, until the backward pass begins with these."""
-    layer: int
+    layer: int = 0
     """What one layer keeps: recomputed, where activations are checkpointed."""
-    attention: int
+    attention: int = 0
     """What attention and its norm keep of that, the last to run backwards."""
-    gradients: int
+    gradients: int = 0
     """Gradients of activations at a layer's fullest moment in the backward pass, in its MLP."""
-    outputs: int
+    outputs: int = 0
     """What a layer's last linear module is given, casts to and puts out, beside what it keeps."""
-    scores: int
+    scores: int = 0
     """The head's output and the loss when the backward pass begins, which is its largest moment."""
-    scores_forward: int
+    scores_forward: int = 0
     """The same when the forward pass ends."""
 
 
@@ -98,23 +98,23 @@ def _inner(config: Any, width: int) -> int:
 
 def activations(
     variant: Variant,
-    shape: Shape,
     *,
-    half: bool,
     checkpointed: bool,
     micro: int,
     whole: bool = False,
     device: Device = "cuda",
-) -> Activations:
-    """What a micro-batch keeps.
+) -> Activations | None:
+    """What a micro-batch keeps; None if the network does not say that it is a transformer.
 
     Args:
-        half: Whether autocast computes in 16 bit.
         checkpointed: Whether layers are recomputed in the backward pass.
         micro: Rows.
-        whole: Whether linear modules keep their inputs as they are given; see `backend.keeps_inputs_whole`.
+        whole: Whether linear modules keep their inputs as they are given; see `transient_memory.keeps_inputs_whole`.
     """
-    recipe, s = variant.recipe, shape
+    recipe, s = variant.recipe, shape_of(variant)
+    if s is None:
+        return None
+    half = is_half(recipe)
     length = recipe.data.sequence_length
     tokens = micro * length
     c = 2 if half else 4

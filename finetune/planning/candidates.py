@@ -9,10 +9,9 @@ from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.optim import optimizers
-from finetune.planning.activation_memory import activations, computes_in_chunks, shape_of
-from finetune.planning.model_shapes import Variant
+from finetune.planning.activation_memory import Activations, activations, computes_in_chunks
+from finetune.planning.model_shapes import Variant, is_half, unpaged
 from finetune.planning.rank_memory import (
-    Outline,
     adds_on_device,
     casts_weights,
     keeps_gradients,
@@ -87,14 +86,12 @@ def assess(
     variant: Variant,
     setting: Setting,
     gpu: Gpu,
-    state_bytes: float,
     *,
     device: Device = "cuda",
 ) -> Candidate:
     """What a rank holds of a candidate, and whether that fits.
 
     Args:
-        state_bytes: That the optimiser keeps for an element.
         device: What it runs on: predictions are compared with runs on CPUs.
     """
     recipe = _with(variant.recipe, setting)
@@ -103,7 +100,7 @@ def assess(
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
         accumulation = derive_accumulation(recipe, launch.num_processes)
-        optimizers.check_optimizer(_unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
     except RecipeError as error:
@@ -111,13 +108,13 @@ def assess(
     if launch.defers(accumulation):
         # Whole gradients send less, so they are held where they fit.
         held, cut = (
-            assess(name, replace(launch, sync_each_batch=each), variant, setting, gpu, state_bytes, device=device)
+            assess(name, replace(launch, sync_each_batch=each), variant, setting, gpu, device=device)
             for each in (False, True)
         )
         return held if held.verdict == "fits" else cut
-    memory = state(launch, variant.outline, accumulation=accumulation, state_bytes=state_bytes)
+    memory = state(launch, variant.outline, accumulation=accumulation, state_bytes=variant.state_bytes)
     resting = places(launch, memory, accumulation)
-    parts, known = _peak(launch, variant, setting, memory, accumulation, half=is_half(recipe), device=device)
+    parts, known = _peak(launch, variant, setting, memory, accumulation, device)
     made = replace(
         blank,
         memory=memory,
@@ -125,7 +122,7 @@ def assess(
         host=resting["host"],
         disk=resting["disk"],
         accumulation=accumulation,
-        margin=MARGIN if known and _usual(variant) else COARSE,
+        margin=MARGIN if known and {"gate_proj", "q_proj"} <= variant.names else COARSE,
         reason="" if known else "activations are not counted: the network does not say that it is a transformer",
     )
     capacity = gpu.memory_gib * 2**30
@@ -133,28 +130,8 @@ def assess(
     return replace(made, verdict=verdict)
 
 
-def is_half(recipe: Recipe) -> bool:
-    """Whether products are computed in 16 bit; `auto` is bf16 on every GPU that plans know."""
-    return recipe.precision != "fp32"
-
-
 def _with(recipe: Recipe, setting: Setting) -> Recipe:
     return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": setting.micro})})
-
-
-def _unpaged(recipe: Recipe) -> Recipe:
-    """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
-    name = recipe.optim.name.removeprefix("Paged")
-    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
-
-
-def state_bytes_of(recipe: Recipe) -> float:
-    """Bytes of optimiser state an element, on this machine or not."""
-    return optimizers.state_bytes(_unpaged(recipe))
-
-
-def _usual(variant: Variant) -> bool:
-    return {"gate_proj", "q_proj"} <= variant.names
 
 
 def _peak(
@@ -163,34 +140,28 @@ def _peak(
     setting: Setting,
     memory: Memory,
     accumulation: int,
-    *,
-    half: bool,
     device: Device,
 ) -> tuple[dict[str, int], bool]:
     """The fullest moment of a step on the device, by category; and whether activations are in it."""
-    outline, shape, whole = variant.outline, shape_of(variant), keeps_inputs_whole(launch)
+    outline = variant.outline
     lent = transient_memory(launch, outline, accumulation=accumulation, device=device)
     weights = (memory.frozen + memory.trained) * (launch.offload_params == "none")
     optimizer = memory.optimizer * (launch.offload_optimizer == "none")
     gradients = memory.gradients * adds_on_device(launch, accumulation)
     resting = gradients if accumulation > 1 or keeps_gradients(launch) else 0
-    copies = _copies(launch, outline, setting, half=half, whole=whole, fused=computes_in_chunks(variant))
+    copies = _copies(launch, variant, setting)
     early = max(resting, early_gradients(launch, outline, gradients))
     late = 0 if resting else min(gradients, late_gradients(launch, outline))
-    kept = ends = layer = attention = flowing = outputs = scores = forward = 0
-    if shape is not None:
-        found = activations(
-            variant,
-            shape,
-            half=half,
-            checkpointed=setting.checkpointed,
-            micro=setting.micro,
-            whole=whole,
-            device=device,
-        )
-        kept, ends, layer = found.kept, found.ends, found.layer
-        attention, flowing, outputs = found.attention, found.gradients, found.outputs
-        scores, forward = found.scores, found.scores_forward
+    counted = activations(
+        variant,
+        checkpointed=setting.checkpointed,
+        micro=setting.micro,
+        whole=keeps_inputs_whole(launch),
+        device=device,
+    )
+    found = counted or Activations()
+    kept, layer, attention = found.kept, found.layer, found.attention
+    flowing, outputs = found.gradients, found.outputs
 
     def moment(name: str, gradients: int, activations: int, loss: int, gathered: int, buckets: int) -> dict[str, int]:
         return {
@@ -208,8 +179,8 @@ def _peak(
     moments = [
         moment("layer", resting, layer + outputs, 0, lent.begins, 0),
         moment("kept", resting, kept + outputs + (layer - attention) * setting.checkpointed, 0, lent.ends, 0),
-        moment("scores", resting, kept + ends, forward, lent.scores, 0),
-        moment("returns", resting, kept + ends, scores, lent.returns, 0),
+        moment("scores", resting, kept + found.ends, found.scores_forward, lent.scores, 0),
+        moment("returns", resting, kept + found.ends, found.scores, lent.returns, 0),
         # The last layer runs once more,
         moment("backward", early, kept + again + outputs, 0, lent.backward, lent.products),
         # its MLP runs backwards, then its attention; then the first layer's.
@@ -222,13 +193,13 @@ def _peak(
         # Gradients that do not stay are gone when new weights are gathered.
         moment("", resting, 0, 0, 0, lent.steps),
     ]
-    return max(moments, key=lambda parts: sum(parts.values())), shape is not None
+    return max(moments, key=lambda parts: sum(parts.values())), counted is not None
 
 
-def _copies(
-    launch: Launch, outline: Outline, setting: Setting, *, half: bool, whole: bool, fused: bool
-) -> dict[str, int]:
+def _copies(launch: Launch, variant: Variant, setting: Setting) -> dict[str, int]:
     """Bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
+    outline, half = variant.outline, is_half(variant.recipe)
+    whole, fused = keeps_inputs_whole(launch), computes_in_chunks(variant)
     # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
     read = max(
         (2 * w.packed if half else 4 * (w.packed or w.elements * (w.itemsize < 4)) for w in outline.weights), default=0

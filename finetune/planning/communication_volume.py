@@ -61,7 +61,7 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
         return [Flow("all_reduce", "gradients", round(2 * ring * gradients), ranks, "last backward", buckets)]
     if launch.uses_deepspeed:
         return _of_stages(launch, outline, accumulation, weights, gradients)
-    units = outline.units()
+    units = outline.by_unit().values()
     trained = sum(any(w.group is not None for w in unit) for unit in units)
     cut = ranks // launch.replicate
     times = accumulation if launch.sync_each_batch else 1
@@ -88,7 +88,7 @@ def _of_stages(launch: Launch, outline: Outline, accumulation: int, weights: int
         gathered = round(2 * accumulation * ring * weights)
         reduced *= accumulation
         return [
-            Flow("all_gather", "weights", gathered, ranks, "all", 2 * accumulation * len(outline.units())),
+            Flow("all_gather", "weights", gathered, ranks, "all", 2 * accumulation * len(outline.by_unit().values())),
             Flow("reduce_scatter", "gradients", round(accumulation * ring * gradients), ranks, "backward", reduced),
         ]
     # Stage 2 keeps shards of gradients only, so it reduces after each micro-batch.

@@ -1,32 +1,29 @@
 """Link speeds as measured by `finetune comms --json`, in place of a data sheet's."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from finetune.distributed.measure_bandwidth import FORMAT, RINGS, Line
+from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.utils.errors import RecipeError
-
-_Positive = Annotated[float, Field(gt=0.0)]
 
 
 class _Ring(BaseModel):
     """A link by which a ring comes nearest to what was measured."""
 
     model_config = ConfigDict(allow_inf_nan=False)
-    latency_s: Annotated[float, Field(ge=0.0)]
-    bandwidth: _Positive
+    latency_s: NonNegativeFloat
+    bandwidth: PositiveFloat
 
 
 class _Measured(BaseModel):
     """What a plan reads of the file."""
 
     format: Literal[1]
-    machines: Annotated[int, Field(gt=0)]
+    machines: PositiveInt
     processes: Annotated[int, Field(gt=1)]
     collectives: dict[str, _Ring]
 
@@ -43,9 +40,6 @@ class LinkSpeeds:
     def line(self, collective: str, *, far: bool) -> Line | None:
         """The link for a collective; None if it was not measured there."""
         return (self.between if far else self.within).get(collective)
-
-
-UNMEASURED = LinkSpeeds()
 
 
 def read(names: Sequence[str]) -> LinkSpeeds:
@@ -66,18 +60,14 @@ def read(names: Sequence[str]) -> LinkSpeeds:
 
 
 def _of_file(file: Path) -> _Measured:
-    assert FORMAT == 1
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--links: cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
     problem = f"--links: {file} is not what `finetune comms --json {file}` writes: "
     try:
-        tree: Any = json.loads(text)
-        measured = _Measured.model_validate(tree, strict=False)
-    except ValueError as error:
-        first: Any = error.errors()[0] if isinstance(error, ValidationError) else None
-        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}" if first else str(error)
+        measured = _Measured.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise RecipeError(f"--links: cannot read {file}: {error.strerror or error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise RecipeError(f"{problem}{reason}. Measure again.") from error
     if missing := RINGS.keys() - measured.collectives.keys():
         raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")

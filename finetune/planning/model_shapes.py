@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from finetune.data.tokenization.build_tokenizer import load_tokenizer
 from finetune.models import frozen_weights, lora_adapters, pretrained_files
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.flops import flops_per_target
-from finetune.optim.param_groups import parameter_groups
+from finetune.optim import optimizers
+from finetune.optim.optimizers import parameter_groups
 from finetune.planning.rank_memory import Outline, outline
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils.errors import RecipeError
@@ -25,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "LoRA", "QLoRA")
 
 # Elements that share a scale, and scales that share one. Source: Dettmers et al. 2023, section 3.
-_BLOCK, _BLOCK_OF_SCALES = 64, 256
+BLOCK, _BLOCK_OF_SCALES = 64, 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Variant:
     parameters: int
     """Weights that the network stands for, packed or not."""
     trained: int
+    state_bytes: float
+    """That the optimiser keeps for an element."""
     linears: tuple[tuple[int, bool], ...]
     """Of each linear module: its input features, and whether these are kept for the backward pass."""
     adapters: str | None
@@ -64,25 +67,12 @@ def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = K
         RecipeError: If the network cannot be built without weights.
     """
     recipe = sized(recipe)
-    plain = recipe.model_copy(update={"lora": None})
-    task = find_task(plain)
-    if task.build_skeleton is None:
-        raise RecipeError(
-            f"task '{recipe.task.name}' has no build_skeleton, which a plan needs to count its network without weights."
-        )
-    # One network goes from way to way: building it takes longer than all that is read off it.
-    network, packed = task.build_skeleton(plain, None), list[tuple[Any, torch.Size]]()
     found: dict[str, Variant | str] = {}
     for kind in kinds:
         wanted = as_kind(recipe, kind)
         try:
-            # Before adapters hide what they wrap.
-            if kind != "full" and not packed:
-                packed = [(m, m.weight.shape) for m in packable(network, as_kind(recipe, "QLoRA"))]
-            network = trained_so(network, wanted, stored)
-            if kind == "QLoRA" and not packed:
-                raise RecipeError("model.quantization: the network has no linear modules that can be packed.")
-            scales = sum(pack(m, wanted, shape) for m, shape in packed) if kind == "QLoRA" else 0
+            network, packed = skeleton(wanted, stored)
+            scales = sum(pack(module, wanted, shape) for module, shape in packed)
             found[kind] = _read(network, kind, wanted, scales)
         except RecipeError as error:
             if kind == kind_of(recipe):
@@ -118,6 +108,17 @@ def as_kind(recipe: Recipe, kind: str) -> Recipe:
     )
 
 
+def is_half(recipe: Recipe) -> bool:
+    """Whether products are computed in 16 bit; `auto` is bf16 on every GPU that plans know."""
+    return recipe.precision != "fp32"
+
+
+def unpaged(recipe: Recipe) -> Recipe:
+    """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
+    name = recipe.optim.name.removeprefix("Paged")
+    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
+
+
 def sized(recipe: Recipe) -> Recipe:
     """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
@@ -127,43 +128,61 @@ def sized(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
-def trained_so(network: nn.Module, recipe: Recipe, stored: str | None) -> nn.Module:
-    """The network with what a recipe trains of it, and the rest held as `networks.build_model` holds it."""
+def skeleton(recipe: Recipe, stored: str | None) -> tuple[nn.Module, list[tuple[Any, torch.Size]]]:
+    """The network that `networks.build_model` would build, without storage.
+
+    Returns:
+        The network, and its linear modules that are to be packed, with the shapes of their weights.
+
+    Raises:
+        RecipeError: If it cannot be built without weights.
+    """
+    plain = recipe.model_copy(update={"lora": None})
+    task = find_task(plain)
+    if task.build_skeleton is None:
+        raise RecipeError(
+            f"task '{recipe.task.name}' has no build_skeleton, which a plan needs to count its network without weights."
+        )
+    network = task.build_skeleton(plain, None)
+    # Before adapters hide what they wrap.
+    quantized = recipe.model.quantization is not None
+    packed = [(module, module.weight.shape) for module in _packable(network, recipe)] if quantized else []
     if recipe.lora is not None:
-        if not any(hasattr(module, "lora_A") for module in network.modules()):
-            network.requires_grad_(False)
+        network.requires_grad_(False)
         with torch.device("meta"):
             network = lora_adapters.attach(network, recipe, head_of(recipe))
+    if quantized and not packed:
+        raise RecipeError("model.quantization: the network has no linear modules that can be packed.")
     frozen_weights.cast_frozen(network, _stored_dtype(recipe, network, stored))
-    return network
+    return network, packed
 
 
 def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
     caller = ForwardWrapper(network)
     known = lora_adapters.transformer(network)
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
-    variant = Variant(
-        kind=kind,
-        recipe=recipe,
-        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales),
-        flops_per_token=flops_per_target(network, length),
-        forward_flops=0.0,
-        parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
-        trained=sum(p.numel() for p in trained),
-        linears=tuple(_linears(network)),
-        adapters=lora_adapters.describe(network),
-        adapted=tuple(_adapted(network)),
-        config=known.config if known is not None else None,
-        norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
-        names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
-    )
     # Were all of it trained, each product would be done three times, of which one is forward.
     network.requires_grad_(True)
     forward = flops_per_target(network, length) / 3
     network.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
-    return replace(variant, forward_flops=forward)
+    return Variant(
+        kind=kind,
+        recipe=recipe,
+        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales),
+        flops_per_token=flops_per_target(network, length),
+        forward_flops=forward,
+        parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
+        trained=sum(p.numel() for p in trained),
+        state_bytes=optimizers.state_bytes(unpaged(recipe)),
+        linears=tuple(_linears(network)),
+        adapters=lora_adapters.describe(network),
+        adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
+        config=known.config if known is not None else None,
+        norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
+        names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
+    )
 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
@@ -183,7 +202,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
     return said if said in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def packable(network: Any, recipe: Recipe) -> Iterator[Any]:
+def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
     """The linear modules that `quantization.quantise`, or transformers while it loads, would pack."""
     section = recipe.model
     if not isinstance(network, PreTrainedModel):
@@ -211,24 +230,22 @@ def pack(module: Any, recipe: Recipe, shape: torch.Size) -> int:
     module.weight = weight
     if bits == 8:
         return 4 * out
-    blocks, code = math.ceil(count / _BLOCK), 4 * 16
+    blocks, code = math.ceil(count / BLOCK), 4 * 16
     if not recipe.model.double_quantization:
         return 4 * blocks + code
     # A byte a scale; their own scales, code and offset.
     return blocks + code + 4 * math.ceil(blocks / _BLOCK_OF_SCALES) + 4 * 256 + 4
 
 
-def _adapted(network: nn.Module) -> Iterator[tuple[int, int]]:
-    for module in network.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "merge"):
-            known: Any = module
-            yield int(known.in_features), int(known.out_features)
+def _wrappers(network: nn.Module) -> list[Any]:
+    """The modules that put an adapter around another one."""
+    return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
 
 
 def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
-    named: list[tuple[str, Any]] = list(network.named_modules())
-    adapted = {id(m.get_base_layer()) for _, m in named if hasattr(m, "lora_A") and hasattr(m, "merge")}
-    for name, module in named:
+    adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
+    module: Any
+    for name, module in network.named_modules():
         if type(module).__name__ not in ("Linear", "StoredLinear", "Conv1D") or ".lora_" in name:
             continue
         inputs = int(module.nx if hasattr(module, "nx") else module.in_features)

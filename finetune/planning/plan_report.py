@@ -1,6 +1,7 @@
 """The report of a plan, as text and as JSON."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
 from finetune.planning.step_time import CHINCHILLA
 from finetune.planning.trace.trace_launches import Traced
+from finetune.utils.console import plain_table
 
 GIB = 2.0**30
 _COLOURS = {"fits": "green", "tight": "yellow", "no": "red", "refused": "dim"}
@@ -37,65 +39,56 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     said = plan.recipe.model.name or f"{(plan.recipe.model.config or {}).get('model_type', plan.recipe.task.name)}"
     console.print(
         f"{said}: {own.parameters:,} parameters, {own.trained:,} trained ({own.adapters or plan.kind}); "
-        f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:g} GiB each",
-        markup=False,
+        f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:g} GiB each"
     )
     console.print(_table(plan))
     console.print(
         f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
         f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
         "the margin.",
-        markup=False,
     )
     own_micro = plan.recipe.batch.rows
     if plan.setting.micro != own_micro:
         console.print(
-            f"  All with batch.micro_size={plan.setting.micro}: {own_micro} rows do not fit {machines.ranks} ranks.",
-            markup=False,
+            f"  All with batch.micro_size={plan.setting.micro}: {own_micro} rows do not fit {machines.ranks} ranks."
         )
     if plan.first_size is not None:
         console.print(
             "  batch.micro_size: auto: planned with 1 row, the least; under what is recommended trials begin with "
-            f"{plan.first_size}.",
-            markup=False,
+            f"{plan.first_size}."
         )
-    for reason, names in _reasons(plan).items():
-        console.print(f"  {', '.join(names)}: {reason}", markup=False)
+    candidates = [plan.candidates[name, plan.kind] for name in plan.launches]
+    for reason, names in _by_reason((c.reason, c.name) for c in candidates):
+        console.print(f"  {names}: {reason}")
     for (name, kind), change in plan.cheapest.items():
         if kind == plan.kind:
-            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; fits with {change}", markup=False)
+            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; fits with {change}")
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
-            console.print(f"  {kind}: {variant}", markup=False)
-    each = [name for name in plan.launches if plan.candidates[name, plan.kind].launch.sync_each_batch]
+            console.print(f"  {kind}: {variant}")
+    each = [candidate.name for candidate in candidates if candidate.launch.sync_each_batch]
     if each:
         console.print(
-            f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit",
-            markup=False,
+            f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
     _bars(plan, console)
     _advice(plan, console)
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
-        console.print(plan.own_error.line(plan.device), markup=False)
+        console.print(plan.own_error.line(plan.device))
 
 
-def _reasons(plan: Plan) -> dict[str, list[str]]:
-    """Why candidates of the recipe's own way are refused, or what is not counted, once each."""
+def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    """Reasons, once each, with all the names that have them; an empty reason is none."""
     found: dict[str, list[str]] = {}
-    for name in plan.launches:
-        if reason := plan.candidates[name, plan.kind].reason:
-            found.setdefault(reason, []).append(name)
-    return found
+    for reason, name in reasons:
+        found.setdefault(reason, []).append(name)
+    return ((reason, ", ".join(names)) for reason, names in found.items() if reason)
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("launch file")
-    table.add_column("ranks", justify="right")
-    for kind in KINDS:
-        mark = " (the recipe)" if kind == plan.kind else ""
-        table.add_column(f"{kind}{mark}", justify="right")
+    ways = [f"{kind} (the recipe)" if kind == plan.kind else kind for kind in KINDS]
+    table = plain_table("launch file", "ranks", *ways, right=("ranks", *ways))
     for name, launch in plan.launches.items():
         candidates = [_cell(plan.candidates[name, kind], _unit(plan)) for kind in KINDS]
         table.add_row(name, str(launch.num_processes), *candidates)
@@ -112,8 +105,12 @@ def _cell(candidate: Candidate, unit: str) -> Text:
 
 
 def _unit(plan: Plan) -> str:
-    """One unit for all candidates: of tiny networks GiB would show zero."""
-    return "GiB" if max(candidate.peak for candidate in plan.candidates.values()) >= GIB else "MiB"
+    return _unit_of([candidate.peak for candidate in plan.candidates.values()])
+
+
+def _unit_of(sizes: list[int]) -> str:
+    """One unit for all: of tiny networks GiB would show zero."""
+    return "GiB" if max(sizes) >= GIB else "MiB"
 
 
 def _size(size: float, unit: str) -> str:
@@ -149,10 +146,10 @@ def _bars(plan: Plan, console: Console) -> None:
 def _advice(plan: Plan, console: Console) -> None:
     advice = plan.advice
     if advice.candidate is None:
-        console.print(f"\nRecommended: {advice.reason}", markup=False)
+        console.print(f"\nRecommended: {advice.reason}")
         return
     more = f" with {' '.join(advice.changes)}" if advice.changes else ""
-    console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.", markup=False)
+    console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:
@@ -163,8 +160,7 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
         console.print(
             f"Work: {work.steps:,} steps, {work.tokens:,} tokens, {work.tokens_per_parameter:.2f} a parameter "
             f"(Chinchilla: {CHINCHILLA:g}, for training from nothing); {work.flops:.3g} FLOPs, "
-            f"6ND {work.flops_6nd:.3g}",
-            markup=False,
+            f"6ND {work.flops_6nd:.3g}"
         )
     time = plan.time
     if time is None:
@@ -180,26 +176,24 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
         line += f", costs {time.cost:,.2f}"
     if energy and time.energy_kwh is not None:
         line += f", {time.energy_kwh:.3g} kWh at {machines.gpu.watts:g} W a GPU"
-    console.print(line, markup=False)
+    console.print(line)
     for moved in time.moved:
         where = "between machines" if moved.between_machines else "within a machine"
         where += ", measured" if moved.measured else ""
         console.print(
             f"  {moved.flow.what} over {moved.flow.ranks} ranks, {where}: {moved.flow.nbytes / 1e9:.3g} GB a step and "
-            f"rank, {moved.seconds:.3g} s, {'hidden' if moved.hidden else 'not hidden'} by arithmetic",
-            markup=False,
+            f"rank, {moved.seconds:.3g} s, {'hidden' if moved.hidden else 'not hidden'} by arithmetic"
         )
 
 
 def print_traced(traced: list[Traced], console: Console) -> None:
     """Prints what was traced, beside what the formulas predict for it."""
-    unit = "GiB" if max(max(found.peak, found.candidate.peak) for found in traced) >= GIB else "MiB"
+    unit = _unit_of([*(found.peak for found in traced), *(found.candidate.peak for found in traced)])
     console.print(
         f"\nTraced: one step under fake tensors, as a CPU computes it, beside what is predicted above, in {unit}"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("launch file", "micro", "traced", "predicted", "", "CPU s", "when", "of which"):
-        table.add_column(name, justify="left" if name in ("launch file", "when", "of which") else "right")
+    figures = ("micro", "traced", "predicted", "", "CPU s")
+    table = plain_table("launch file", *figures, "when", "of which", right=figures)
     for found in traced:
         candidate, off = found.candidate, found.difference
         if off is None:
@@ -217,12 +211,8 @@ def print_traced(traced: list[Traced], console: Console) -> None:
         )
     if table.rows:
         console.print(table)
-    reasons: dict[str, list[str]] = {}
-    for found in traced:
-        if found.reason:
-            reasons.setdefault(found.reason, []).append(found.candidate.name)
-    for reason, names in reasons.items():
-        console.print(f"  {', '.join(names)}: {reason}.", markup=False)
+    for reason, names in _by_reason((found.reason, found.candidate.name) for found in traced):
+        console.print(f"  {names}: {reason}.")
 
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:

@@ -17,7 +17,7 @@ from finetune.distributed.gpu_specs import Gpu, find
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import launch_of_file, num_copies
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.candidates import Candidate, Setting, assess, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
@@ -25,14 +25,10 @@ from finetune.planning.recommendations import Advice
 from finetune.planning.step_time import Machines, Time, Work, timed, work
 from finetune.utils import atomic_files
 from finetune.utils.errors import RecipeError
-from finetune.utils.repository import ROOT
+from finetune.utils.shipped_files import launch_folder
 
 if TYPE_CHECKING:
     from finetune.planning.transient_memory import Device
-
-# Beside the package, in a checkout.
-_SHIPPED = ROOT / "accelerate_configs"
-_FOLDER = Path("accelerate_configs")
 
 
 @dataclass(frozen=True)
@@ -69,17 +65,17 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     Raises:
         RecipeError: If a figure makes no sense.
     """
-    for name, value, least in (("gpus", parsed.gpus, 1), ("nodes", parsed.nodes, 1)):
-        if not least <= value <= 100_000:
-            raise RecipeError(f"--{name} is {value}; give a number from {least} to 100000.")
-    if not 0.0 < parsed.mfu <= 1.0:
-        raise RecipeError(f"--mfu is {parsed.mfu}; give a share of the peak above 0 and up to 1, such as 0.4.")
-    if not (math.isfinite(parsed.network) and parsed.network > 0.0):
-        raise RecipeError(f"--network is {parsed.network}; give 10^9 bytes a second and GPU above 0, such as 50.")
-    if parsed.price is not None and not (math.isfinite(parsed.price) and parsed.price >= 0.0):
-        raise RecipeError(f"--price is {parsed.price}; give what a GPU costs an hour, such as 2.5.")
-    if parsed.host is not None and not (math.isfinite(parsed.host) and parsed.host > 0.0):
-        raise RecipeError(f"--host is {parsed.host}; give GiB of host memory of a machine above 0, such as 1000.")
+    price, host = (0.0 if parsed.price is None else parsed.price), (1.0 if parsed.host is None else parsed.host)
+    for name, value, sensible, allowed in (
+        ("gpus", parsed.gpus, 1 <= parsed.gpus <= 100_000, "a number from 1 to 100000"),
+        ("nodes", parsed.nodes, 1 <= parsed.nodes <= 100_000, "a number from 1 to 100000"),
+        ("mfu", parsed.mfu, 0.0 < parsed.mfu <= 1.0, "a share of the peak above 0 and up to 1, such as 0.4"),
+        ("network", parsed.network, 0.0 < parsed.network < math.inf, "10^9 bytes a second and GPU above 0, such as 50"),
+        ("price", parsed.price, 0.0 <= price < math.inf, "what a GPU costs an hour, such as 2.5"),
+        ("host", parsed.host, 0.0 < host < math.inf, "GiB of host memory of a machine above 0, such as 1000"),
+    ):
+        if not sensible:
+            raise RecipeError(f"--{name} is {value}; give {allowed}.")
     links = read_links(parsed.links)
     return Machines(
         find(parsed.gpu), parsed.gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links
@@ -98,15 +94,15 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
     """
     if recipe.length.steps == 0:
         raise RecipeError("length.steps is 0: an evaluation trains nothing that could be planned. Give a length.")
-    launches = _launches(folder or (_FOLDER if _FOLDER.is_dir() else _SHIPPED), machines)
-    variants, state_bytes = model_shapes.variants(recipe, stored), state_bytes_of(recipe)
+    launches = _launches(folder or launch_folder(), machines)
+    variants = model_shapes.variants(recipe, stored)
 
     @functools.cache
     def of(name: str, kind: str, setting: Setting) -> Candidate:
         variant = variants[kind]
         if isinstance(variant, str):
             return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(assess(name, launches[name], variant, setting, machines.gpu, state_bytes), machines)
+        return _on_host(assess(name, launches[name], variant, setting, machines.gpu), machines)
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
@@ -202,9 +198,9 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
         return None
     assert not isinstance(variant, str)
     gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0)
-    state_bytes, checkpointed = state_bytes_of(recipe), recipe.model.gradient_checkpointing is True
+    checkpointed = recipe.model.gradient_checkpointing is True
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    return lambda rows: assess("", launch, variant, Setting(rows, checkpointed), gpu, state_bytes, device=device)
+    return lambda rows: assess("", launch, variant, Setting(rows, checkpointed), gpu, device=device)
 
 
 def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:

@@ -65,10 +65,6 @@ class Outline:
             found.setdefault(weight.unit, []).append(weight)
         return found
 
-    def units(self) -> list[list[Weight]]:
-        """The same without names."""
-        return list(self.by_unit().values())
-
 
 def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0) -> Outline:
     """Reads an outline off a network on the meta device.

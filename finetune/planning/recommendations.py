@@ -66,22 +66,20 @@ def cheapest(
     candidate: Candidate, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make
 ) -> str:
     """The cheapest change that makes a candidate fit: to the recipe, else to the next launch file, else to the way."""
-    for setting in settings(recipe, candidate.launch.num_processes):
-        other = make(candidate.name, candidate.kind, setting)
-        if other.verdict == "fits":
-            return " ".join(c for c in changes(other, recipe) if c not in changes(candidate, recipe))
+    offered = list(settings(recipe, candidate.launch.num_processes))
+    tries = [(candidate.name, candidate.kind, setting) for setting in offered]
     for name in names[names.index(candidate.name) + 1 :]:
-        for setting in settings(recipe, candidate.launch.num_processes):
-            other = make(name, candidate.kind, setting)
-            if other.verdict == "fits":
-                more = [c for c in changes(other, recipe) if c not in changes(candidate, recipe)]
-                return " ".join([name, *more])
+        tries += [(name, candidate.kind, setting) for setting in offered]
     for kind in KINDS[KINDS.index(candidate.kind) + 1 :]:
-        if isinstance(variants[kind], str):
-            continue
-        for setting in settings(recipe, candidate.launch.num_processes):
-            if make(candidate.name, kind, setting).verdict == "fits":
-                return " ".join([kind, *changes(make(candidate.name, candidate.kind, setting), recipe)])
+        if not isinstance(variants[kind], str):
+            tries += [(candidate.name, kind, setting) for setting in offered]
+    for name, kind, setting in tries:
+        if make(name, kind, setting).verdict == "fits":
+            more = changes(make(candidate.name, candidate.kind, setting), recipe)
+            if kind != candidate.kind:
+                return " ".join([kind, *more])
+            more = tuple(change for change in more if change not in changes(candidate, recipe))
+            return " ".join(more if name == candidate.name else [name, *more])
     return "nothing offered"
 
 
@@ -89,20 +87,18 @@ def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make
     """The simplest launch that fits: cut rather than recompute, recompute rather than rest in host memory."""
     near = [name for name, launch in launches.items() if launch.offload_params == "none"]
     far = [name for name in launches if name not in near]
+    tries = []
     for names in (near, far):
-        ranks = {launches[name].num_processes for name in names}
-        for setting in settings(recipe, max(ranks, default=1)):
-            for name in names:
-                candidate = make(name, kind, setting)
-                if candidate.verdict == "fits":
-                    return Advice(candidate, changes(candidate, recipe), reason(candidate.launch))
+        ranks = max((launches[name].num_processes for name in names), default=1)
+        tries += [(name, kind, setting) for setting in settings(recipe, ranks) for name in names]
     for other in KINDS[KINDS.index(kind) + 1 :]:
-        for name in launches:
-            for setting in settings(recipe, launches[name].num_processes):
-                candidate = make(name, other, setting)
-                if candidate.verdict == "fits":
-                    why = f"nothing fits as the recipe is; with {other}: {reason(candidate.launch)}"
-                    return Advice(candidate, changes(candidate, recipe), why)
+        for name, launch in launches.items():
+            tries += [(name, other, setting) for setting in settings(recipe, launch.num_processes)]
+    for name, way, setting in tries:
+        candidate = make(name, way, setting)
+        if candidate.verdict == "fits":
+            instead = "" if way == kind else f"nothing fits as the recipe is; with {way}: "
+            return Advice(candidate, changes(candidate, recipe), instead + reason(candidate.launch))
     return Advice(None, (), f"nothing fits. {NONE_LEFT}.")
 
 
@@ -136,9 +132,8 @@ def plain_name(launch: Launch) -> str:
 
 def preference(launch: Launch, nodes: int) -> int:
     """Its place in the order, 0 for what to take first. On one machine, full shards come before hybrid ones."""
-    place = (
-        [name for name, _ in _ORDER].index(plain_name(launch)) if plain_name(launch) in dict(_ORDER) else len(_ORDER)
-    )
+    names = [name for name, _ in _ORDER]
+    place = names.index(plain_name(launch)) if plain_name(launch) in names else len(names)
     return place * 2 + (5 if nodes == 1 and launch.kind == "hsdp" else 0)
 
 

@@ -1,13 +1,13 @@
 """Predicts FLOPs, time and cost of a step, and whether communication overlaps with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.planning.candidates import Candidate, is_half
+from finetune.planning.candidates import Candidate
 from finetune.planning.communication_volume import Flow, flows
-from finetune.planning.link_speeds import UNMEASURED, LinkSpeeds
-from finetune.planning.model_shapes import Variant
+from finetune.planning.link_speeds import LinkSpeeds
+from finetune.planning.model_shapes import Variant, is_half
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
@@ -29,7 +29,7 @@ class Machines:
     """Of a GPU and hour."""
     host_gib: float | None = None
     """Of a machine, for what is offloaded; None: enough."""
-    links: LinkSpeeds = UNMEASURED
+    links: LinkSpeeds = field(default_factory=LinkSpeeds)
     """Measured ones, which stand in for the data sheet's."""
 
     @property

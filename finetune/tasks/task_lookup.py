@@ -8,9 +8,8 @@ from torch import nn
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters, pretrained_files
-from finetune.models.init_weights import init_weights
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import check_pretrained
+from finetune.models.networks import check_pretrained, init_weights
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION, classifier_config
 from finetune.tasks.task import Task, TaskData

@@ -14,10 +14,8 @@ from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
-from finetune.checkpoint.train_state import TrainState
 from finetune.config.recipe_schema import Recipe
-from finetune.data.rows.prefetch import Prefetcher
-from finetune.data.rows.row_sampler import RowSampler
+from finetune.data.rows.row_sampler import Prefetcher, RowSampler
 from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
@@ -27,10 +25,10 @@ from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
 from finetune.models import activation_checkpointing, float8, frozen_weights, lora_adapters, networks, quantization
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
-from finetune.models.init_weights import init_weights
+from finetune.models.networks import init_weights
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
-from finetune.monitoring.metrics import Reporter, warn
+from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
@@ -45,6 +43,50 @@ from finetune.utils.compat.accelerate_private import unsplit_classes
 
 # How long ranks wait for rank 0 to read the base's files.
 _PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class LastLog:
+    """Where the last line of metrics was written; the next one's rates count from here."""
+
+    step: int
+    tokens: float
+    computed: float = 0.0
+
+
+@dataclass
+class TrainState:
+    """What changes from step to step, beside weights and optimiser state."""
+
+    step: int
+    """Optimiser steps taken."""
+    tokens: torch.Tensor
+    """Targets trained on over all ranks; (1,), float64, on the device."""
+    last_log: LastLog
+    computed: float = 0.0
+    """Tokens that all ranks have computed since this process began, learned or not, without padding."""
+    last_evaluation: dict[str, Any] = field(default_factory=dict)
+    """`step` and `loss` of the last evaluation of this process; empty before the first one."""
+
+    @classmethod
+    def at(cls, step: int, tokens: int, device: torch.device) -> "TrainState":
+        """The state after some steps of an earlier process, or of none."""
+        counted = torch.full((1,), float(tokens), dtype=torch.float64, device=device)
+        return cls(step, counted, LastLog(step, float(tokens)))
+
+    def log_here(self) -> None:
+        """Has the next rates count from this step; waits for the device."""
+        self.last_log = LastLog(self.step, self.tokens.item(), self.computed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint stores; waits for the device."""
+        evaluated = self.last_evaluation.get("step") == self.step
+        return {
+            "step": self.step,
+            "tokens": int(self.tokens.item()),
+            # By which the best checkpoint is kept.
+            "validation_loss": self.last_evaluation["loss"] if evaluated else None,
+        }
 
 
 @dataclass
@@ -144,7 +186,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     backend = Backend.start(recipe, launch, config, quiet=quiet)
     if inputs.weights is not None:
         _check_values(inputs.weights, backend)
-    sums = micro_batch_search.resolve_gradient_dtype(recipe, backend)
+    sums = micro_batch_search.resolve_gradient_sums(recipe, backend)
     network = _build_network(recipe, backend, inputs)
     if depends_on_micro_size(network.wrapper.network):
         identity[MICRO_SIZE] = recipe.batch.rows
@@ -157,7 +199,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
     memory = backend.memory(model, optimizers.state_bytes(recipe))
-    resume = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps, warn=warn)
+    resume = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps)
     profiler = _build_profiler(recipe, backend, directory, resume, length)
     resume.restore(backend, unwrap(model), optimizer)
     if not resume.finished:
@@ -210,12 +252,11 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         checkpoints=CheckpointManager(
             recipe,
             backend,
-            directory.path,
+            directory,
             reporter,
             step=resume.step,
             adapter_keys=lora_adapters.adapter_keys(unwrap(model)) if recipe.lora is not None else None,
             describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
-            note=directory.note_checkpoint,
             infinite=network.infinite,
         ),
         shutdown=ShutdownHandler(recipe.guard.grace_s),

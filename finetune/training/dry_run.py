@@ -24,9 +24,9 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     Raises:
         FinetuneError: With what is wrong.
     """
-    asked = foreseen.launch if foreseen else read_launch()
-    settled = resolve_config(recipe, asked, foreseen.env if foreseen else os.environ)
-    optimizers.check_optimizer(recipe, cut=asked.cuts_state, flat=asked.flattens)
+    launch = foreseen.launch if foreseen else read_launch()
+    config = resolve_config(recipe, launch, foreseen.env if foreseen else os.environ)
+    optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
     float8.check(recipe)
     task = find_task(recipe)
     if task.build_skeleton is None:
@@ -39,18 +39,18 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
-    batch, data, world = recipe.batch, recipe.data, asked.num_processes
+    batch, data, world = recipe.batch, recipe.data, launch.num_processes
     sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
     rate = f"peak rate {lr_schedule.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
-    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {settled.accumulation}"
+    split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {config.accumulation}"
     if batch.micro_size == "auto":
         split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {
         "task": recipe.task.name,
-        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {settled.precision}",
+        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "adapters": lora_adapters.describe(network),
-        "backend": f"{asked.kind} on {world} process(es)" + (f", from {asked.file}" if asked.file else ""),
+        "backend": f"{launch.kind} on {world} process(es)" + (f", from {launch.file}" if launch.file else ""),
         "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",
         "batch": "evaluation only" if recipe.length.steps == 0 else split,
         "length": ", ".join(f"{value} {key}" for key, value in length.items()),

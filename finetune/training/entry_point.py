@@ -14,6 +14,7 @@ from finetune.utils import hub_access, orphan_watch
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
 from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.shipped_files import recipe_file
 
 DRY_RUN_HELP = "check all but data and weights, and stop"
 
@@ -37,7 +38,12 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    parser.add_argument("recipe", nargs="?" if optional else None, help="a recipe, such as recipes/sample.yaml")
+    parser.add_argument(
+        "recipe",
+        nargs="?" if optional else None,
+        type=recipe_file,
+        help="a recipe, by name or path: sample, my/recipe.yaml",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
 
 

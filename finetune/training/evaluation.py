@@ -1,7 +1,8 @@
 """Exact evaluation: every row once, weighted by targets, whatever the batch size and the number of ranks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -41,12 +42,9 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
     stride = micro_size * backend.world
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with without_training(model):
         for number, start in enumerate(range(0, len(rows), stride)):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
-                model.train(was_training)
                 return None
             first = start + backend.rank * micro_size
             share = np.arange(first, min(first + micro_size, len(rows)))
@@ -56,7 +54,6 @@ def evaluate(
             if not empty:
                 sums[: found.numel()] += found.double().reshape(-1)
                 targets += rows.num_targets(share)
-    model.train(was_training)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
     loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
@@ -65,6 +62,18 @@ def evaluate(
     if task.loss_and_correct:
         result["accuracy"] = hit_sum / max(1.0, total)
     return result
+
+
+@contextmanager
+def without_training(model: nn.Module) -> Iterator[None]:
+    """Forward passes in here have no dropout and leave no gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from finetune.checkpoint import row_ledger
+from finetune.export import save_model
+from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
 from finetune.training import evaluation, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
-from finetune.training.saving import save_checkpoint, save_final_model
-from finetune.training.seeding import seed_torch
 from finetune.training.step_metrics import log_step
 
 
@@ -108,6 +108,18 @@ def train_step(run: Run, step: int) -> StepOutput:
     )
 
 
+def seed_torch(*parts: int) -> None:
+    """Seeds torch from whole numbers, so that randomness has no history.
+
+    Source: numpy's SeedSequence, whose mixing is fixed for all versions.
+    """
+    seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+    # What torch.manual_seed does, which writes down a stack trace for each kind of device that is not there.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+
+
 def _all_reduce_sync(run: Run, micro_batches: list[np.ndarray]) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
     train = run.data.train
@@ -179,8 +191,8 @@ def _evaluate(run: Run) -> bool:
     assert run.data.validation is not None
 
     def stopped() -> bool:
-        asked = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
-        return run.backend.sum(asked).item() > 0
+        requested = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
+        return run.backend.sum(requested).item() > 0
 
     micro = run.recipe.eval.micro_size or run.recipe.batch.rows
     figures = evaluation.evaluate(run.backend, run.model, run.task, run.data.validation, micro, stopped=stopped)
@@ -193,3 +205,37 @@ def _evaluate(run: Run) -> bool:
     shown = ", ".join(f"{key} {value:,.4f}" for key, value in figures.items() if key != "targets")
     run.reporter.say(f"step {step}: validation {shown} over {figures['targets']:,.0f} targets")
     return True
+
+
+def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
+    """Saves a checkpoint of the state after the last step.
+
+    Args:
+        evaluated: Whether evaluation and samples that were due at this step are done.
+        wait: Whether the checkpoint must be there before this returns.
+    """
+    state = {
+        **run.state.to_dict(),
+        "position": run.sampler.position(run.state.step),
+        "scaler": run.backend.scaler_state(),
+        "skipped": run.nonfinite.state,
+        "looked_at": evaluated,
+        "results": dict(run.results),  # It is written while training continues.
+        "identity": run.identity,
+        "recipe": run.recipe.model_dump(mode="json"),
+        "backend": run.backend.launch.kind,
+        "processes": run.backend.world,
+        "precision": run.backend.precision,
+    }
+    run.checkpoints.save(unwrap(run.model), run.optimizer, state, must=wait)
+
+
+def save_final_model(run: Run) -> None:
+    """Writes the trained network, in the format that transformers opens, into the run directory."""
+    path = run.directory.path / "model"
+    build = run.task.build_skeleton
+    with run.backend.loading(pretrained=False):
+        skeleton = build(run.recipe, run.data) if build is not None else None
+        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path)
+    run.results["model"] = str(path)
+    run.reporter.say(f"model written to {path}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from finetune.config.recipe import divisors, dump_recipe
+from finetune.config.recipe import divisors, dump_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
@@ -40,15 +40,7 @@ _PATIENCE = timedelta(hours=2)
 # Seconds between two looks at whether another rank's process has failed.
 _EVERY_S = 0.2
 
-# Sections that memory does not depend on, and that a trial does without.
-_QUIET: dict[str, Any] = {
-    "eval": {"every_steps": None, "at_end": False},
-    "sample": None,
-    "log": {"trackers": ()},
-    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False},
-    "resume": {"mode": "never"},
-    "length": {"steps": 2},
-}
+# Sections that memory depends on.
 _MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
 
 
@@ -63,7 +55,7 @@ class MicroBatchChoice:
 
 
 def resolve_micro_size(
-    recipe: Recipe, asked: Launch, digest: str, *, begun: int | None, quiet: bool
+    recipe: Recipe, launch: Launch, digest: str, *, begun: int | None, quiet: bool
 ) -> MicroBatchChoice:
     """Puts a number in place of `batch.micro_size: auto`, the same on every rank; every rank calls it.
 
@@ -79,16 +71,14 @@ def resolve_micro_size(
         return MicroBatchChoice(recipe, None)
     if begun is not None:
         line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
-        return MicroBatchChoice(
-            _changed(recipe, {"batch": {"micro_size": begun}}), {"asked": "auto", "rows": begun}, (line,)
-        )
-    rank, world = int(os.environ.get("RANK", "0")), asked.num_processes
+        return MicroBatchChoice(_with_rows(recipe, begun), {"asked": "auto", "rows": begun}, (line,))
+    rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // world), device_selection.room()
-    kept = _kept(recipe, asked, digest)
+    kept = _kept(recipe, launch, digest)
     if rank == 0:
         known = _read(kept, room.total)
-        notes.write("begin", known or {"first": largest(recipe, asked, sizes, room.total), "room": room.total})
+        notes.write("begin", known or {"first": largest(recipe, launch, sizes, room.total), "room": room.total})
     begin = notes.read("begin")
     if "rows" in begin:
         return _sized(recipe, begin, room.place, known=True)
@@ -98,7 +88,7 @@ def resolve_micro_size(
         while (size := next_size(sizes, int(begin["first"]), tried)) is not None:
             if rank == 0 and not quiet:
                 print(f"batch.micro_size: auto: trying {size} row(s) a forward pass", file=sys.stderr, flush=True)
-            tried[size] = _try(_trial_of(recipe, size, world, trials / str(size)), asked, notes, rank)
+            tried[size] = _try(_trial_of(recipe, size, world, trials / str(size)), launch, notes, rank)
     finally:
         if rank == 0:
             shutil.rmtree(trials, ignore_errors=True)
@@ -144,7 +134,7 @@ class GradientSumChoice:
         return f"gradients are {how} of {accumulation} micro-batches ({why})"
 
 
-def resolve_gradient_dtype(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
+def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
     """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
 
     What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
@@ -197,7 +187,7 @@ def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None
     return between[0] if len(measured) == 1 else None
 
 
-def _try(recipe: Recipe, asked: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
+def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore, rank: int) -> float | None:
     """Trains two steps in a process of its own beside each rank.
 
     Returns:
@@ -208,13 +198,13 @@ def _try(recipe: Recipe, asked: Launch, notes: rendezvous_store.RendezvousStore,
     """
     name = f"trial-{notes.number}-{recipe.batch.rows}"
     with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
-        file, report, said = (Path(folder) / name for name in ("recipe.yaml", "report.json", "said.txt"))
+        file, report, log = (Path(folder) / name for name in ("recipe.yaml", "report.json", "output.txt"))
         file.write_text(dump_recipe(recipe), encoding="utf-8")
         words = [sys.executable, "-m", "finetune.training.micro_batch_trial", str(file), str(report)]
         env = rendezvous_store.apart(name)
-        if asked.num_threads is not None:
-            env["OMP_NUM_THREADS"] = str(asked.num_threads)
-        with said.open("wb") as output:
+        if launch.num_threads is not None:
+            env["OMP_NUM_THREADS"] = str(launch.num_threads)
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
@@ -227,10 +217,10 @@ def _try(recipe: Recipe, asked: Launch, notes: rendezvous_store.RendezvousStore,
         if own == 0:
             note |= json.loads(report.read_text(encoding="utf-8"))
         elif own is not None:
-            note["said"] = " ".join(said.read_text(encoding="utf-8", errors="replace").split())[-600:]
+            note["output"] = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
             notes.write(f"{name}/over", rank)
     notes.write(f"{name}/{rank}", note)
-    ended = [notes.read(f"{name}/{other}") for other in range(asked.num_processes)]
+    ended = [notes.read(f"{name}/{other}") for other in range(launch.num_processes)]
     if all(note["code"] == 0 for note in ended):
         return float(max(note["share"] for note in ended))
     # A host that runs out of memory kills.
@@ -239,7 +229,7 @@ def _try(recipe: Recipe, asked: Launch, notes: rendezvous_store.RendezvousStore,
     first = next(note for note in ended if note["code"])
     raise BackendError(
         f"batch.micro_size: auto: a trial with {recipe.batch.micro_size} row(s) failed with exit code {first['code']}: "
-        f"{first['said']} Mend that, or give a number, with which nothing is tried."
+        f"{first['output']} Mend that, or give a number, with which nothing is tried."
     )
 
 
@@ -256,35 +246,34 @@ def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousSt
 def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     """The recipe, cut down to what decides memory: two steps of at most two micro-batches."""
     micro_batches = min(2, recipe.batch.global_size // (size * world))
-    changes: dict[str, Any] = {
-        **_QUIET,
-        "batch": {"micro_size": size, "global_size": size * world * micro_batches},
-        "output": {"dir": str(folder), "overwrite": True},
-    }
-    return _changed(recipe, changes)
+    tree = recipe.model_dump(mode="json")
+    tree["batch"] |= {"micro_size": size, "global_size": size * world * micro_batches}
+    tree["length"] = {"steps": 2}
+    tree["sample"] = None
+    tree["eval"] |= {"every_steps": None, "at_end": False}
+    tree["log"]["trackers"] = []
+    tree["checkpoint"] |= {"every_steps": None, "every_minutes": None, "at_end": False}
+    tree["resume"]["mode"] = "never"
+    tree["output"] |= {"dir": str(folder), "overwrite": True}
+    return validate_recipe(tree)
 
 
-def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    update: dict[str, Any] = {}
-    for name, values in changes.items():
-        section = getattr(recipe, name)
-        if name == "length":
-            values = dict.fromkeys(type(section).model_fields) | values
-        update[name] = None if values is None else section.model_copy(update=values)
-    return recipe.model_copy(update=update)
+def _with_rows(recipe: Recipe, rows: int) -> Recipe:
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
 
 
 def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> MicroBatchChoice:
     share, trials = found["tried"][str(found["rows"])], len(found["tried"])
     how = "as found before" if known else f"{trials} trial" + ("s" if trials > 1 else "")
     line = f"batch.micro_size: auto is {found['rows']}, with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place}"
-    changed = _changed(recipe, {"batch": {"micro_size": found["rows"]}})
-    return MicroBatchChoice(changed, {"asked": "auto", **found, "known": known}, (f"{line} ({how})",))
+    return MicroBatchChoice(
+        _with_rows(recipe, found["rows"]), {"asked": "auto", **found, "known": known}, (f"{line} ({how})",)
+    )
 
 
-def _kept(recipe: Recipe, asked: Launch, digest: str) -> Path:
+def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
     """Where is written down what was found for such a model, launch and device."""
-    section, launch = recipe.model, {**asdict(asked), "file": None, "ds_place": None}
+    section = recipe.model
     config = Path(section.name or "") / "config.json"
     facts = {
         "recipe": {name: recipe.model_dump(mode="json")[name] for name in _MATTERS},
@@ -292,7 +281,7 @@ def _kept(recipe: Recipe, asked: Launch, digest: str) -> Path:
         # Rows of different lengths: the longest decide.
         "rows": digest if recipe.data.packing == "padded" else None,
         "config": config.read_text(encoding="utf-8") if section.name and config.is_file() else None,
-        "launch": launch,
+        "launch": {**asdict(launch), "file": None, "ds_place": None},
         "here": device_selection.identity(),
     }
     return Path(recipe.data.cache_dir) / "micro_size" / f"{digest_of(facts)[:16]}.json"

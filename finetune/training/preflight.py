@@ -1,7 +1,7 @@
 """Forward passes of the prepared model before the first step, to verify kernels, document isolation, and the loss."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ def forward_once(backend: Backend, model: nn.Module, task: Task, data: TaskData)
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
-    model.eval()
-    with torch.no_grad(), _by_name(model):
+    with evaluation.without_training(model), _by_name(model):
         loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), backend.device))
-    model.train()
     return loss
 
 
@@ -46,10 +44,10 @@ def _by_name(model: nn.Module) -> Iterator[None]:
         files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
         if inner is None or not any("/transformers/models/" in Path(file).as_posix() for file in files):
             raise
-        used, said = str(attention_implementation(inner.config)), " ".join(str(error).split()).rstrip(".")
+        used, reason = str(attention_implementation(inner.config)), " ".join(str(error).split()).rstrip(".")
         other = "`eager`" if used == "sdpa" else "`sdpa`"
         raise BackendError(
-            f"A forward pass of {_name(inner)} with attention `{used}` ends in {type(error).__name__}: {said}. Set "
+            f"A forward pass of {_name(inner)} with attention `{used}` ends in {type(error).__name__}: {reason}. Set "
             f"model.attention to {other}; if that ends likewise, this architecture cannot be trained on text alone."
         ) from error
 
@@ -61,24 +59,23 @@ def _name(network: PreTrainedModel) -> str:
 
 
 def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
-    """What a language model computes its attention and its loss with, both proved. Every rank must call it.
+    """What a language model computes its attention and its loss with, both verified. Every rank must call it.
 
     Raises:
         BackendError: If they do something else than they should.
     """
     inner = lora_adapters.transformer(unwrap(model))
-    if inner is None:
-        if recipe.data.packing == "documents":
-            check_isolation(backend, model, recipe)
-        return {"attention": "the network's own", "loss": "plain"}
-    check_order(backend, model, inner)
+    if inner is not None:
+        check_order(backend, model, inner)
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
+    if inner is None:
+        return {"attention": "the network's own", "loss": "plain"}
     return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
 
 
 def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) -> None:
-    """Proves on the prepared model that tokens do not see those behind them: else the targets are among the inputs.
+    """Verifies on the prepared model that tokens do not see those behind them: else the targets are among the inputs.
 
     Raises:
         BackendError: If they do.
@@ -97,7 +94,7 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
 
 
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
-    """Proves on the prepared model that a packed document is computed as if it were alone.
+    """Verifies on the prepared model that a packed document is computed as if it were alone.
 
     Two documents in one row: changing the first must not move the second's scores, and these must be the scores of the
     second alone, of which the network is told nothing. Architectures that do not read restarting positions, or that
@@ -111,8 +108,10 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     ids = _ordinary(inner, 2 * length, backend.device)
     changed = torch.cat([_other(ids, length), ids[:, length:]], 1)
     edges = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=backend.device)
-    told = {"position_ids": torch.arange(length, device=backend.device).repeat(2)[None], "cu_seqlens": edges}
-    one, two = (x[:, length:] for x in _scores(backend, model, [{"input_ids": x, **told} for x in (ids, changed)]))
+    boundaries = {"position_ids": torch.arange(length, device=backend.device).repeat(2)[None], "cu_seqlens": edges}
+    one, two = (
+        x[:, length:] for x in _scores(backend, model, [{"input_ids": x, **boundaries} for x in (ids, changed)])
+    )
     who = "this network" if inner is None else _name(inner)
     leak = backend.max(_apart(one, two)).item()
     if leak > _tolerance(backend):
@@ -123,8 +122,8 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         )
     if inner is None:
         return
-    # In front, where nothing before it can be seen, and by the network's own masks and positions.
-    (alone,) = _scores(backend, model, [{"input_ids": ids.roll(length, 1)}], untold=True)
+    # In front, where nothing before it can be seen.
+    (alone,) = _scores(backend, model, [{"input_ids": ids.roll(length, 1)}], _logits_of_tokens)
     off = backend.max(_apart(one, alone[:, :length])).item()
     if off > (1e-4 if backend.precision == "fp32" else 5e-2):
         raise BackendError(
@@ -163,18 +162,14 @@ def _special(config: dict[Any, Any]) -> Iterator[int]:
 
 
 def _scores(
-    backend: Backend, model: nn.Module, batches: list[dict[str, torch.Tensor]], *, untold: bool = False
+    backend: Backend,
+    model: nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    forward: Callable[[nn.Module, Batch], torch.Tensor] = causal_lm_logits,
 ) -> list[torch.Tensor]:
-    """Scores of the next token, (1, T, V) fp32 each.
-
-    Args:
-        untold: Whether the network gets nothing but tokens.
-    """
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), _by_name(model):
-        found = [model(_untold if untold else causal_lm_logits, batch).float() for batch in batches]
-    model.train(was_training)
+    """Scores of the next token, (1, T, V) fp32 each."""
+    with evaluation.without_training(model), _by_name(model):
+        found = [model(forward, batch).float() for batch in batches]
     spoilt = torch.stack([~scores.isfinite().all() for scores in found]).any().float().reshape(1)
     if backend.max(spoilt).item():
         raise BackendError(
@@ -184,7 +179,8 @@ def _scores(
     return found
 
 
-def _untold(network: nn.Module, batch: Batch) -> torch.Tensor:
+def _logits_of_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Of tokens alone, by the network's own masks and positions."""
     return network(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
 
 
@@ -200,7 +196,7 @@ def _tolerance(backend: Backend) -> float:
 
 
 def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
-    """Proves on the prepared model that a loss computed by the head, in chunks, is the loss of the network's logits.
+    """Verifies on the prepared model that a loss computed by the head, in chunks, is the loss of the network's logits.
 
     Architectures that do something to logits behind the head would learn something else. Every rank must call it.
 
@@ -215,12 +211,9 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         return "plain"
     ids = _ordinary(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluation.without_training(model):
         fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
         changed = model(_changes_behind_head, batch)
-    model.train(was_training)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
     if apart <= (1e-3 if backend.precision == "fp32" else 5e-2) and not backend.max(changed.reshape(1)).item():

@@ -108,7 +108,7 @@ def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any], width: int = 100) -> str:
+def table(found: dict[str, Any]) -> str:
     """The same for people."""
     phases: dict[str, float] = found["phases_ms"]
     whole = sum(phases.values())
@@ -121,7 +121,7 @@ def table(found: dict[str, Any], width: int = 100) -> str:
     grid.add_section()
     for name, value in found["operations_ms"].items():
         grid.add_row(name[:60], f"{value:,.1f}", f"{value / whole:.1%}" if whole else "")
-    console = Console(width=width, record=True, quiet=False, file=None, force_terminal=False)
+    console = Console(width=100, force_terminal=False)
     with console.capture() as text:
         console.print(grid)
     return text.get()

@@ -10,6 +10,7 @@ from finetune.config.recipe_schema import Recipe, SampleSection
 from finetune.distributed.backend import Backend
 from finetune.models import prompts
 from finetune.tasks.causal_lm import causal_lm_logits
+from finetune.training.evaluation import without_training
 
 
 def _last_logits(network: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -41,9 +42,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     ids = prompt_tokens(recipe, section, tokenizer)
     ends = {tokenizer.eos_token_id, *taught}
     generator = torch.Generator().manual_seed(recipe.seed)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with without_training(model):
         for _ in range(section.max_new_tokens):
             # What is longer falls out of view.
             window = torch.tensor([ids[-longest:]], device=backend.device)
@@ -52,7 +51,6 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
             ids.append(int(backend.broadcast(token).item()))
             if ids[-1] in ends:
                 break
-    model.train(was_training)
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 

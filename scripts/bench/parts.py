@@ -6,7 +6,6 @@
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -174,11 +173,3 @@ def _environment(parts: Parts, spec: dict[str, Any], place: Path) -> dict[str, s
     env = environment(spec["arm"], parts.threads)
     del env["TOKENIZERS_PARALLELISM"]  # here tokenising is part of what is measured
     return env | {"HF_HOME": str(place / "hf"), "HF_DATASETS_OFFLINE": "1"}
-
-
-def middle(values: list[float]) -> tuple[float, float, float]:
-    """Median and quartiles."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return median, low, high

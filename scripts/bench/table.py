@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 
 from bench.cases import OURS
-from bench.parts import PartsMeasured, middle
-from bench.turns import JUDGED, Measured, Result, ratios
+from bench.parts import PartsMeasured
+from bench.turns import JUDGED, Measured, Result, middle, ratios
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed", "trl", "litgpt")
 
@@ -64,7 +64,7 @@ def text(measured: Measured) -> str:
     case = measured.case
     title = (
         f"### {case.name}\n\n{case.rows} rows of {case.length} a step in micro-batches of {case.micro}, "
-        f"{case.threads} thread(s), {measured.rounds} rounds of {case.turn} steps after {case.warm} first ones; "
+        f"{case.threads} thread(s), {measured.rounds} rounds of {case.turn} steps after {case.warm} warm-up steps; "
         f"load {measured.load[0]:.1f} to {measured.load[1]:.1f}.\n\n"
     )
     head = (
@@ -99,8 +99,8 @@ def _line(result: Result, reference: Result) -> str:
 def _compared(result: Result, reference: Result) -> Sequence[str]:
     if reference.problem:
         return "", "", ""
-    middle, low, high = ratios(result, reference)
-    return f"{middle:.3f}", f"{low:.3f}–{high:.3f}", f"{ratios(result, reference, 'cpu_ms')[0]:.3f}"
+    median, low, high = ratios(result, reference)
+    return f"{median:.3f}", f"{low:.3f}–{high:.3f}", f"{ratios(result, reference, 'cpu_ms')[0]:.3f}"
 
 
 def parts_text(measured: PartsMeasured) -> str:

@@ -338,8 +338,12 @@ def _sum_up(case: Case, result: Result, turns: Sequence[Turn], rounds: int) -> N
 def ratios(result: Result, ours: Result, field_name: str = "step_ms") -> tuple[float, float, float]:
     """How many times as long as ours an arm takes: median and quartiles of the ratios within each round."""
     pairs = zip(getattr(result, field_name), getattr(ours, field_name), strict=True)
-    found = sorted(theirs / own for theirs, own in pairs)
-    if len(found) < 2:
-        return found[0], found[0], found[0]
-    low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
-    return middle, low, high
+    return middle([theirs / own for theirs, own in pairs])
+
+
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high

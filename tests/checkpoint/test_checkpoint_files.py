@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, copy, forge, forge_state, mlp, run_here
 
-from finetune.checkpoint import load_checkpoint, retention
+from finetune.checkpoint import load_checkpoint, save_checkpoint
 from finetune.utils.errors import CheckpointError
 
 # A reader that opens a pipe would wait for ever.
@@ -42,9 +42,9 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def found(root: Path, said: list[str] | None = None) -> Path:
-    """The checkpoint that a run resumes from; what is said of newer ones goes to `said`."""
-    got = load_checkpoint.find(root, OneRank(), (said if said is not None else []).append)  # type: ignore[arg-type]
+def found(root: Path) -> Path:
+    """The checkpoint that a run resumes from."""
+    got = load_checkpoint.find(root, OneRank())  # type: ignore[arg-type]
     assert got is not None
     got.held.close()
     return got.folder
@@ -208,11 +208,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_refused_by_name_and_the_one_before_is_used(root: Path, name: str) -> None:
+def test_damage_is_refused_by_name_and_the_one_before_is_used(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     spoil, file, reason = DAMAGES[name]
     spoil(root / "step-00000020")
-    said: list[str] = []
-    assert found(root, said) == root / "step-00000015"
+    assert found(root) == root / "step-00000015"
+    said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"Checkpoint refused: {root}/step-000000")
     assert file in said[0]
@@ -220,20 +222,19 @@ def test_damage_is_refused_by_name_and_the_one_before_is_used(root: Path, name: 
     assert said[0].endswith(". Trying an older one.")
 
 
-def test_none_is_whole(root: Path) -> None:
+def test_none_is_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in root.iterdir():
         (folder / "state.json").write_text("{}")
-    said: list[str] = []
     with pytest.raises(CheckpointError, match=r"No checkpoint below .* is whole.*choose another output\.dir"):
-        found(root, said)
-    assert len(said) == 3
+        found(root)
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    assert load_checkpoint.find(tmp_path / "nowhere", OneRank(), print) is None  # type: ignore[arg-type]
+    assert load_checkpoint.find(tmp_path / "nowhere", OneRank()) is None  # type: ignore[arg-type]
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000012.staging").mkdir()
-    assert load_checkpoint.find(tmp_path, OneRank(), print) is None  # type: ignore[arg-type]
+    assert load_checkpoint.find(tmp_path, OneRank()) is None  # type: ignore[arg-type]
 
 
 def test_what_a_file_system_leaves_is_no_damage(root: Path) -> None:
@@ -251,7 +252,7 @@ def test_half_written_and_half_deleted_ones_are_no_checkpoints_and_go(root: Path
     (root / "step-00000026.staging").write_text("a file")
     (root / "notes.txt").write_text("mine")
     assert found(root) == whole
-    retention.clean(root)
+    save_checkpoint.clean(root)
     left = sorted(path.name for path in root.iterdir())
     assert left == ["notes.txt", "step-00000010", "step-00000015", "step-00000020", "step-00000021.broken"]
 

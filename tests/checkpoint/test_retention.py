@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, mlp, run_here, stop_after
 
-from finetune.checkpoint import integrity, load_checkpoint, retention
+from finetune.checkpoint import integrity, load_checkpoint, save_checkpoint
 from finetune.utils.errors import CheckpointError
 
 
@@ -52,7 +52,7 @@ def test_the_newest_and_the_best_stay(
     root = tmp_path_factory.mktemp("rotation")
     for number, loss in enumerate(losses, start=1):
         make(root, number, loss)
-    retention.prune(root, keep=keep, keep_best=keep_best)
+    save_checkpoint.prune(root, keep=keep, keep_best=keep_best)
     numbers = range(1, len(losses) + 1)
     staying = set(numbers[-keep:])
     scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
@@ -69,17 +69,17 @@ def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
         make(tmp_path, step, 5.0 - step)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     os.truncate(tmp_path / "step-00000003" / "state.json", 5)
-    retention.prune(tmp_path, keep=1, keep_best=True)
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=True)
     assert left(tmp_path) == [4, 3, 2]
-    assert load_checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+    assert integrity.newest(tmp_path) == tmp_path / "step-00000002"
 
 
 def test_one_that_was_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step, 5.0 - step)
-    retention.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
     assert left(tmp_path) == [3, 2]
-    assert load_checkpoint.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
+    assert integrity.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
 
 
 @pytest.mark.parametrize("every", [7, 6])
@@ -122,12 +122,12 @@ def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) as reader:
         try:
             assert reader.stdout.readline() == "reading\n"
-            retention.prune(tmp_path, keep=1, keep_best=False)
+            save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
             assert left(tmp_path) == [3, 1]
             reader.communicate(timeout=LIMIT_S)
         finally:
             reader.kill()
-    retention.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [3]
 
 
@@ -135,10 +135,10 @@ def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> 
     for step in (1, 2):
         make(tmp_path, step)
     got = load_checkpoint.verified(tmp_path / "step-00000001", OneRank())  # type: ignore[arg-type]
-    retention.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2, 1]
     got.held.close()
-    retention.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2]
 
 
@@ -150,7 +150,7 @@ def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
     file.write_bytes(content.replace(b"0", b"1"))
     with pytest.raises(CheckpointError, match=r"state.json was changed"):
         load_checkpoint.verified(file.parent, OneRank())  # type: ignore[arg-type]
-    retention.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
     assert left(tmp_path) == [2]
 
 
@@ -162,7 +162,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytes
 
     def late(handle: Any, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        retention.prune(tmp_path, keep=1, keep_best=False)
+        save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)

@@ -52,7 +52,7 @@ def test_recipe(place: Place, overrides: list[str], says: list[str]) -> None:
 
 def test_no_recipe(place: Place) -> None:
     ranks = start(place, place.folder / "nope.yaml")
-    assert_refused(ranks, "nope.yaml", "No such file", "such as recipes/sample.yaml")
+    assert_refused(ranks, "nope.yaml", "No such file", "one of the recipes that ship: ")
 
 
 # ---------------------------------------------------------------- the data
@@ -297,20 +297,19 @@ def test_without_a_launcher_local_rank_0_speaks(
 # ---------------------------------------------------------------- through the launchers themselves
 
 
-def test_accelerate_launch_says_the_recipe_is_wrong(place: Place) -> None:
-    code, output = run(command("fsdp", str(place.recipe()), "optim.lrr=1"))
-    assert_first(code, output, "optim.lrr: unknown key")
-
-
-def test_accelerate_launch_says_the_launch_file_is_wrong(place: Place) -> None:
-    file = place.launch_file("ddp", distributed_type="MULTI_CPU")
-    code, output = run(command(file, str(place.recipe())))
-    assert_first(code, output, "MULTI_CPU is not needed")
-
-
-def test_accelerate_launch_says_the_data_is_wrong(place: Place) -> None:
-    code, output = run(command("single", str(place.recipe()), "data.train.0.text_field=story"))
-    assert_first(code, output, "story")
+@pytest.mark.parametrize(
+    ("config", "overrides", "says"),
+    [
+        ("fsdp", ["optim.lrr=1"], "optim.lrr: unknown key"),
+        ("ddp", [], "MULTI_CPU is not needed"),
+        ("single", ["data.train.0.text_field=story"], "story"),
+    ],
+    ids=["recipe", "launch file", "data"],
+)
+def test_accelerate_launch_says_what_is_wrong(place: Place, config: str, overrides: list[str], says: str) -> None:
+    file = config if overrides else place.launch_file(config, distributed_type="MULTI_CPU")
+    code, output = run(command(file, str(place.recipe()), *overrides))
+    assert_first(code, output, says)
     assert not place.files()
 
 

@@ -1,17 +1,14 @@
 """Conversations from recipe to rows: packed with masked targets, counted exactly, reported and refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from chats import CHATML, STYLES, THINKING, example, learned, talk, tokenizer
+from chats import CHATML, STYLES, example, learned, talk, tokenizer
 from chats import unmarked as without_marks
-from harness import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testdata import CONVERSATIONS
@@ -22,7 +19,7 @@ from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.row_dataset import IGNORED, Rows
-from finetune.data.tokenization.loss_masks import MaskFile, pack
+from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils import exit_codes
 from finetune.utils.errors import DataError, RecipeError
@@ -45,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (template, _) in STYLES.items():
         (made / f"{name}.jinja").write_text(template)
         (made / f"{name}_unmarked.jinja").write_text(without_marks(template))
-    (made / "thinking.jinja").write_text(without_marks(THINKING))
     return made
 
 
@@ -72,9 +68,8 @@ def prepared(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **k
     return prepare_data(recipe(folder, sources, chat, **keys), quiet=True)
 
 
-def train(data: PreparedData) -> Rows:
-    assert data.train is not None
-    return data.train
+def targets_of(rows: Rows) -> int:
+    return rows.num_targets(np.arange(len(rows)))
 
 
 def written(path: Path, conversations: list[list[tuple[str, str]] | dict[str, Any]]) -> dict[str, Any]:
@@ -128,7 +123,7 @@ def test_rows_teach_the_answers_and_their_ends(folder: Path, style: str, packing
     data = prepared(folder, sources, {"template": str(folder / f"{style}.jinja")}, packing=packing)
     spoken = STYLES[style.removesuffix("_unmarked")][1]
     expected = [spoken(t["value"]) for record in records for t in record["conversations"] if t["from"] == "gpt"]
-    assert sorted(learned_runs(data, train(data))) == sorted(expected)
+    assert sorted(learned_runs(data, data.train)) == sorted(expected)
 
 
 @pytest.mark.parametrize("source", [SHAREGPT, PAIRS, NESTED], ids=["sharegpt", "pairs", "nested"])
@@ -136,18 +131,16 @@ def test_targets_are_counted_without_reading_them(folder: Path, source: dict[str
     totals = set()
     for packing in ("documents", "padded"):
         data = prepared(folder, [source], {"template": "plain"}, packing=packing, sequence_length=1024)
-        rows, report = train(data), data.report.train
+        rows, report = data.train, data.report.train
         chosen = np.arange(len(rows))
         batch = rows.batch(chosen)
-        assert rows.num_targets(chosen) == int((batch["targets"] != IGNORED).sum()) == rows.num_tokens
+        assert rows.num_targets(chosen) == int((batch["targets"] != IGNORED).sum())
         for row in chosen[:20]:
             alone = rows.batch(np.array([row]))
             assert rows.num_targets(np.array([row])) == int((alone["targets"] != IGNORED).sum()) > 0
-        assert report is not None
-        assert report.targets == rows.num_tokens
-        assert report.chat is not None
+        assert report.targets == rows.num_targets(chosen)
         assert report.targets == pytest.approx(report.chat.supervised_share * report.tokens)
-        totals.add((rows.num_tokens, report.tokens, report.chat.examples))
+        totals.add((report.targets, report.tokens, report.chat.examples))
     assert len(totals) == 1, "packing moves rows, not what is learned"
 
 
@@ -167,24 +160,14 @@ def test_packed_rows_have_the_targets_of_their_examples(
         folder, [{**source, "weight": weight}], packing=packing, sequence_length=400, cache_dir=str(place / "cache")
     )
     examples = [example(talk(a.strip(), b.strip()), CHATML) for a, b in talks]
-    assert train(data).num_tokens == weight * sum(made.facts.supervised for made in examples)
+    assert targets_of(data.train) == weight * sum(made.facts.supervised for made in examples)
     expected = [run for made in examples for run in learned(made)] * int(weight)
-    assert sorted(learned_runs(data, train(data))) == sorted(expected)
-
-
-def test_documents_in_a_row_are_apart(folder: Path, tmp_path: Path) -> None:
-    data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(20))])
-    batch = train(data).batch(np.arange(len(train(data))))
-    starts = (batch["position_ids"] == 0) & (batch["input_ids"] == tokenizer().convert_tokens_to_ids("<|im_start|>"))
-    assert int(starts.sum()) == 20
-    # The token behind a document's last input is its own, and its first token is nobody's target.
-    assert "<|im_start|>" not in "".join(learned_runs(data, train(data)))
+    assert sorted(learned_runs(data, data.train)) == sorted(expected)
 
 
 def test_the_mask_is_a_bit_a_token(folder: Path, tmp_path: Path) -> None:
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(200))], cache_dir=str(tmp_path / "cache"))
     (mask,) = (tmp_path / "cache").glob("tokens-*/train.mask")
-    assert data.report.train is not None
     assert mask.stat().st_size == -(-data.report.train.tokens // 8)
     assert not list((tmp_path / "cache").glob("tokens-*/*.loose"))
 
@@ -193,7 +176,7 @@ def test_the_mask_is_a_bit_a_token(folder: Path, tmp_path: Path) -> None:
 def test_mask_file(tmp_path_factory: pytest.TempPathFactory, bits: list[bool], data: Any) -> None:
     place = tmp_path_factory.mktemp("mask")
     (place / "loose").write_bytes(np.array(bits, np.bool_).tobytes())
-    pack(place / "loose", place / "mask")
+    pack_mask(place / "loose", place / "mask")
     mask = MaskFile(place / "mask")
     assert mask[np.arange(len(bits))].tolist() == bits
     start = data.draw(st.integers(0, len(bits) - 2))
@@ -204,14 +187,14 @@ def test_mask_file(tmp_path_factory: pytest.TempPathFactory, bits: list[bool], d
 
 def test_the_loss_is_over_learned_tokens_only(folder: Path, tmp_path: Path) -> None:
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(10))])
-    rows = np.arange(len(train(data)))
-    batch = train(data).batch(rows)
+    rows = np.arange(len(data.train))
+    batch = data.train.batch(rows)
 
     def network(**_: Any) -> Any:
         return type("Output", (), {"logits": torch.zeros(*batch["targets"].shape, len(tokenizer()))})
 
     loss = CAUSAL_LM.loss_sum(network, batch)  # type: ignore[arg-type]
-    assert loss.item() / train(data).num_targets(rows) == pytest.approx(np.log(len(tokenizer())), rel=1e-5)
+    assert loss.item() / data.train.num_targets(rows) == pytest.approx(np.log(len(tokenizer())), rel=1e-5)
 
 
 def test_padding_that_is_the_end_token_leaves_ends_learned(folder: Path, tmp_path: Path) -> None:
@@ -223,9 +206,9 @@ def test_padding_that_is_the_end_token_leaves_ends_learned(folder: Path, tmp_pat
     source = written(tmp_path / "a.jsonl", pairs(5))
     data = prepared(folder, [source], {"template": "plain"}, tokenizer=str(place), packing="padded")
     assert data.tokenizer.pad_token_id == data.tokenizer.eos_token_id
-    assert [text.endswith("</s>") for text in learned_runs(data, train(data))] == [True] * 5
-    assert train(data).num_tokens == sum(
-        len(data.tokenizer(text)["input_ids"]) for text in learned_runs(data, train(data))
+    assert [text.endswith("</s>") for text in learned_runs(data, data.train)] == [True] * 5
+    assert targets_of(data.train) == sum(
+        len(data.tokenizer(text)["input_ids"]) for text in learned_runs(data, data.train)
     )
 
 
@@ -234,9 +217,8 @@ def test_text_beside_conversations(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("what is the answer " * 100)
     sources = [{"path": str(tmp_path / "a.txt"), "format": "text"}, written(tmp_path / "a.jsonl", pairs(3))]
     data = prepared(folder, sources, sequence_length=100)
-    runs = learned_runs(data, train(data))
+    runs = learned_runs(data, data.train)
     assert sum("The answer is" in run for run in runs) == 3
-    assert data.report.train is not None
     assert data.report.train.over_long == 1
     assert [source.format for source in data.report.train.sources] == ["text", "messages"]
     assert "".join(run for run in runs if "The answer" not in run).count("answer") >= 98
@@ -269,8 +251,6 @@ def test_the_report_counts(folder: Path, tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", [*pairs(6), *pairs(1), long, silent, [("user", "nobody answers")]])
     data = prepared(folder, [source], sequence_length=100)
     report = data.report.train
-    assert report is not None
-    assert report.chat is not None
     assert (report.documents, report.duplicates, report.empty) == (7, 1, 0)
     assert (report.chat.examples, report.chat.answers, report.chat.too_long, report.chat.unsupervised) == (7, 7, 1, 2)
     assert report.chat.ends == {"<|im_end|>": 7}
@@ -297,9 +277,7 @@ def test_too_long(folder: Path, tmp_path: Path) -> None:
     found = {}
     for too_long in ("drop", "cut_left", "cut_right"):
         data = prepared(folder, [source], {"too_long": too_long}, sequence_length=100)
-        assert data.report.train is not None
         chat = data.report.train.chat
-        assert chat is not None
         found[too_long] = (chat.examples, chat.too_long, chat.cut, chat.answers_cut > 0)
         assert data.report.train.over_long == 0
     assert found == {"drop": (1, 2, 0, False), "cut_left": (2, 1, 1, False), "cut_right": (3, 0, 2, True)}
@@ -330,25 +308,6 @@ def test_checks(folder: Path, tmp_path: Path, chat: Any, checks: Any, says: str)
     assert says in refusal(folder, sources, chat, checks=checks, validation=other, sequence_length=100)
 
 
-def test_overlap_of_texts_is_counted_too(tmp_path: Path) -> None:
-    for name, numbers in (("a", range(5)), ("b", range(3, 9))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"Story {n}."}) + "\n" for n in numbers))
-    tree = {
-        "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"vocab_size": 270},
-        "data": {
-            "train": [{"path": str(tmp_path / "a.jsonl")}],
-            "validation": [{"path": str(tmp_path / "b.jsonl")}],
-            "cache_dir": str(tmp_path / "cache"),
-        },
-        "length": {"steps": 1},
-    }
-    data = prepare_data(validate_recipe(tree), quiet=True)
-    assert data.report.validation is not None
-    assert data.report.validation.overlap == 2
-    assert "2 documents that are training documents too" in "\n".join(data.report.lines())
-
-
 BROKEN: list[Any] = [
     [("narrator", "x")],
     [("user", "a"), ("assistant", "")],
@@ -361,7 +320,6 @@ def test_broken_conversations(folder: Path, tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", [*pairs(6), *BROKEN])
     assert "a.jsonl, line 7, turn 1: the role is 'narrator'" in refusal(folder, [source])
     data = prepared(folder, [source], checks={"max_broken": 0.5})
-    assert data.report.train is not None
     assert data.report.train.broken == {"unknown role": 1, "empty answer": 1, "missing field": 1, "system turns": 1}
     assert "1 conversations left out (empty answer)" in "\n".join(data.report.lines())
     assert data.report.train.documents == 6
@@ -376,8 +334,6 @@ def test_broken_conversations_are_counted_once(folder: Path, tmp_path: Path) -> 
     sources = [[written(tmp_path / f"{name}.jsonl", [*pairs(6), BROKEN[number]])] for number, name in enumerate("ab")]
     keys: dict[str, Any] = {"tokenizer": {"vocab_size": 300}, "checks": {"max_broken": 0.5}, "validation": sources[1]}
     report = prepared(folder, sources[0], {"template": "plain"}, **keys).report
-    assert report.train is not None
-    assert report.validation is not None
     assert report.train.broken == {"unknown role": 1}
     assert report.validation.broken == {"empty answer": 1}
 
@@ -393,7 +349,6 @@ def test_what_the_template_refuses_is_broken(folder: Path, tmp_path: Path) -> No
     assert "a.jsonl, line 7: the chat template" in said
     assert "refuses this conversation: No tools first. Its roles are tool, assistant." in said
     data = prepared(folder, [source], chat, checks={"max_broken": 0.2})
-    assert data.report.train is not None
     assert data.report.train.broken == {"refused by the template": 1}
     assert data.report.train.empty == 0
 
@@ -405,10 +360,6 @@ def test_all_labels_masked(folder: Path, tmp_path: Path) -> None:
     silent = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}
     said = refusal(folder, [written(tmp_path / "a.jsonl", [silent] * 3)])
     assert "3 conversations have no token that is learned (all labels are masked)" in said
-    nowhere = tmp_path / "nowhere.jinja"
-    nowhere.write_text(CHATML.replace("message.content + '<|im_end|>' }}{% endgeneration", "'' }}{% endgeneration"))
-    said = refusal(folder, [written(tmp_path / "b.jsonl", pairs(4))], {"template": str(nowhere)})
-    assert "4 conversations have no token that is learned" in said
 
 
 def test_a_syntax_error_has_its_line(folder: Path, tmp_path: Path) -> None:
@@ -426,15 +377,6 @@ def test_no_template(folder: Path, tmp_path: Path) -> None:
     said = refusal(folder, [source], tokenizer=str(tmp_path / "bare"))
     assert "has no chat template. Set chat.template to a Jinja file, or to `plain`" in said
     assert "cannot be read: No such file" in refusal(folder, [source], {"template": "nope.jinja"})
-
-
-def test_a_template_that_rewrites_history(folder: Path, tmp_path: Path) -> None:
-    thoughts = [("user", "a"), ("assistant", "<think>x</think>y"), ("user", "b"), ("assistant", "<think>x</think>z")]
-    source = written(tmp_path / "a.jsonl", [thoughts])
-    template = {"template": str(folder / "thinking.jinja")}
-    assert "a.jsonl, line 1, turn 2: the chat template" in refusal(folder, [source], template)
-    data = prepared(folder, [source], {**template, "train_on": "last"})
-    assert learned_runs(data, train(data)) == ["<think>x</think>z<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -514,12 +456,11 @@ def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     assert green == "The answer is 0.<|im_end|>"
 
 
-def test_the_command_line_says_one_paragraph(folder: Path, tmp_path: Path) -> None:
+def test_the_command_line_says_one_paragraph(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = written(tmp_path / "a.jsonl", BROKEN[:1])
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe(folder, [source])))
-    code = "import sys; from finetune.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "data", str(file)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == exit_codes.USER_ERROR
-    assert "Traceback" not in done.stderr
-    assert "the role is 'narrator'" in done.stderr
+    assert main.main(["data", str(file)]) == exit_codes.USER_ERROR
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "the role is 'narrator'" in said

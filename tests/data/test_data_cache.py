@@ -159,14 +159,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         sample(tmp_path / "file" / "cache")
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    def full(folder: Path) -> dict[str, Any]:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(DataError, match="No space left on device"):
-        Cache(tmp_path, quiet=True).entry("a", full)
-
-
 PROGRAM = """
 import json, sys, time
 from finetune.config.recipe import validate_recipe
@@ -223,23 +215,3 @@ def test_cold_processes_build_once(tmp_path: Path) -> None:
     waits = [err.count("Waiting for another process") for err in errors]
     # There are several things to build in turn, so each may wait for the other, but says so once.
     assert max(waits) <= 1
-
-
-def test_a_program_needs_no_main_guard(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "from finetune.data.tokenization.encoding import Encoder\n"
-        "from finetune.data.tokenization.build_tokenizer import train_tokenizer\n"
-        "encoder = Encoder(train_tokenizer(iter(['one two']), 260), num_workers=2, pool_after_bytes=0)\n"
-        "found = encoder.encode_all([[b'one'], [b'two'], [b'six', b'']], bytes)\n"
-        "print([lengths.tolist() for _, (lengths, _) in found])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout == "[[3], [3], [3, 0]]\n"

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoder, batched
 from finetune.utils.errors import DataError
 
@@ -54,7 +55,7 @@ def prepared(cache: Path, task: str = "causal_lm", **keys: Any) -> PreparedData:
         "task": {"name": task, "num_labels": num_labels},
         "model": {"config": {"model_type": "llama"}},
         "tokenizer": section,
-        "data": {"cache_dir": str(cache), **keys},
+        "data": {"cache_dir": str(cache), "validation_fraction": 0.0, **keys},
         "length": {"steps": 0},
     }
     return prepare_data(validate_recipe(tree), quiet=True)
@@ -68,6 +69,10 @@ def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
 
 def all_rows(rows: Rows) -> dict[str, torch.Tensor]:
     return rows.batch(np.arange(len(rows)))
+
+
+def targets_of(rows: Rows) -> int:
+    return rows.num_targets(np.arange(len(rows)))
 
 
 def texts_of_rows(data: PreparedData, rows: Rows) -> list[str]:
@@ -104,22 +109,17 @@ def test_rows_hold_every_document_once(
         tmp_path / "cache",
         tokenizer=word_tokenizer,
         train=[source],
-        validation_fraction=0.0,
         sequence_length=length,
         packing=packing,
     )
-    assert data.train is not None
     assert sorted(texts_of_rows(data, data.train)) == sorted(documents)
-    assert data.train.num_tokens == sum(len(text.split()) + 1 for text in documents)
+    assert targets_of(data.train) == sum(len(text.split()) + 1 for text in documents)
 
 
 def test_packed_rows_restart_and_never_cross(tmp_path: Path, word_tokenizer: str) -> None:
     documents = [" ".join(WORDS[:n]) for n in (8, 3, 5, 2, 1, 8, 7)]
     source = jsonl(tmp_path / "a.jsonl", documents)
-    data = prepared(
-        tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, sequence_length=16
-    )
-    assert data.train is not None
+    data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], sequence_length=16)
     batch = all_rows(data.train)
     edges = batch.pop("cu_seqlens")
     assert edges.dtype == torch.int32
@@ -147,24 +147,19 @@ def test_long_documents(tmp_path: Path, word_tokenizer: str) -> None:
     common = {
         "tokenizer": word_tokenizer,
         "train": [source],
-        "validation_fraction": 0.0,
         "sequence_length": 4,
         "packing": "padded",
     }
     split = prepared(tmp_path / "c", **common, long_documents="split")
-    assert split.train is not None
-    assert split.train.num_tokens == 9 + 2 + 3
-    assert split.report.train is not None
+    assert targets_of(split.train) == 9 + 2 + 3
     assert (split.report.train.over_long, split.report.train.truncated) == (1, 0)
     # The part of a document goes on where the one before it ended.
     first, second = all_rows(split.train)["input_ids"][:2].tolist()
     assert all_rows(split.train)["targets"][0, 3].item() == second[0]
     assert first[0] == split.tokenizer.bos_token_id
     cut = prepared(tmp_path / "c", **common, long_documents="truncate")
-    assert cut.train is not None
-    assert cut.train.num_tokens == 4 + 2 + 3
+    assert targets_of(cut.train) == 4 + 2 + 3
     dropped = prepared(tmp_path / "c", **common, long_documents="drop")
-    assert dropped.report.train is not None
     assert (dropped.report.train.rows, dropped.report.train.dropped) == (2, 1)
     assert len({split.digest, cut.digest, dropped.digest}) == 3
 
@@ -175,11 +170,9 @@ def test_padded_batches_are_as_wide_as_needed(tmp_path: Path, word_tokenizer: st
         tmp_path / "c",
         tokenizer=word_tokenizer,
         train=[source],
-        validation_fraction=0.0,
         packing="padded",
         sequence_length=12,
     )
-    assert data.train is not None
     narrow, wide = data.train.batch(np.array([0])), data.train.batch(np.array([1, 0]))
     assert set(narrow) == {"input_ids", "targets"}
     assert narrow["input_ids"].shape == (1, 8)
@@ -190,12 +183,10 @@ def test_padded_batches_are_as_wide_as_needed(tmp_path: Path, word_tokenizer: st
 
 def test_counts_agree_with_batches(tmp_path: Path) -> None:
     for packing in ("documents", "padded", "wrapped"):
-        data = prepared(tmp_path, train=[{"sample": 60}], sequence_length=100, packing=packing)
+        data = prepared(tmp_path, train=[{"sample": 60}], sequence_length=100, packing=packing, validation_fraction=0.2)
         for rows in (data.train, data.validation):
-            if rows is not None:
-                some = np.random.default_rng(0).integers(0, len(rows), 7)
-                assert rows.num_targets(some) == int((rows.batch(some)["targets"] != IGNORED).sum())
-                assert rows.num_targets(np.arange(len(rows))) == rows.num_tokens
+            some = np.random.default_rng(0).integers(0, len(rows), 7)
+            assert rows.num_targets(some) == int((rows.batch(some)["targets"] != IGNORED).sum())
 
 
 @pytest.mark.real_data
@@ -210,9 +201,8 @@ def test_the_reference_windows(tmp_path: Path) -> None:
         add_eos=False,
     )
     assert data.train is None
-    assert data.validation is not None
     assert len(data.validation) == 756
-    assert data.validation.num_tokens == 387_072
+    assert targets_of(data.validation) == 387_072
     batch = data.validation.batch(np.array([0, 1]))
     assert batch["input_ids"][0, 0] == 1
     assert torch.equal(batch["targets"][0, :-1], batch["input_ids"][0, 1:])
@@ -225,10 +215,8 @@ def test_real_stories_fill_rows(tmp_path: Path) -> None:
         tmp_path,
         tokenizer=str(REAL / "gpt2_tokenizer"),
         train=[{"path": str(REAL / "tinystories" / "train.jsonl")}],
-        validation_fraction=0.0,
     )
     report = data.report.train
-    assert report is not None
     assert report.documents == 7148
     # Of tokens 98.3 %; of pairs less, because the last token of a document is no input.
     assert report.tokens / (report.rows * 1024) > 0.983
@@ -243,12 +231,10 @@ def test_text_never_becomes_a_special_token(tmp_path: Path, name: str) -> None:
         tmp_path / "c",
         tokenizer=name,
         train=[jsonl(tmp_path / "a.jsonl", [text])],
-        validation_fraction=0.0,
         sequence_length=128,
     )
-    assert data.train is not None
     batch = data.train.batch(np.array([0]))
-    count = data.train.num_tokens
+    count = targets_of(data.train)
     tokens = [*batch["input_ids"][0, :count].tolist(), batch["targets"][0, count - 1].item()]
     inner = tokens[1:-1]
     assert tokens[0] == data.tokenizer.bos_token_id
@@ -286,36 +272,26 @@ def test_a_slow_tokenizer_works() -> None:
             assert options == {"add_special_tokens": False, "split_special_tokens": True}
             return [ord(letter) for letter in text]
 
-    lengths, numbers = Encoder(Slow(), num_workers=2, pool_after_bytes=0).encode([b"ab", b"", b"c"])
-    assert lengths.tolist() == [2, 0, 1]
-    assert numbers.tolist() == [97, 98, 99]
+    found = Encoder(Slow(), num_workers=2).encode([b"ab", b"", b"c"])
+    assert found.lengths.tolist() == [2, 0, 1]
+    assert found.numbers.tolist() == [97, 98, 99]
 
 
-def test_processes_change_nothing(tmp_path: Path) -> None:
+def test_threads_change_nothing(tmp_path: Path) -> None:
     tokenizer = prepared(tmp_path, train=[{"sample": 50}]).tokenizer
-    texts = [f"{n} {'x' * (n % 37)} text".encode() for n in range(3500)]
+    items = [Chosen(f"{n} {'x' * (n % 37)} text".encode(), n, False, 1, None, "here", 0) for n in range(9000)]
 
-    def run(workers: int, after: int) -> list[tuple[list[int], list[int]]]:
-        encoder = Encoder(tokenizer, num_workers=workers, pool_after_bytes=after)
-        found = encoder.encode_all(batched(texts, bytes), bytes)
-        return [(lengths.tolist(), numbers.tolist()) for _, (lengths, numbers) in found]
+    def run(workers: int) -> list[tuple[list[int], list[int]]]:
+        found = Encoder(tokenizer, num_workers=workers).encode_all(batched(items))
+        return [(encoded.lengths.tolist(), encoded.numbers.tolist()) for _, encoded in found]
 
-    assert run(3, 1) == run(1, 1) == run(2, 10**12)
-
-
-def test_a_dead_process_is_reported(tmp_path: Path) -> None:
-    tokenizer = prepared(tmp_path, train=[{"sample": 50}]).tokenizer
-    encoder = Encoder(tokenizer, num_workers=2, pool_after_bytes=1)
-    encoder._definition = "no tokenizer"
-    with pytest.raises(DataError, match="A tokenising process ended with exit code"):
-        list(encoder.encode_all([[b"one"], [b"two"]], bytes))
+    assert run(3) == run(1)
 
 
 def test_the_split_never_moves(tmp_path: Path) -> None:
     def held(records: list[str]) -> set[str]:
         source = jsonl(tmp_path / "a.jsonl", records)
         data = prepared(tmp_path / "c", train=[source], validation_fraction=0.2, sequence_length=64)
-        assert data.validation is not None
         return set(texts_of_rows(data, data.validation))
 
     few, many = [f"text number {n}" for n in range(200)], [f"text number {n}" for n in range(400)]
@@ -329,16 +305,20 @@ def test_duplicates_fall_on_one_side(tmp_path: Path) -> None:
     records = [f"text {n}" for n in range(100)]
     source = jsonl(tmp_path / "a.jsonl", [*records, *(f"  {text}\n" for text in records)])
     data = prepared(tmp_path / "c", train=[source], validation_fraction=0.3, sequence_length=64)
-    assert data.train is not None
-    assert data.validation is not None
     train, validation = texts_of_rows(data, data.train), texts_of_rows(data, data.validation)
     assert not set(train) & set(validation)
     assert len(train) + len(validation) == 200
     report = data.report
-    assert report.train is not None
-    assert report.validation is not None
     assert report.train.duplicates == len(set(train))
     assert report.validation.duplicates == len(set(validation))
+
+
+def test_overlap_with_training_documents_is_counted(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "a.jsonl", [f"Story {n}." for n in range(5)])
+    validation = jsonl(tmp_path / "b.jsonl", [f"Story {n}." for n in range(3, 9)])
+    report = prepared(tmp_path / "c", train=[train], validation=[validation]).report
+    assert report.validation.overlap == 2
+    assert "2 documents that are training documents too" in "\n".join(report.lines())
 
 
 def test_weights(tmp_path: Path) -> None:
@@ -348,10 +328,7 @@ def test_weights(tmp_path: Path) -> None:
     def texts(weight: float) -> tuple[list[str], list[str]]:
         sources = [plain, {**other, "weight": weight}]
         data = prepared(tmp_path / "c", train=sources, validation_fraction=0.1, sequence_length=64)
-        assert data.train is not None
-        assert data.validation is not None
         report = data.report.train
-        assert report is not None
         assert sum(source.documents for source in report.sources) == report.documents
         assert report.duplicates == 0
         return texts_of_rows(data, data.train), texts_of_rows(data, data.validation)
@@ -377,21 +354,16 @@ def test_copies_do_not_lie_side_by_side(tmp_path: Path, word_tokenizer: str) -> 
         sequence_length=12,
         add_bos=False,
         add_eos=False,
-        validation_fraction=0.0,
     )
-    assert data.train is not None
     assert data.tokenizer.decode(data.train.batch(np.array([0]))["input_ids"][0, :5]) == "one two three one two"
 
 
 def test_normalisation_and_empty_documents(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["  Big Words \n", "   ", ""])
-    data = prepared(tmp_path / "c", train=[source], lowercase=True, validation_fraction=0.0)
-    assert data.train is not None
+    data = prepared(tmp_path / "c", train=[source], lowercase=True)
     assert texts_of_rows(data, data.train) == ["big words"]
-    assert data.report.train is not None
     assert data.report.train.empty == 2
-    loose = prepared(tmp_path / "c", train=[source], strip=False, validation_fraction=0.0)
-    assert loose.train is not None
+    loose = prepared(tmp_path / "c", train=[source], strip=False)
     assert sorted(texts_of_rows(loose, loose.train)) == ["   ", "  Big Words \n"]
 
 
@@ -399,9 +371,8 @@ def test_begin_and_end_of_text(tmp_path: Path, word_tokenizer: str) -> None:
     source = jsonl(tmp_path / "a.jsonl", ["one two"])
 
     def tokens(**flags: bool) -> str:
-        data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], validation_fraction=0.0, **flags)
-        assert data.train is not None
-        batch, count = data.train.batch(np.array([0])), data.train.num_tokens
+        data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], **flags)
+        batch, count = data.train.batch(np.array([0])), targets_of(data.train)
         ids = [*batch["input_ids"][0, :count].tolist(), batch["targets"][0, count - 1].item()]
         return " ".join(data.tokenizer.convert_ids_to_tokens(ids))
 
@@ -423,10 +394,8 @@ def test_classification(tmp_path: Path, word_tokenizer: str) -> None:
         train=[jsonl(tmp_path / "a.jsonl", records)],
         packing="padded",
         sequence_length=7,
-        validation_fraction=0.0,
     )
     assert (data.num_labels, data.label_names) == (3, ("all", "high", "low"))
-    assert data.train is not None
     batch = all_rows(data.train)
     assert set(batch) == {"input_ids", "attention_mask", "targets"}
     assert batch["targets"].tolist() == [2, 1, 0]
@@ -438,7 +407,6 @@ def test_classification(tmp_path: Path, word_tokenizer: str) -> None:
     ]
     assert batch["attention_mask"].sum(1).tolist() == [4, 4, 7]
     assert data.train.num_targets(np.array([0, 2])) == 2
-    assert data.report.train is not None
     assert data.report.train.truncated == 1
 
 
@@ -452,7 +420,6 @@ def test_the_sample_has_labels(tmp_path: Path) -> None:
         validation_fraction=0.2,
     )
     assert data.num_labels == 7
-    assert data.validation is not None
     assert set(all_rows(data.validation)["targets"].tolist()) <= set(range(7))
 
 
@@ -467,7 +434,6 @@ def classify(tmp_path: Path, labels: list[Any], others: list[Any] | None = None,
         train=[jsonl(tmp_path / "t.jsonl", records(labels))],
         validation=validation,
         packing="padded",
-        validation_fraction=0.0,
         **keys,
     )
 
@@ -475,8 +441,6 @@ def classify(tmp_path: Path, labels: list[Any], others: list[Any] | None = None,
 def test_integer_labels_are_kept(tmp_path: Path) -> None:
     data = classify(tmp_path, [2, 0, 1, 2], [1, 1])
     assert data.num_labels == 3
-    assert data.train is not None
-    assert data.validation is not None
     assert all_rows(data.train)["targets"].tolist() == [2, 0, 1, 2]
     assert all_rows(data.validation)["targets"].tolist() == [1, 1]
     assert classify(tmp_path, [2, 0], num_labels=4).num_labels == 4

@@ -12,7 +12,7 @@ from harness import ROOT, python
 
 from finetune.config.recipe import validate_recipe
 from finetune.data import cache
-from finetune.data.cache import STATE, Interrupted
+from finetune.data.cache import STATE
 from finetune.data.prepare import prepare_data
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import conversation_generator, story_generator
@@ -74,7 +74,7 @@ def test_a_killed_build_goes_on(tmp_path: Path, kind: str, workers: int) -> None
             lost = sum(int(line.split()[1]) for line in found["killed"][found["done"] :])
             assert lost <= SHARD_BYTES + 7 * max(int(line.split()[1]) for line in documents)
     assert went_on >= NUM_MOMENTS // 2
-    assert "Going on at document" in said
+    assert "Resuming at document" in said
 
 
 def tiny(folder: Path, *, quiet: bool = True) -> Any:
@@ -83,9 +83,8 @@ def tiny(folder: Path, *, quiet: bool = True) -> Any:
     return prepare_data(validate_recipe({**made, "length": {"steps": 0}}), quiet=quiet)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("memory"), OSError(28, "No space left on device")])
-def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Ctrl-C, a process that died, a full disk."""
+def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[Path]:
+    """What a build that ends behind its last document leaves."""
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
 
@@ -93,40 +92,25 @@ def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             raise error
 
         patch.setattr(SplitWriter, "repeat", stop)
-        with pytest.raises((KeyboardInterrupt, DataError)):
-            tiny(tmp_path)
-    (left,) = tmp_path.glob("tokens-*.part")
-    assert (left / STATE).exists()
+        with pytest.raises((KeyboardInterrupt, DataError), match=error.args[-1] if error.args else None):
+            tiny(folder)
+    return list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(28, "No space left on device"), DataError("a bad line")]
+)
+def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """After Ctrl-C or on a full disk; not where something is wrong with the data."""
+    left = left_behind(tmp_path, monkeypatch, error)
+    assert [(part / STATE).exists() for part in left] == ([] if isinstance(error, DataError) else [True])
     tiny(tmp_path)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_what_is_wrong_with_the_data_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
-
-    def stop(self: Any, form: str) -> None:
-        raise DataError("a bad line")
-
-    monkeypatch.setattr(SplitWriter, "repeat", stop)
-    with pytest.raises(DataError, match="a bad line"):
-        tiny(tmp_path)
-    assert not list(tmp_path.glob("*.part"))
-
-
-def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a build that was killed behind its last document has left."""
-    monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(SplitWriter, "repeat", lambda self, form: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            tiny(folder)
-    (left,) = folder.glob("tokens-*.part")
-    return left
-
-
 @pytest.mark.parametrize("damage", ["shorter", "other text"])
 def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    left = left_behind(tmp_path, monkeypatch)
+    (left,) = left_behind(tmp_path, monkeypatch, KeyboardInterrupt())
     if damage == "shorter":
         os.truncate(left / "train.tokens", 2)
     else:
@@ -142,7 +126,7 @@ def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: py
 def test_what_another_version_has_left_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: int | None
 ) -> None:
-    left = left_behind(tmp_path / "a", monkeypatch)
+    (left,) = left_behind(tmp_path / "a", monkeypatch, KeyboardInterrupt())
     (left / "train.other").write_text("a file that this version does not know")
     (left / STATE).write_text(json.dumps({"version": version, "what": "it means nothing here"}))
     capsys.readouterr()
@@ -170,7 +154,6 @@ def test_the_bar_counts_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyP
     advance = Bar.advance
     monkeypatch.setattr(Bar, "advance", lambda self, *words: (seen.append(words), advance(self, *words))[1])
     monkeypatch.setattr(encoding, "BATCH_DOCUMENTS", 7)
-    monkeypatch.setitem(encoding.Encoder.__init__.__kwdefaults__, "pool_after_bytes", 1)  # type: ignore[index]
     trained = tiny(tmp_path / "c").tokenizer
     trained.save_pretrained(str(tmp_path / "t"))
     seen.clear()
@@ -189,13 +172,13 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, known: bool) -> 
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("COLUMNS", "150")
     with documents_bar("tokenising", [600, 400 if known else None], quiet=False) as bar:
-        bar.say("Going on at document 7.")
+        bar.say("Resuming at document 7.")
         bar.start(500)
         bar.advance(30, 750)
         assert bar._display is not None
         bar._display.refresh()
     written = terminal.getvalue()
-    assert "Going on at document 7." in written
+    assert "Resuming at document 7." in written
     assert "30 documents" in written
     assert ("75%" in written) == ("left" in written) == known
 

@@ -100,12 +100,6 @@ def test_a_million_documents_take_no_time() -> None:
     assert lengths.sum() / ((rows.max() + 1) * 1024) > 0.99
 
 
-def test_classifiers_read_whole_documents_up_to_a_length() -> None:
-    packed = packing.truncate(offsets_of([1, 5, 9]), 6)
-    assert packed.lengths.tolist() == [1, 5, 6]
-    assert (packed.truncated, packed.over_long) == (1, 1)
-
-
 @pytest.mark.parametrize("mode", ["split", "truncate", "drop"])
 def test_no_documents_make_no_rows(mode: packing.LongDocuments) -> None:
     assert packing.fill(offsets_of([1, 1]), 8, mode).num_rows == 0

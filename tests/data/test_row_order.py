@@ -67,14 +67,6 @@ def test_the_order_looks_random(size: int) -> None:
     assert abs(chi_square - off_diagonal.size) < 6 * np.sqrt(2 * off_diagonal.size)
 
 
-def test_rows_travel_far() -> None:
-    size = 100_000
-    rows = rows_at(np.arange(size), num_rows=size, seed=0)
-    # The mean distance of two random points is a third of the length.
-    assert abs(np.abs(rows - np.arange(size)).mean() / size - 1 / 3) < 0.01
-    assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02
-
-
 def test_a_huge_data_set_costs_no_memory() -> None:
     rows = rows_at(np.arange(1000), num_rows=10**15, seed=0)
     assert rows.min() >= 0

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -23,15 +23,16 @@ from ranks import Place, free_port
 
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.doctor import doctor, launch_checks, machine_checks, network_checks, package_checks
-from finetune.diagnostics.doctor.finding import Asked, Finding
+from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor.finding import Asked, Finding, probe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import read_launch_environment
-from finetune.distributed.native_ops import needed_ops
+from finetune.distributed.native_ops import native_ops
 from finetune.utils import hub_access
 
 Patch = pytest.MonkeyPatch
+VERSION = "importlib.metadata.version"
 # What a case puts in place of this machine's, and what is asked for.
 Case = tuple[Callable[[Asked], Any], str, str, Callable[[Patch, Place], Asked]]
 
@@ -42,44 +43,30 @@ def place(tmp_path: Path, monkeypatch: Patch, fork_server: ForkServer) -> Place:
     return Place(tmp_path, fork_server)
 
 
-def asked_of(place: Place, base: str | None = None, env: dict[str, str] | None = None, **changes: Any) -> Asked:
-    """A recipe, and a shipped launch file with changes."""
-    foreseen = read_launch_environment(str(place.launch_file(base, **changes)), {}, env or {}) if base else None
-    return Asked(load_recipe(place.recipe()), foreseen, env or {})
-
-
-def having(path: str, value: Any) -> Callable[[Patch, Place], Asked]:
-    """A machine on which `path` is `value`, and a run that asks for nothing."""
-
-    def setup(patch: Patch, place: Place) -> Asked:
-        patch.setattr(path, value)
-        return Asked(env={})
-
-    return setup
-
-
-def launched(
-    base: str, patches: dict[str, Any] | None = None, env: dict[str, str] | None = None, **changes: Any
+def asking(
+    patches: dict[str, Any] | None = None,
+    *,
+    overrides: Sequence[str] | None = None,
+    launch: str | None = None,
+    env: dict[str, str] | None = None,
+    **changes: Any,
 ) -> Callable[[Patch, Place], Asked]:
-    """A launch on a machine with patches."""
+    """What is asked for, on a machine with patches.
+
+    Args:
+        patches: Values by their place; that of a check begins with its module.
+        overrides: Of a recipe; None with no launch either: none is named.
+        launch: A shipped launch file, which gets `changes`.
+    """
 
     def setup(patch: Patch, place: Place) -> Asked:
         for path, value in (patches or {}).items():
-            patch.setattr(path, value)
-        return asked_of(place, base, env, **changes)
-
-    return setup
-
-
-def with_env(**env: str) -> Callable[[Patch, Place], Asked]:
-    return lambda patch, place: Asked(env=env)
-
-
-def with_recipe(*overrides: str, patches: dict[str, Any] | None = None, **env: str) -> Callable[[Patch, Place], Asked]:
-    def setup(patch: Patch, place: Place) -> Asked:
-        for path, value in (patches or {}).items():
-            patch.setattr(path, value)
-        return Asked(load_recipe(place.recipe(), overrides), None, env)
+            prefix = "finetune.diagnostics.doctor." if path.split(".")[0].endswith("_checks") else ""
+            patch.setattr(f"{prefix}{path}", value)
+        named = launch is not None or overrides is not None
+        recipe = load_recipe(place.recipe(), overrides or ()) if named else None
+        file = str(place.launch_file(launch, **changes)) if launch is not None else None
+        return Asked(recipe, file and read_launch_environment(file, {}, env or {}), env or {})
 
     return setup
 
@@ -99,8 +86,8 @@ def free(gib: float) -> Callable[[Any], Any]:
     return lambda folder: SimpleNamespace(free=int(gib * 2**30))
 
 
-def one_op(**facts: Any) -> Callable[..., list[needed_ops.NeededOp]]:
-    found = needed_ops.NeededOp("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
+def one_op(**facts: Any) -> Callable[..., list[native_ops.NeededOp]]:
+    found = native_ops.NeededOp("async_io", "NVMe offload", 162, built=True, locked=False, lacking=None)
     return lambda launch: [replace(found, **facts)]
 
 
@@ -108,271 +95,140 @@ def of_gpus(number: int) -> Callable[[], Devices]:
     return lambda: Devices(number, True)
 
 
-def where(path: str, text: str) -> Callable[[Patch, Place], Asked]:
-    """A machine whose file at `path` (a variable that names one) holds a text."""
-
-    def setup(patch: Patch, place: Place) -> Asked:
-        patch.setattr(path, place.write("file", text))
-        return Asked(env={})
-
-    return setup
-
-
-def taken(patch: Patch, place: Place, **changes: Any) -> Asked:
-    patch.setattr(network_checks, "is_free", lambda number: False)
-    return asked_of(place, "ddp", main_process_port=29511, **changes)
-
-
-def no_folder(patch: Patch, place: Place) -> Asked:
-    patch.setattr(machine_checks, "SHARED", place.folder / "nothing")
+def little_processor(patch: Patch, place: Place) -> Asked:
+    patch.setattr(machine_checks, "QUOTA", place.write("file", "50000 100000\n"))
     return Asked(env={})
 
 
-NO_ADDRESS = {"finetune.diagnostics.doctor.network_checks.addresses": lambda name: []}
-LOOPBACK = {
-    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["127.0.1.1"],
-    "finetune.diagnostics.doctor.network_checks.of_torch": of_gpus(0),
-}
+def half_of_bf16(dtype: str, device: str) -> float:
+    return 8.0 if dtype == "float32" else float("nan")
+
+
+NO_GPU = {"machine_checks.of_torch": of_gpus(0), "network_checks.of_torch": of_gpus(0)}
+ONE_GPU = {"machine_checks.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
+NO_ADDRESS = {"network_checks.addresses": lambda name: []}
+LOOPBACK = {**NO_GPU, "network_checks.addresses": lambda name: ["127.0.1.1"]}
 ELSEWHERE = {
-    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
-    "finetune.diagnostics.doctor.network_checks.own_addresses": lambda: {"10.0.0.2"},
+    "network_checks.addresses": lambda name: ["10.0.0.1"],
+    "network_checks.own_addresses": lambda: {"10.0.0.2"},
 }
-TWO = {"num_machines": 2, "main_process_ip": "first"}
-BROKEN = ("", "Illegal instruction")
+HERE = {**ELSEWHERE, "network_checks.own_addresses": lambda: {"10.0.0.1"}}
+TAKEN = {"network_checks.is_free": lambda number: False}
+UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
+PORT = {"launch": "ddp", "main_process_port": 29511}
+TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
+BROKEN = {"package_checks.probe": lambda *words, **options: ("", "Illegal instruction")}
+LOOK = "finetune.distributed.native_ops.native_ops.look"
+NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
+NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
+LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
 
 CASES: list[Case] = [
-    (package_checks.python, "failure", "3.8.1, needed is >=3.11", having("sys.version_info", (3, 8, 1))),
+    (package_checks.python, "failure", "3.8.1, needed is >=3.11", asking({"sys.version_info": (3, 8, 1)})),
     (
         package_checks.packages,
         "failure",
         "No such file.*constraints",
-        having("finetune.diagnostics.doctor.package_checks.ROOT", Path("/nowhere")),
+        asking({"package_checks.shipped": lambda name: Path("/nowhere") / name}),
     ),
-    (
-        package_checks.packages,
-        "failure",
-        "peft is not installed",
-        having("importlib.metadata.version", installed(peft=None)),
-    ),
-    (
-        package_checks.packages,
-        "failure",
-        "torch 2.1.0, needed",
-        having("importlib.metadata.version", installed(torch="2.1.0")),
-    ),
-    (
-        package_checks.packages,
-        "failure",
-        "torch 2.14.0, needed",
-        having("importlib.metadata.version", installed(torch="2.14.0")),
-    ),
-    (
-        package_checks.packages,
-        "warning",
-        "numpy 9.0; the tests",
-        having("importlib.metadata.version", installed(numpy="9.0")),
-    ),
-    (
-        machine_checks.gpus,
-        "failure",
-        "with 1 GPU",
-        launched(
-            "ddp",
-            {
-                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(1),
-                "torch.cuda.get_device_name": lambda index: "H100",
-            },
-        ),
-    ),
-    (
-        machine_checks.gpus,
-        "warning",
-        "sees no GPU",
-        launched(
-            "ddp",
-            {
-                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(0),
-                "finetune.diagnostics.doctor.machine_checks.DRIVER": Path(__file__),
-            },
-        ),
-    ),
-    (
-        machine_checks.dtypes,
-        "failure",
-        "bfloat16 fails",
-        having(
-            "finetune.diagnostics.doctor.machine_checks.product",
-            lambda dtype, device: 8.0 if dtype == "float32" else float("nan"),
-        ),
-    ),
+    (package_checks.packages, "failure", "peft is not installed", asking({VERSION: installed(peft=None)})),
+    (package_checks.packages, "failure", "torch 2.1.0, needed", asking({VERSION: installed(torch="2.1.0")})),
+    (package_checks.packages, "failure", "torch 2.14.0, needed", asking({VERSION: installed(torch="2.14.0")})),
+    (package_checks.packages, "warning", "numpy 9.0; the tests", asking({VERSION: installed(numpy="9.0")})),
+    (machine_checks.gpus, "failure", "with 1 GPU", asking(ONE_GPU, launch="ddp")),
+    (machine_checks.gpus, "warning", "sees no GPU", asking({**NO_GPU, "machine_checks.DRIVER": Path(__file__)})),
+    (machine_checks.dtypes, "failure", "bfloat16 fails", asking({"machine_checks.product": half_of_bf16})),
     (
         machine_checks.dtypes,
         "warning",
         "no instructions for bf16",
-        with_recipe("precision=bf16", patches={"torch.ops.mkldnn._is_mkldnn_bf16_supported": lambda: False}),
+        asking({"torch.ops.mkldnn._is_mkldnn_bf16_supported": lambda: False}, overrides=["precision=bf16"]),
     ),
-    (launch_checks.agreement, "failure", "not a multiple of", launched("ddp", num_processes=3)),
-    (launch_checks.agreement, "failure", "nonesuch cannot be used", with_recipe("log.trackers=[nonesuch]")),
-    (launch_checks.agreement, "failure", "is no optimiser", with_recipe("optim.name=Adamm")),
-    (
-        machine_checks.ops,
-        "failure",
-        "libaio",
-        launched(
-            "zero3_nvme",
-            {
-                "finetune.distributed.native_ops.needed_ops.look": one_op(
-                    lacking=("libaio is not there", "apt-get install libaio-dev")
-                )
-            },
-        ),
-    ),
-    (
-        machine_checks.ops,
-        "warning",
-        "cannot be compiled",
-        having(
-            "finetune.distributed.native_ops.needed_ops.look",
-            one_op(lacking=("there is no C++ compiler", "apt-get install g++")),
-        ),
-    ),
-    (
-        machine_checks.ops,
-        "warning",
-        "build lock",
-        having("finetune.distributed.native_ops.needed_ops.look", one_op(locked=True)),
-    ),
-    (
-        machine_checks.ops,
-        "warning",
-        "not compiled yet",
-        having("finetune.distributed.native_ops.needed_ops.look", one_op(built=False)),
-    ),
-    (
-        package_checks.kernels,
-        "warning",
-        "Illegal",
-        having("finetune.diagnostics.doctor.package_checks.probe", lambda *words: BROKEN),
-    ),
+    (machine_checks.agreement, "failure", "not a multiple of", asking(launch="ddp", num_processes=3)),
+    (machine_checks.agreement, "failure", "nonesuch cannot be used", asking(overrides=["log.trackers=[nonesuch]"])),
+    (machine_checks.agreement, "failure", "is no optimiser", asking(overrides=["optim.name=Adamm"])),
+    (machine_checks.ops, "failure", "libaio", asking({LOOK: NO_AIO}, launch="zero3_nvme")),
+    (machine_checks.ops, "warning", "cannot be compiled", asking({LOOK: NO_COMPILER})),
+    (machine_checks.ops, "warning", "build lock", asking({LOOK: one_op(locked=True)})),
+    (machine_checks.ops, "warning", "not compiled yet", asking({LOOK: one_op(built=False)})),
+    (package_checks.kernels, "warning", "Illegal", asking(BROKEN)),
     (
         package_checks.kernels,
         "failure",
         "the recipe needs it",
-        with_recipe(
-            "model.quantization=nf4",
-            "lora={}",
-            patches={"finetune.diagnostics.doctor.package_checks.probe": lambda *words: BROKEN},
-        ),
+        asking(BROKEN, overrides=["model.quantization=nf4", "lora={}"]),
     ),
-    (machine_checks.folders, "failure", "0.1 GiB free", having("shutil.disk_usage", free(0.1))),
-    (machine_checks.folders, "warning", "5.0 GiB free", having("shutil.disk_usage", free(5))),
-    (machine_checks.folders, "failure", "may not write", having("os.access", lambda folder, mode: False)),
+    (machine_checks.folders, "failure", "0.1 GiB free", asking({"shutil.disk_usage": free(0.1)})),
+    (machine_checks.folders, "warning", "5.0 GiB free", asking({"shutil.disk_usage": free(5)})),
+    (machine_checks.folders, "failure", "may not write", asking({"os.access": lambda folder, mode: False})),
     (
         machine_checks.folders,
         "failure",
         r"nvme_path: .*0.1 GiB",
-        launched("zero3_nvme", {"shutil.disk_usage": free(0.1)}),
+        asking({"shutil.disk_usage": free(0.1)}, launch="zero3_nvme"),
     ),
-    (machine_checks.shared_memory, "warning", "0.06 GiB", having("shutil.disk_usage", free(0.0625))),
-    (
-        machine_checks.shared_memory,
-        "failure",
-        "this launch maps 0.13 GiB",
-        launched("zero2", {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}),
-    ),
-    (machine_checks.shared_memory, "failure", "there is no", no_folder),
-    (network_checks.port, "warning", "29511 is taken", taken),
-    (network_checks.port, "failure", "29511 is taken", lambda patch, place: taken(patch, place, **TWO)),
-    (
-        network_checks.port,
-        "failure",
-        "no port",
-        having("finetune.diagnostics.doctor.network_checks.is_free", lambda number: False),
-    ),
-    (
-        network_checks.hostname,
-        "warning",
-        "has no address",
-        having("finetune.diagnostics.doctor.network_checks.addresses", lambda name: []),
-    ),
-    (network_checks.hostname, "failure", "other machines do not reach", launched("ddp", LOOPBACK, **TWO)),
-    (
-        network_checks.first_machine,
-        "failure",
-        "main_process_ip is first, which has no",
-        launched("ddp", NO_ADDRESS, **TWO),
-    ),
-    (network_checks.first_machine, "failure", "each machine itself", launched("ddp", LOOPBACK, **TWO)),
-    (network_checks.first_machine, "failure", "machine 0, .* is no address of", launched("ddp", ELSEWHERE, **TWO)),
-    (
-        network_checks.first_machine,
-        "failure",
-        "machine 1, .* is an address of",
-        launched(
-            "ddp",
-            {**ELSEWHERE, "finetune.diagnostics.doctor.network_checks.own_addresses": lambda: {"10.0.0.1"}},
-            **TWO,
-            machine_rank=1,
-        ),
-    ),
-    (network_checks.clock, "warning", "before its files were written", having("time.time", lambda: 0.0)),
-    (
-        network_checks.clock,
-        "warning",
-        "synchronised",
-        launched("ddp", {"finetune.diagnostics.doctor.network_checks.is_synchronised": lambda: False}, **TWO),
-    ),
-    (network_checks.reach, "warning", "the hub is not asked", with_env(HF_HUB_OFFLINE="1")),
+    (machine_checks.shared_memory, "warning", "0.06 GiB", asking({"shutil.disk_usage": free(0.0625)})),
+    (machine_checks.shared_memory, "failure", "this launch maps 0.13 GiB", asking(LITTLE_SHARED, launch="zero2")),
+    (machine_checks.shared_memory, "failure", "there is no", asking({"machine_checks.SHARED": Path("/nowhere")})),
+    (network_checks.port, "warning", "29511 is taken", asking(TAKEN, **PORT)),
+    (network_checks.port, "failure", "29511 is taken", asking(TAKEN, **PORT | TWO)),
+    (network_checks.port, "failure", "no port", asking(TAKEN)),
+    (network_checks.hostname, "warning", "has no address", asking(NO_ADDRESS)),
+    (network_checks.hostname, "failure", "other machines do not reach", asking(LOOPBACK, **TWO)),
+    (network_checks.first_machine, "failure", "main_process_ip is first, which has no", asking(NO_ADDRESS, **TWO)),
+    (network_checks.first_machine, "failure", "each machine itself", asking(LOOPBACK, **TWO)),
+    (network_checks.first_machine, "failure", "machine 0, .* is no address of", asking(ELSEWHERE, **TWO)),
+    (network_checks.first_machine, "failure", "machine 1, .* is an address of", asking(HERE, **TWO, machine_rank=1)),
+    (network_checks.clock, "warning", "before its files were written", asking({"time.time": lambda: 0.0})),
+    (network_checks.clock, "warning", "synchronised", asking(UNSYNCHRONISED, **TWO)),
+    (network_checks.reach, "warning", "the hub is not asked", asking(env={"HF_HUB_OFFLINE": "1"})),
     (
         network_checks.reach,
         "warning",
         "huggingface.co cannot be reached",
-        having("finetune.utils.hub_access.connects", lambda address: False),
+        asking({"finetune.utils.hub_access.connects": lambda address: False}),
     ),
     (
         network_checks.reach,
         "failure",
         "not in the cache: gpt3",
-        with_recipe("model={name: gpt3}", HF_HUB_OFFLINE="1", HF_HOME="nowhere"),
+        asking(overrides=["model={name: gpt3}"], env={"HF_HUB_OFFLINE": "1", "HF_HOME": "nowhere"}),
     ),
-    (machine_checks.threads, "failure", "OMP_NUM_THREADS is 'many'", with_env(OMP_NUM_THREADS="many")),
-    (machine_checks.threads, "warning", "wait for each other", with_env(OMP_NUM_THREADS="100000")),
+    (machine_checks.threads, "failure", "OMP_NUM_THREADS is 'many'", asking(env={"OMP_NUM_THREADS": "many"})),
+    (machine_checks.threads, "warning", "wait for each other", asking(env={"OMP_NUM_THREADS": "100000"})),
     (
         machine_checks.threads,
         "warning",
         "processes wait",
-        launched(
-            "ddp",
-            {
-                "os.sched_getaffinity": lambda pid: {0},
-                "finetune.diagnostics.doctor.machine_checks.of_torch": of_gpus(0),
-            },
-        ),
+        asking({**NO_GPU, "os.sched_getaffinity": lambda pid: {0}}, launch="ddp"),
     ),
+    (machine_checks.threads, "warning", "may use 0.5", little_processor),
+    (machine_checks.files, "failure", "100 open files", asking({"resource.getrlimit": lambda which: (100, 100)})),
+    (machine_checks.files, "warning", "512 open files", asking({"resource.getrlimit": lambda which: (512, 1 << 20)})),
     (
-        machine_checks.threads,
+        machine_checks.overriding,
         "warning",
-        "may use 0.5",
-        where("finetune.diagnostics.doctor.machine_checks.QUOTA", "50000 100000\n"),
+        "NCCL_P2P_DISABLE=1 acts on every run",
+        asking(env={"NCCL_P2P_DISABLE": "1"}),
     ),
-    (machine_checks.files, "failure", "100 open files", having("resource.getrlimit", lambda which: (100, 100))),
-    (machine_checks.files, "warning", "512 open files", having("resource.getrlimit", lambda which: (512, 1 << 20))),
-    (launch_checks.overriding, "warning", "NCCL_P2P_DISABLE=1 acts on every run", with_env(NCCL_P2P_DISABLE="1")),
     (
-        launch_checks.overriding,
+        machine_checks.overriding,
         "warning",
         "ACCELERATE_DYNAMO_MODE=reduce-overhead acts beside the launch file",
-        launched("fsdp", env={"ACCELERATE_DYNAMO_MODE": "reduce-overhead"}),
+        asking(launch="fsdp", env={"ACCELERATE_DYNAMO_MODE": "reduce-overhead"}),
     ),
-    (launch_checks.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", with_env(NCCL_SOCKET_IFNAME="ib7")),
-    (launch_checks.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", with_env(GLOO_SOCKET_IFNAME="l")),
+    (network_checks.interfaces, "failure", "NCCL_SOCKET_IFNAME is ib7", asking(env={"NCCL_SOCKET_IFNAME": "ib7"})),
+    (network_checks.interfaces, "failure", "GLOO_SOCKET_IFNAME is l", asking(env={"GLOO_SOCKET_IFNAME": "l"})),
     (
         network_checks.all_reduce,
         "failure",
-        "rank 1 ended with 3: no",
-        having(
-            "finetune.diagnostics.doctor.network_checks.SCRIPT",
-            "import sys\nif sys.argv[2] == '1': sys.exit(print('no') or 3)",
+        "exit code 3",
+        asking(
+            {
+                "network_checks.SCRIPT": network_checks.SCRIPT.replace(
+                    "values =", "if rank: raise SystemExit(3)\n    values ="
+                )
+            }
         ),
     ),
 ]
@@ -396,16 +252,16 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.distributed.native_ops.needed_ops.look": one_op(),
+    "finetune.distributed.native_ops.native_ops.look": one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
-    "finetune.diagnostics.doctor.package_checks.probe": lambda *words: ("1.0", ""),
+    "finetune.diagnostics.doctor.package_checks.probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
     "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
     "finetune.utils.hub_access.connects": lambda address: True,
     "finetune.diagnostics.doctor.machine_checks.QUOTA": Path("/nowhere"),
     "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
     "os.sched_getaffinity": lambda pid: set(range(8)),
-    "finetune.diagnostics.doctor.network_checks.pair": lambda *words: None,
+    "finetune.diagnostics.doctor.network_checks.probe": lambda *words, **options: ("", ""),
 }
 
 
@@ -498,39 +354,42 @@ def test_a_dtype_that_torch_cannot_multiply() -> None:
     assert machine_checks.product("bool", "cpu") != 8.0
 
 
-def test_what_a_probe_complains_of() -> None:
-    assert package_checks.probe("import sys; print(sys.argv[1])", "cpu", 60) == ("cpu", "")
-    assert package_checks.probe("raise ValueError('why')", "cpu", 60) == ("", "ValueError: why")
-    assert package_checks.probe("import os; os.abort()", "cpu", 60) == ("", "it ended with -6")
-    assert package_checks.probe("input()\nimport signal; signal.pause()", "cpu", 60)[1].startswith("EOFError")
-    assert package_checks.probe("import signal; signal.pause()", "cpu", 0.5) == ("", "no answer within 0 s")
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("import sys; print(sys.argv[1])", ("cpu", "")),
+        ("raise ValueError('why')", ("", "ValueError: why")),
+        ("import os; os.abort()", ("", "it ended with -6")),
+        ("import signal; signal.pause()", ("", "no answer within 1 s")),
+    ],
+)
+def test_what_a_probe_complains_of(script: str, found: tuple[str, str]) -> None:
+    assert probe(script, "cpu", env=os.environ, limit_s=1.0 if "pause" in script else 60.0) == found
 
 
 def test_two_processes_agree() -> None:
-    assert network_checks.pair(network_checks.SCRIPT, "gloo", os.environ, network_checks.LIMIT_S) is None
+    (found,) = network_checks.all_reduce(Asked())
+    assert found.status == "ok", found
 
 
-def test_nothing_is_left_of_processes_that_hang(tmp_path: Path, monkeypatch: Patch) -> None:
-    # Deaf to all but SIGKILL, and each with a child that would outlive it.
-    script = f"""
+def test_nothing_is_left_of_processes_that_hang(tmp_path: Path) -> None:
+    # Deaf to all but SIGKILL, with a child that would outlive it.
+    script = """
 import os, pathlib, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-file = pathlib.Path({str(tmp_path)!r}, sys.argv[2])
-file.write_text(f"{{os.getpid()}} {{child.pid}}")
-file.rename(file.with_suffix(".pids"))
+file = pathlib.Path(sys.argv[1] + ".part")
+file.write_text(f"{os.getpid()} {child.pid}")
+file.rename(sys.argv[1])
 signal.pause()
 """
-
-    def clock() -> float:
-        """Time is up when both are there."""
-        return 100.0 if len(list(tmp_path.glob("*.pids"))) == 2 else 0.0
-
-    monkeypatch.setattr(network_checks, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    problem = network_checks.pair(script, "gloo", os.environ, 50.0)
-    assert problem == "rank 0 and 1 had not ended after 50 s"
-    pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
-    assert len(pids) == 4
+    file = tmp_path / "pids"
+    limit_s = 2.0
+    while not file.exists():
+        assert probe(script, str(file), env=os.environ, limit_s=limit_s) == ("", f"no answer within {limit_s:.0f} s")
+        limit_s *= 2
+    pids = [int(pid) for pid in file.read_text().split()]
+    assert len(pids) == 2
     while any(map(is_alive, pids)):  # a signal that is sent takes a moment
         time.sleep(0.01)
 
@@ -541,11 +400,6 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_a_rank_that_ends_early_ends_the_other() -> None:
-    script = "import signal, sys\nif sys.argv[2] == '0': sys.exit('lost')\nsignal.pause()"
-    assert network_checks.pair(script, "gloo", os.environ, float("inf")) == "rank 0 ended with 1: lost"
 
 
 @pytest.mark.parametrize(
@@ -560,22 +414,22 @@ def test_a_containers_quota(tmp_path: Path, monkeypatch: Patch, text: str, quota
 
 def test_what_a_launch_shares() -> None:
     deep = Launch(kind="zero2", num_processes=4)
-    assert needed_ops.shared_bytes(Launch(kind="ddp", num_processes=4), 4) == 0
-    assert needed_ops.shared_bytes(deep, 4) == (0 if torch.cuda.is_available() else 4 * 66 * 2**20)
+    assert native_ops.shared_bytes(Launch(kind="ddp", num_processes=4), 4) == 0
+    assert native_ops.shared_bytes(deep, 4) == (0 if torch.cuda.is_available() else 4 * 66 * 2**20)
 
 
 def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {op.name: op for op in needed_ops.look(None)}
+    found = {op.name: op for op in native_ops.look(None)}
     assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
     assert not any(op.built or op.locked for op in found.values())
     lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
     assert all(op.lacking == lacking for op in found.values())
     (next(tmp_path.rglob("cpu_adam")) / "lock").touch()
-    assert [op.name for op in needed_ops.look(None) if op.locked] == ["cpu_adam"]
-    assert needed_ops.look(Launch(kind="fsdp", num_processes=2)) == []
+    assert [op.name for op in native_ops.look(None) if op.locked] == ["cpu_adam"]
+    assert native_ops.look(Launch(kind="fsdp", num_processes=2)) == []
 
 
 def test_findings_as_text() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,11 @@ from ranks import Place, exported
 from recipe_keys import keys_of
 
 from finetune.cli.main import main
-from finetune.config import recipe as recipe_module
 from finetune.config.provenance import Value, flat, places
-from finetune.config.recipe import load_recipe
-from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics import explain, recipe_values
+from finetune.config.recipe import load_recipe, read
+from finetune.config.recipe_schema import Recipe, Section
+from finetune.diagnostics import recipe_values
 from finetune.diagnostics.explain import explain_values, select_values
-from finetune.diagnostics.recipe_values import UNITS
 from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -58,7 +57,6 @@ def said(value: Value) -> list[tuple[str, Any]]:
     "words",
     [
         ["--help"],
-        ["explain", "recipes/sample.yaml", "--all"],
         [
             "explain",
             "recipes/sample.yaml",
@@ -85,7 +83,7 @@ finally:
     assert ended.stdout
     loaded = ended.stderr.split()
     assert "finetune.cli.main" in loaded
-    assert not {"torch", "accelerate", "transformers", "numpy", "deepspeed"} & set(loaded)
+    assert not {"torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed"} & set(loaded)
 
 
 # ---------------------------------------------------------------- the recipe
@@ -93,11 +91,8 @@ finally:
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
-    effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(recipe_module.read(file))
-    found = {
-        value.key: value
-        for value in recipe_values.values(load_recipe(file), str(file), (), [recipe_module.read(file)], {})
-    }
+    effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read(file))
+    found = {value.key: value for value in recipe_values.values(load_recipe(file), str(file), (), [read(file)], {})}
     sections = {key for key in found if key not in effective}
     assert sections <= {"lora", "chat", "sample"}
     assert set(effective) == set(found) - sections
@@ -160,15 +155,19 @@ def test_every_number_has_a_unit() -> None:
     for name, section in {**schema["$defs"], "Recipe": schema}.items():
         for key, facts in section["properties"].items():
             if {"integer", "number"} & {part.get("type") for part in [facts, *facts.get("anyOf", [])]}:
-                numbers.add(f"{name}.{key}")
-    assert numbers == set(UNITS)
+                numbers.add((name, key))
+    sections = {"Recipe": Recipe, **{found.__name__: found for found in Section.__subclasses__()}}
+    with_unit = {
+        (name, key)
+        for name, section in sections.items()
+        for key, field in section.model_fields.items()
+        if any(isinstance(text, str) for text in field.metadata)
+    }
+    assert numbers == with_unit
 
 
 def test_every_key_is_known() -> None:
-    known = {
-        key.replace("data.train.0.", "source.").replace("data.validation.0.", "source.")
-        for key in recipe_values.all_keys()
-    }
+    known = {re.sub(r"data\.\w+\.0\.", "source.", key) for key in recipe_values.FIELDS}
     assert {key for key in keys_of(Recipe, "") if "." in key} <= known
 
 
@@ -360,21 +359,25 @@ def test_an_unknown_key_says_the_nearest(place: Place, key: str, near: str) -> N
     assert near in str(raised.value)
 
 
-def test_a_key_is_a_page(place: Place) -> None:
-    values = list(explained(place.recipe(optim={"lr": 0.5}), "optim.lr=0.25").values())
-    shown = explain.page(*select_values(values, "optim.lr"))
-    for part in (
-        "optim.lr = 0.25",
-        "command line: optim.lr=0.25",
-        "0.5, recipe file",
-        "0.0003, default",
-        "rate",
-        "Peak",
-    ):
-        assert part in shown
-    assert "lora.rank is not in force" in explain.page(*select_values(values, "lora.rank"))
+def test_a_key_is_a_page(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", str(place.recipe(optim={"lr": 0.5})), "optim.lr=0.25"]
+    assert main([*words, "optim.lr"]) == 0
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown[:2] == ["optim.lr = 0.25", "  set by      command line: optim.lr=0.25"]
+    assert shown[2].startswith("  instead of  0.5, recipe file: ")
+    assert shown[3:5] == ["              0.0003, default", "  unit        rate"]
+    assert shown[5].startswith("  meaning     Peak learning rate")
+    assert main([*words, "lora.rank"]) == 0
+    assert "lora.rank is not in force" in capsys.readouterr().out
+    assert main([*words, "optim"]) == 0
+    rows = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["optim.lr"].endswith("instead of 0.5 (recipe file), 0.0003 (default)")
+    assert "null [norm]" in rows["optim.clip_norm"] or "1.0 [norm]" in rows["optim.clip_norm"]
+
+
+def test_a_section_that_is_no_key(place: Place) -> None:
+    values = list(explained(place.recipe()).values())
     assert {value.key for value in select_values(values, "derived")} >= {"backend", "accumulation"}
-    assert "optim.clip_norm" in explain.table(select_values(values, "optim"))
 
 
 def test_the_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

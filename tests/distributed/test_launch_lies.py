@@ -15,34 +15,13 @@ from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.distributed.launch.launch_config import Launch, read_launch
 from finetune.distributed.resolve_config import _check_planes
 from finetune.distributed.verify_launch import RuntimeReport, _differences, rows_of
+from finetune.training import entry_point
 from finetune.utils.errors import BackendError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
 # ---------------------------------------------------------------- launch files that lie
-
-
-@pytest.mark.parametrize(
-    ("base", "keys", "says"),
-    [
-        (
-            "fsdp",
-            {"use_cpu": True},
-            ["asks for FSDP on 2 processes and also for `use_cpu`", "Take `use_cpu` out"],
-        ),
-        ("ddp", {"use_cpu": True}, ["asks for MULTI_GPU on 2 processes and also for `use_cpu`"]),
-        ("single", {"num_processes": 2}, ["asks for 2 processes with distributed_type 'NO'", "MULTI_GPU"]),
-        ("ddp", {"mixed_precision": "bf16"}, ["says mixed_precision: bf16", "says precision: fp32", "take"]),
-    ],
-    ids=["FSDP and use_cpu", "DDP and use_cpu", "NO and two processes", "another precision"],
-)
-def test_launch_file_that_lies(place: Place, base: str, keys: dict[str, Any], says: list[str]) -> None:
-    file = place.launch_file(base, **keys)
-    code, output = run(by_launcher(file, str(place.recipe())))
-    assert code == 2, output
-    assert_said(output, str(file), *says)
-    assert not place.files()
 
 
 def test_accelerate_launch_with_cpu(place: Place) -> None:
@@ -56,12 +35,11 @@ def test_accelerate_launch_with_cpu(place: Place) -> None:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("flags", [["--cpu"], []], ids=["cpu", "nothing"])
-def test_accelerate_launch_of_two_that_starts_one(place: Place, flags: list[str]) -> None:
+def test_accelerate_launch_of_two_that_starts_one(place: Place) -> None:
     """Without a launch file, and without a GPU, Accelerate ignores --num_processes."""
     words = command("ddp", str(place.recipe()), processes=2)
     at = words.index("--config_file")
-    words = [*words[:at], *flags, *words[at + 2 :]]
+    words = [*words[:at], "--cpu", *words[at + 2 :]]
     code, output = run(words, env=environment(HF_HOME=str(place.folder / "home")))
     assert code != 0
     assert len(PARAGRAPH.findall(output)) == 1, output
@@ -72,26 +50,18 @@ def test_accelerate_launch_of_two_that_starts_one(place: Place, flags: list[str]
 # ---------------------------------------------------------------- environments that lie
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero2"])
-def test_use_cpu_exported(place: Place, here: Here, config: str) -> None:
-    here.monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+@pytest.mark.parametrize(("config", "value"), [("ddp", "true"), ("fsdp", "1"), ("zero2", "TRUE"), ("ddp", "yes")])
+def test_use_cpu_exported(place: Place, here: Here, config: str, value: str) -> None:
+    here.monkeypatch.setenv("ACCELERATE_USE_CPU", value)
     here.assert_refused(place.recipe(), "ACCELERATE_USE_CPU is set", "Unset it", config=config)
     assert not place.files()
 
 
-@pytest.mark.parametrize("value", ["1", "TRUE", "yes"])
-def test_use_cpu_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    for key, word in {**exported("fsdp"), "WORLD_SIZE": "1", "ACCELERATE_USE_CPU": value}.items():
-        monkeypatch.setenv(key, word)
-    with pytest.raises(BackendError, match="ACCELERATE_USE_CPU"):
-        read_launch()
-
-
-def test_world_size_without_a_launcher(place: Place) -> None:
-    words = [sys.executable, "scripts/train.py", str(place.recipe())]
-    code, output = run(words, env=environment(WORLD_SIZE="2"))
-    assert code == 2
-    assert_said(output, "WORLD_SIZE is 2", "no LOCAL_RANK", "unset WORLD_SIZE")
+def test_world_size_without_a_launcher(place: Place, here: Here) -> None:
+    here.monkeypatch.setenv("WORLD_SIZE", "2")
+    here.monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert entry_point.train_main([str(place.recipe())]) == 2
+    assert_said(here.capsys.readouterr().err, "WORLD_SIZE is 2", "no LOCAL_RANK", "unset WORLD_SIZE")
     assert not place.files()
 
 
@@ -112,6 +82,14 @@ class Started:
                 return {}
 
         monkeypatch.setattr("psutil.Process", Parent)
+
+
+@pytest.mark.parametrize(("options", "keys"), [(["--cpu"], {}), ([], {"use_cpu": True})])
+def test_cpu_beside_sharding(place: Place, here: Here, options: list[str], keys: dict[str, Any]) -> None:
+    """`test_conflicts_are_errors` of `test_explain.py` has the other lies of launch files."""
+    Started(here.monkeypatch, *options, "--config_file", str(place.launch_file("fsdp", **keys)))
+    with pytest.raises(BackendError, match=r"asks for FSDP on 2 processes and also for `use_cpu`.*Take `use_cpu` out"):
+        read_launch()
 
 
 @pytest.mark.parametrize(
@@ -153,41 +131,17 @@ def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, w
     assert launch.mixed_precision == "no"
 
 
+WORDS = ["--config_file", "accelerate_configs/ddp.yaml", "scripts/train.py"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        [
-            "python",
-            "-m",
-            "finetune.distributed.launch.launcher",
-            "--config_file",
-            "accelerate_configs/ddp.yaml",
-            "scripts/train.py",
-        ],
-        [
-            "python",
-            "/venv/bin/accelerate-launch",
-            "--config_file",
-            "accelerate_configs/ddp.yaml",
-            "scripts/train.py",
-        ],
-        [
-            "python",
-            "/x/accelerate/commands/launch.py",
-            "--config_file",
-            "accelerate_configs/ddp.yaml",
-            "scripts/train.py",
-        ],
+        ["python", "-m", "finetune.distributed.launch.launcher", *WORDS],
+        ["python", "/venv/bin/accelerate-launch", *WORDS],
+        ["python", "/x/accelerate/commands/launch.py", *WORDS],
         # A script's own argument of that name is none of the launcher's.
-        [
-            "python",
-            "/venv/bin/accelerate",
-            "launch",
-            "--config_file",
-            "accelerate_configs/ddp.yaml",
-            "a.py",
-            "finetune.distributed.launch.launcher",
-        ],
+        ["python", "/venv/bin/accelerate", "launch", *WORDS, "finetune.distributed.launch.launcher"],
     ],
 )
 def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) -> None:
@@ -215,13 +169,6 @@ def test_selective_recomputation_has_no_place_where_weights_come_and_go() -> Non
     _check_planes(recipe, Launch(kind="fsdp", num_processes=2), "fp32", 1)
     with pytest.raises(BackendError, match="Set it to true or false"):
         _check_planes(recipe, Launch(kind="zero3", num_processes=2), "fp32", 1)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
-def test_gradients_that_are_summed_in_another_dtype(kind: str) -> None:
-    found = list(_differences(report(kind), asked(kind), 2, "fp32", "bfloat16"))
-    assert found == ["gradients: asked to be summed in bfloat16, are summed in float32"]
-    assert not list(_differences(report(kind, reduce_dtype="bfloat16"), asked(kind), 2, "fp32", "bfloat16"))
 
 
 @pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
@@ -301,8 +248,7 @@ def report(kind: str, **fields: Any) -> RuntimeReport:
         "num_threads": 1,
         "output_dtypes": {"Linear": "float32", "loss": "float32"},
     }
-    names = {field.name for field in dataclasses.fields(RuntimeReport)}
-    return RuntimeReport(**{name: value for name, value in {**good, **fields}.items() if name in names})
+    return RuntimeReport(**{**good, **fields})
 
 
 def asked(kind: str, **fields: Any) -> Launch:
@@ -314,21 +260,21 @@ def asked(kind: str, **fields: Any) -> Launch:
     return Launch(**{**good, **fields})
 
 
+def differences(report: RuntimeReport, launch: Launch, precision: str = "fp32", reduced: str = "float32") -> list[str]:
+    return list(_differences(report, launch, 2, precision, reduced))
+
+
 KINDS = ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_difference(kind: str) -> None:
-    assert list(_differences(report(kind), asked(kind), 2, "fp32", "float32")) == []
+    assert differences(report(kind), asked(kind)) == []
     bf16 = report(kind, output_dtypes={"LayerNorm": "float32", "Linear": "bfloat16", "loss": "float32"})
-    assert list(_differences(bf16, asked(kind), 2, "bf16", "float32")) == []
-
-
-@pytest.mark.parametrize("one", KINDS)
-@pytest.mark.parametrize("other", KINDS)
-def test_no_kind_passes_for_another(one: str, other: str) -> None:
-    problems = "; ".join(_differences(report(other), asked(one), 2, "fp32", "float32"))
-    assert (f"kind: asked {one}, runs {other}" in problems) == (one != other)
+    assert differences(bf16, asked(kind), "bf16") == []
+    for other in KINDS:
+        problems = "; ".join(differences(report(other), asked(kind)))
+        assert (f"kind: asked {kind}, runs {other}" in problems) == (kind != other)
 
 
 @pytest.mark.parametrize(
@@ -347,30 +293,16 @@ def test_no_kind_passes_for_another(one: str, other: str) -> None:
         ("fsdp", "optimizer_fraction", 1.0, "optimiser state held by a rank: asked 50.0%, holds 100.0%"),
         ("single", "optimizer_fraction", 0.9, "optimiser state held by a rank: asked 100.0%, holds 90.0%"),
         ("fsdp", "parameter_dtypes", ("bfloat16", "float32"), "must be float32, are bfloat16+float32"),
-        (
-            "ddp",
-            "output_dtypes",
-            {"Linear": "float16", "loss": "float32"},
-            "asked float32, come out in float16",
-        ),
-        (
-            "ddp",
-            "output_dtypes",
-            {"Conv1D": "float16", "loss": "float32"},
-            "asked float32, come out in float16",
-        ),
-        (
-            "fsdp",
-            "output_dtypes",
-            {"Linear": "float32", "loss": "bfloat16"},
-            "leave the model as float32, is bfloat16",
-        ),
+        ("ddp", "reduce_dtype", "bfloat16", "gradients: asked to be summed in float32, are summed in bfloat16"),
+        ("fsdp", "reshards", False, "resharding after the forward pass: asked True, runs False"),
+        ("ddp", "output_dtypes", {"Linear": "float16", "loss": "float32"}, "asked float32, come out in float16"),
+        ("ddp", "output_dtypes", {"Conv1D": "float16", "loss": "float32"}, "asked float32, come out in float16"),
+        ("fsdp", "output_dtypes", {"Linear": "float32", "loss": "bfloat16"}, "leave the model as float32, is bfloat16"),
     ],
 )
 def test_a_difference_is_told(kind: str, field: str, value: Any, says: str) -> None:
-    problems = list(_differences(report(kind, **{field: value}), asked(kind), 2, "fp32", "float32"))
-    assert len(problems) == 1
-    assert says in problems[0]
+    (problem,) = differences(report(kind, **{field: value}), asked(kind))
+    assert says in problem
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
@@ -385,51 +317,35 @@ def test_uneven_shards_are_compared_with_their_own_rule() -> None:
     launch = asked("fsdp", num_processes=3)
     for share in (0.5, 0.0):
         holds = report("fsdp", world_size=3, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
-        assert list(_differences(holds, launch, 2, "fp32", "float32")) == []
-        (said,) = _differences(dataclasses.replace(holds, optimizer_fraction=1.0), launch, 2, "fp32", "float32")
-        assert f"optimiser state held by a rank: asked {share:.1%}, holds 100.0%" in said
+        assert differences(holds, launch) == []
+        (problem,) = differences(dataclasses.replace(holds, optimizer_fraction=1.0), launch)
+        assert f"optimiser state held by a rank: asked {share:.1%}, holds 100.0%" in problem
 
 
-def test_bf16_that_does_not_happen_is_told() -> None:
-    problems = list(_differences(report("ddp"), asked("ddp"), 2, "bf16", "float32"))
-    assert problems == ["matrix products: asked bfloat16, come out in float32"]
-
-
-def test_offload_that_does_not_happen_is_told() -> None:
-    launch = asked("zero3", offload_params="nvme", offload_optimizer="cpu")
-    problems = list(_differences(report("zero3"), launch, 2, "fp32", "float32"))
-    assert problems == [
+def test_what_does_not_happen_is_told() -> None:
+    assert differences(report("ddp"), asked("ddp"), "bf16") == ["matrix products: asked bfloat16, come out in float32"]
+    assert differences(report("zero3"), asked("zero3", offload_params="nvme", offload_optimizer="cpu")) == [
         "offload of parameters: asked nvme, runs none",
         "offload of the optimiser: asked cpu, runs none",
     ]
-
-
-def test_resharding_and_the_dtype_of_sums_are_compared() -> None:
-    assert list(_differences(report("fsdp", reshards=True), asked("fsdp"), 2, "fp32", "float32")) == []
-    (said,) = _differences(report("fsdp", reshards=False), asked("fsdp"), 2, "fp32", "float32")
-    assert "resharding after the forward pass: asked True, runs False" in said
-    (said,) = _differences(report("ddp", reduce_dtype="bfloat16"), asked("ddp"), 2, "fp32", "float32")
-    assert "are summed in bfloat16" in said
-    chosen = asked("zero2", ds_config={"communication_data_type": "bf16"})
-    assert list(_differences(report("zero2", reduce_dtype="bfloat16"), chosen, 2, "fp32", "float32")) == []
-
-
-def test_all_differences_are_told_at_once() -> None:
     wrong = report("ddp", world_size=1, accumulation=5, output_dtypes={"Linear": "float16", "loss": "float16"})
-    assert len(list(_differences(wrong, asked("fsdp"), 2, "fp32", "float32"))) >= 6
+    assert len(differences(wrong, asked("fsdp"))) >= 6, "all differences are told at once"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
+def test_gradients_that_are_summed_in_another_dtype(kind: str) -> None:
+    assert differences(report(kind), asked(kind), reduced="bfloat16") == [
+        "gradients: asked to be summed in bfloat16, are summed in float32"
+    ]
+    assert not differences(report(kind, reduce_dtype="bfloat16"), asked(kind), reduced="bfloat16")
+    if kind == "zero2":
+        chosen = asked(kind, ds_config={"communication_data_type": "bf16"})
+        assert not differences(report(kind, reduce_dtype="bfloat16"), chosen)
 
 
 def test_tiny_models_cannot_be_cut_evenly_but_must_be_cut() -> None:
-    assert (
-        list(
-            _differences(
-                report("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp"), 2, "fp32", "float32"
-            )
-        )
-        == []
-    )
-    whole = report("fsdp", num_parameters=500, parameter_fraction=1.0)
-    assert len(list(_differences(whole, asked("fsdp"), 2, "fp32", "float32"))) == 1
+    assert differences(report("fsdp", num_parameters=500, parameter_fraction=0.7), asked("fsdp")) == []
+    assert len(differences(report("fsdp", num_parameters=500, parameter_fraction=1.0), asked("fsdp"))) == 1
 
 
 @pytest.mark.parametrize(

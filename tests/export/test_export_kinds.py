@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exports import Trained, change, exported, logits_of, opened_here, train
-from harness import Launcher, Result
+from harness import Launcher
 from inside import run_here
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from safetensors.torch import load_file
@@ -43,17 +43,13 @@ JOBS = {
 }
 
 
-def launched(launcher: Launcher, backend: str, name: str) -> Result:
-    return launcher.many(backend, JOBS)[name].check()
-
-
 @pytest.mark.parametrize("name", list(JOBS))
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"export_{name}")) for name in ("fsdp", "zero3")]
 )
 def test_checkpoints_of_two_processes(launcher: Launcher, tmp_path: Path, backend: str, name: str) -> None:
     """Their last one says what the run said; an earlier one is another network."""
-    run = launched(launcher, backend, name)
+    run = launcher.many(backend, JOBS)[name].check()
     folder, _ = exported(run.directory / "checkpoints" / "step-00000003", "merged", tmp_path)
     assert json.loads((folder / "export.json").read_text())["step"] == 3
     assert loss_of(folder, launcher) == pytest.approx(run.validation(), abs=1e-4)
@@ -61,17 +57,9 @@ def test_checkpoints_of_two_processes(launcher: Launcher, tmp_path: Path, backen
     tensors, others = (load_file(path / "model.safetensors") for path in (folder, earlier))
     assert tensors.keys() == others.keys()
     assert not any(torch.equal(tensors[key], others[key]) for key in tensors if "q_proj" in key)
-
-
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.xdist_group(f"export_{name}")) for name in ("fsdp", "zero3")]
-)
-def test_adapters_of_two_processes(launcher: Launcher, tmp_path: Path, backend: str) -> None:
-    run = launched(launcher, backend, "lora")
-    folder, _ = exported(run.directory, "adapter", tmp_path)
-    merged, _ = exported(run.directory, "merged", tmp_path)
-    assert loss_of(merged, launcher) == pytest.approx(run.validation(), abs=1e-4)
-    torch.testing.assert_close(logits_of(Path(MODEL), folder), logits_of(merged), rtol=0, atol=1e-3)
+    if name == "lora":
+        adapter, _ = exported(run.directory, "adapter", tmp_path)
+        torch.testing.assert_close(logits_of(Path(MODEL), adapter), logits_of(folder), rtol=0, atol=1e-3)
 
 
 def loss_of(folder: Path, launcher: Launcher) -> float:
@@ -130,7 +118,9 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     shutil.rmtree(run.directory / "checkpoints")
     expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     change(run.directory / "model", lambda tensors: tensors.pop(expert))
-    with pytest.raises(CheckpointError, match=f"lacks 1 of the network's tensors, such as {expert}"):
+    with pytest.raises(
+        CheckpointError, match=f"do not make up the network. 1 tensors are missing: {expert}. .* Restore it"
+    ):
         exported(run.directory, "merged", tmp_path)
 
 

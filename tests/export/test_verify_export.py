@@ -92,15 +92,6 @@ def test_the_adapter_opens_by_peft_alone(runs: dict[str, Trained], tmp_path: Pat
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
 
 
-def test_it_rounds_once(runs: dict[str, Trained], tmp_path: Path) -> None:
-    """A 16-bit merge is the fp32 merge, rounded; not a base that was rounded, plus an adapter, rounded again."""
-    whole, _ = exported(runs["lora"].directory, "merged", tmp_path)
-    half, _ = exported(runs["lora"].directory, "merged-16bit", tmp_path)
-    exact = load_file(whole / "model.safetensors")
-    for name, tensor in load_file(half / "model.safetensors").items():
-        assert torch.equal(tensor, exact[name].bfloat16()), name
-
-
 def test_what_lies_beside_the_weights(runs: dict[str, Trained], tmp_path: Path) -> None:
     run = copy(runs["lora"].directory, tmp_path / "run")
     folder, said = exported(run, "merged", tmp_path, step=2)
@@ -206,11 +197,6 @@ def pad_as_end(folder: Path) -> None:
 
 def not_a_number(folder: Path) -> None:
     change(folder, lambda tensors: tensors[PROJ].view(-1)[7].fill_(float("nan")))
-
-
-def longer(folder: Path) -> None:
-    with (folder / "model.safetensors").open("ab") as file:
-        file.write(b"\0" * 2**20)
 
 
 def shorter(folder: Path) -> None:
@@ -325,21 +311,15 @@ def test_a_fault_is_caught_and_would_not_be_without_its_check(
     assert not re.search(says, said)
 
 
-def test_a_dropped_shard(runs: dict[str, Trained], tmp_path: Path, plant: Any) -> None:
-    plant(drop_shard)
-    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-0000\d.safetensors, which its index names"):
-        exported(runs["full"].directory, "merged", tmp_path, shard_size="300KB")
-
-
 @pytest.mark.parametrize(
     ("fault", "shards", "says"),
     [
-        (longer, {}, r"merged.staging/model.safetensors cannot be read"),
         (shorter, {}, r"merged.staging/model.safetensors cannot be read"),
+        (drop_shard, {"shard_size": "300KB"}, r"lacks model-00002-of-0000\d.safetensors, which its index names"),
         (wrong_total, {"shard_size": "300KB"}, r"the tensors take 1,040,128 bytes, .* and the index says 1,040,132"),
     ],
 )
-def test_a_size_that_cannot_be_right(
+def test_files_that_cannot_be_right(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, fault: Any, shards: dict[str, str], says: str
 ) -> None:
     plant(fault)
@@ -351,7 +331,7 @@ def test_a_size_that_cannot_be_right(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("tie broken", "apart, though its config says|gives logits"),
+        ("tie broken", "gives logits"),
         ("missing", "missing keys: .*up_proj"),
         ("NaN", "gives logits"),
     ],
@@ -384,10 +364,7 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     run = spoiled(
         runs["lora"].directory, tmp_path / "run", lambda t: [v.zero_() for k, v in t.items() if "lora_B" in k]
     )
-    with pytest.raises(CheckpointError, match="all 35 lora_B matrices are zero, so the adapter changes nothing"):
-        exported(run, kind, tmp_path)
-    monkeypatch.setattr(validate_files, "check_adapter", lambda *given: None)
-    with pytest.raises(CheckpointError, match="The adapter does not move a logit of its base"):
+    with pytest.raises(CheckpointError, match="the adapter changes no logit of its base: nothing was trained"):
         exported(run, kind, tmp_path)
     monkeypatch.setattr(verify_export, "judge", lambda *given: None)
     exported(run, kind, tmp_path)
@@ -399,7 +376,7 @@ A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("name", "kind", "act", "says"),
     [
-        ("lora", "adapter", lambda t: t.clear(), r"holds no tensor: the adapter is empty"),
+        ("lora", "adapter", lambda t: t.clear(), r"holds no tensor: nothing was written"),
         ("lora", "adapter", lambda t: t[A].fill_(float("nan")), rf"{A} holds 688 numbers that are NaN"),
         ("lora", "merged", lambda t: t[A].fill_(float("nan")), r"layers.0.mlp.down_proj.weight holds .* NaN"),
         ("lora", "adapter", lambda t: t.pop(A), rf"1 tensors are missing \({A}\), 0 are unexpected"),
@@ -410,7 +387,7 @@ A = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
             r"0 tensors are missing .*, 1 are unexpected \(more",
         ),
         ("lora", "merged", lambda t: t.update({A: torch.ones(4, 9)}), rf"{A} has shape \[4, 9\], where the model has"),
-        ("full", "merged", lambda t: t.pop(PROJ), rf"lacks 1 of the network's tensors, such as {PROJ}"),
+        ("full", "merged", lambda t: t.pop(PROJ), rf"lacks 1 of the network's tensors: {PROJ}"),
         ("full", "merged", lambda t: t[PROJ].fill_(float("inf")), rf"{PROJ} holds 11,008 numbers that are NaN or inf"),
     ],
 )
@@ -434,14 +411,6 @@ def test_another_base(runs: dict[str, Trained], tmp_path: Path) -> None:
         exported(runs["lora"].directory, "merged", tmp_path, base=str(other))
     folder, _ = exported(runs["lora"].directory, "adapter", tmp_path, base=str(same))
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(same)
-
-
-def test_a_base_that_was_changed_in_its_place(runs: dict[str, Trained], tmp_path: Path) -> None:
-    place = Path(shutil.copytree(MODEL, tmp_path / "base"))
-    run = train(tmp_path, {"model": {"name": str(place)}, "lora": {"rank": 2}}).directory
-    change(place, lambda tensors: tensors["model.norm.weight"].mul_(1.01))
-    with pytest.raises(RecipeError, match="has other content"):
-        exported(run, "merged", tmp_path)
 
 
 @pytest.mark.parametrize(

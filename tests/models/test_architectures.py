@@ -8,9 +8,8 @@ from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.recipe import validate_recipe
-from finetune.models.init_weights import init_weights
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
+from finetune.models.networks import build_model, init_weights
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.utils import errors
 

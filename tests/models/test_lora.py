@@ -5,14 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import Launcher, Result, assert_near_in_bf16, assert_same_path
 from ranks import Place, assert_refused, start
 from recipes_for_tests import ARCHITECTURES, MODEL, base, stories
 from safetensors.torch import save_file
+from testdata import CONVERSATIONS
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -20,7 +22,7 @@ from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_meta_model, build_model
-from finetune.optim.param_groups import parameter_groups
+from finetune.optim.optimizers import parameter_groups
 from finetune.tasks.causal_lm import causal_lm_logits
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
@@ -84,13 +86,41 @@ SOME = {
         {"rank": 4, "save_modules": ["lm_head"]},
     ),
 }
+# Conversations, whose rows have more that is not learned than text has.
+TALK = {
+    "data": {
+        "train": [
+            {"path": str(CONVERSATIONS / "questions.jsonl"), "limit": 24},
+            {"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 24},
+        ],
+        "validation": [{"path": str(CONVERSATIONS / "sharegpt.json"), "limit": 4}],
+        "sequence_length": 512,
+    },
+    "chat": {"template": "plain", "too_long": "cut_right"},
+    "eval": {"every_steps": 2},
+    "sample": {"prompt": "Who are you?", "max_new_tokens": 8, "temperature": 0.0},
+}
+TALKS = {
+    "chat": job({"name": MODEL}, {"rank": 8, "dropout": 0.05}, **TALK),
+    "chat_nf4": job(
+        {"name": MODEL, "quantization": "nf4", "gradient_checkpointing": True}, {"rank": 8, "dropout": 0.05}, **TALK
+    ),
+}
 LEARNING = {"train": stories("train", limit=300), "validation": stories("validation", limit=20), "lowercase": True}
 LEARNER = {"model": {"name": MODEL}, "lora": {"rank": 8}, "data": {**LEARNING, "sequence_length": 128}}
-JOBS = dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), SOME) | dict.fromkeys(
+THIN = job(
+    {"name": MODEL},
+    {"rank": 4},
+    batch={"global_size": 6, "micro_size": 2},
+    length={"steps": 3},
+    eval={"at_end": False},
+)
+JOBS = dict.fromkeys(("ddp", "fsdp", "zero2", "zero3"), SOME) | dict.fromkeys(
     ("hsdp", "zero1", "zero3_offload"), EVERYWHERE
 )
 JOBS["single"] = {
     **SOME,
+    "thin": THIN,
     "knows": job(**LEARNER, length={"steps": 0}),
     "learns": job(**LEARNER, length={"steps": 60}),
 }
@@ -98,8 +128,13 @@ PAIRS = [
     pytest.param(backend, name, marks=pytest.mark.xdist_group(f"lora_{backend}"))
     for backend, jobs in JOBS.items()
     if backend != "single"
-    for name in jobs
+    for name in (*jobs, *TALKS)
 ]
+
+
+def launched(launcher: Launcher, backend: str, name: str) -> Result:
+    """A run; conversations have a launch of their own, so that each ends in time on a slow machine."""
+    return launcher.many(backend, TALKS if name in TALKS else JOBS[backend])[name]
 
 
 def digests(run: Result) -> dict[str, dict[str, str]]:
@@ -111,8 +146,7 @@ def digests(run: Result) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize(("backend", "name"), PAIRS)
 def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str) -> None:
-    single = launcher.many("single", JOBS["single"])[name]
-    other = launcher.many(backend, JOBS[backend])[name]
+    single, other = launched(launcher, "single", name), launched(launcher, backend, name)
     if "bf16" in name:
         assert_near_in_bf16(single, other)
     else:
@@ -127,20 +161,13 @@ def test_same_path_on_every_backend(launcher: Launcher, backend: str, name: str)
 
 def test_shards_of_thin_matrices_that_do_not_come_out_even(launcher: Launcher) -> None:
     """On three ranks, of a matrix of four rows one holds nothing."""
-    recipe = job(
-        {"name": MODEL},
-        {"rank": 4},
-        batch={"global_size": 6, "micro_size": 2},
-        length={"steps": 3},
-        eval={"at_end": False},
-    )
-    assert_same_path(launcher.one("single", recipe), launcher.one("fsdp", recipe, processes=3), 1e-5, weights=5e-5)
+    single = launcher.many("single", JOBS["single"])["thin"]
+    assert_same_path(single, launcher.one("fsdp", THIN, processes=3), 1e-5, weights=5e-5)
 
 
 @pytest.mark.parametrize(("backend", "name"), PAIRS)
 def test_adapters_begin_alike_and_the_rest_stays(launcher: Launcher, backend: str, name: str) -> None:
-    one = digests(launcher.many("single", JOBS["single"])[name])
-    other = digests(launcher.many(backend, JOBS[backend])[name])
+    one, other = digests(launched(launcher, "single", name)), digests(launched(launcher, backend, name))
     assert one["adapters"] == other["adapters"] != {}
     assert one["frozen"] == one["frozen_afterwards"] != {}
     assert other["frozen"] == other["frozen_afterwards"] == one["frozen"]
@@ -150,7 +177,7 @@ def test_adapters_begin_alike_and_the_rest_stays(launcher: Launcher, backend: st
 def test_the_frozen_model_is_sharded_and_the_optimiser_holds_adapters(
     launcher: Launcher, backend: str, name: str
 ) -> None:
-    runs = launcher.many(backend, JOBS[backend])[name].check().facts["runs"]
+    runs = launched(launcher, backend, name).check().facts["runs"]
     parameters = 0.5 if backend in ("fsdp", "hsdp", "zero3", "zero3_offload") else 1.0
     optimizer = 1.0 if backend == "ddp" else 0.5
     slack = 0.3 if name == "gemma3" and backend == "fsdp" else 0.03
@@ -176,6 +203,21 @@ def test_adapters_learn(launcher: Launcher) -> None:
     before, after = (runs[name].check().validation() for name in ("knows", "learns"))
     assert before > 2.2, "the model should not know lower-cased stories yet"
     assert after < before - 0.4
+
+
+@pytest.mark.xdist_group("lora_single")
+@pytest.mark.parametrize("name", TALKS)
+def test_answers_are_learned_and_nothing_else(launcher: Launcher, name: str) -> None:
+    run = launched(launcher, "single", name).check()
+    losses, report = run.series("loss"), run.facts["data"]["train"]
+    assert losses[-1] < losses[0]
+    assert np.isfinite(losses).all()
+    assert 0.2 < report["chat"]["supervised_share"] < 0.9
+    (sample,) = [m["sample"] for m in run.metrics if "sample" in m]
+    assert sample.startswith("User: Who are you?\n\nAssistant:")
+    tokenizer = AutoTokenizer.from_pretrained(run.directory / "model")
+    for place in (run.directory / "model", next((run.directory / "checkpoints").glob("step-*")) / "model"):
+        assert GenerationConfig.from_pretrained(place).eos_token_id == tokenizer.eos_token_id
 
 
 # ---------------------------------------------------------------- what is attached
@@ -219,19 +261,6 @@ def test_plain_peft_opens_what_is_written(name: str, tmp_path: Path) -> None:
         without = causal_lm_logits(built(recipe.model_copy(update={"lora": None})).eval(), {"input_ids": ids})
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert (ours - without).abs().max() > 1e-2
-
-
-def test_keys_are_pefts() -> None:
-    network = built(recipe_of({"rank": 2, "dora": True, "save_modules": ["lm_head"]}, UNTIED))
-    layer = "base_model.model.model.layers.0.mlp.up_proj"
-    for name, key in {
-        f"{layer}.lora_A.default.weight": f"{layer}.lora_A.weight",
-        f"{layer}.lora_magnitude_vector.default.weight": f"{layer}.lora_magnitude_vector",
-        "base_model.model.lm_head.modules_to_save.default.weight": "base_model.model.lm_head.weight",
-    }.items():
-        assert lora_adapters.adapter_keys(network)[name] == key
-    assert lora_adapters.adapter_keys(network).keys() == trained(network).keys()
-    assert lora_adapters.adapter_config(built(validate_recipe(base()))) is None
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "pissa"])
@@ -451,7 +480,6 @@ def test_a_network_without_linear_modules_is_refused() -> None:
 
 
 @pytest.mark.xdist_group("lora_ranks")
-@pytest.mark.parametrize("config", ["ddp", "zero3"])
-def test_two_ranks_say_it_once(place: Place, config: str) -> None:
-    ranks = start(place, place.recipe(lora={"targets": ["vproj"]}), config=config)
+def test_two_ranks_say_it_once(place: Place) -> None:
+    ranks = start(place, place.recipe(lora={"targets": ["vproj"]}), config="zero3")
     assert_refused(ranks, "lora.targets: 'vproj' is no linear module", "did you mean 'v_proj'?")

@@ -1,11 +1,13 @@
 """Checkers and numbers that are not finite: NaN is smaller than nothing and larger than nothing, but never equal."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
@@ -50,7 +52,9 @@ def test_parity_sees_a_weight_that_is_not_finite_wherever_it_stands(tmp_path: Pa
     assert f"tensor {name} is inf apart" in found.reasons[0]
     said = json.loads(json.dumps(parity_report.to_json([found]), allow_nan=False))
     assert said["comparisons"]["other"]["tensor"] == {"name": name, "difference": None}
-    assert any(line.startswith("DRIFT") for line in parity_report.lines([found]))
+    console = Console(file=io.StringIO(), width=200)
+    parity_report.print_report([found], console)
+    assert any(line.startswith("DRIFT") for line in console.file.getvalue().splitlines())
 
 
 def test_two_runs_with_the_same_nan_took_no_path(tmp_path: Path) -> None:

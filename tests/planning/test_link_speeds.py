@@ -47,7 +47,7 @@ def test_time_is_that_of_the_measured_ring(name: str) -> None:
         time = time_of(name, link_speeds.LinkSpeeds(within=dict.fromkeys(RINGS, line)))
         assert all(moved.measured for moved in time.moved)
         found[kind] = [moved.seconds for moved in time.moved]
-    sheet = time_of(name, link_speeds.UNMEASURED)
+    sheet = time_of(name, link_speeds.LinkSpeeds())
     assert not any(moved.measured for moved in sheet.moved)
     for index, moved in enumerate(sheet.moved):
         flow = moved.flow

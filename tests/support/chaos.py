@@ -38,7 +38,7 @@ STEPS, KEEP = 24, 2
 # Whole tensors on each rank; and pieces, which the ranks send each other while a checkpoint is written.
 CONFIGS = ("ddp", "fsdp")
 # Those of a line that a clock or the system's memory shows.
-_TIMES = {"tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "peak_memory_gib", "mfu"}
+_TIMES = {"tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "peak_memory_gib", "mfu", "time"}
 
 
 class Lie(AssertionError):

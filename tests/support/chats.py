@@ -12,8 +12,7 @@ from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_examples import Example
 from finetune.data.chat.chat_templates import PLAIN, find_template
-from finetune.data.chat.conversation_formats import Conversation
-from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.chat.conversation_formats import Conversation, Tolerance
 
 SPECIALS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

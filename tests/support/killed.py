@@ -21,7 +21,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.data import cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
-from finetune.data.tokenization import encode_worker, encoding, split_writer, token_shards
+from finetune.data.tokenization import encoding, split_writer, token_shards
 from finetune.data.tokenization.memmap import GrowingArray
 
 token_shards.SHARD_BYTES = 6000
@@ -54,7 +54,7 @@ def notes(log: Path) -> Callable[[bytes], object]:
 
 
 def log_counted(log: Path) -> None:
-    """Documents in the order that a state counts them, which is not the one that processes get them in."""
+    """Documents in the order that a state counts them, which is not the one that threads get them in."""
     note, advance = notes(log), token_shards.Shards.advance
 
     def counted(self: Any, batch: Any) -> None:
@@ -67,24 +67,18 @@ def log_counted(log: Path) -> None:
 
 def log_encoded(log: Path) -> None:
     note = notes(log)
-    inline, in_worker, conversation = encode_worker.encode, encoding._Worker.encode, ChatEncoder.encode
+    plain, conversation = encoding.Encoder.encode, ChatEncoder.encode
 
-    def encode(tokenizer: Any, texts: Any) -> Any:
-        for text in texts:
-            note(text.encode())
-        return inline(tokenizer, texts)
-
-    def encode_in_worker(self: Any, texts: Any) -> Any:
+    def encode(self: Any, texts: Any) -> Any:
         for text in texts:
             note(text)
-        return in_worker(self, texts)
+        return plain(self, texts)
 
     def encode_conversation(self: Any, document: bytes, where: str) -> Any:
         note(document)
         return conversation(self, document, where)
 
-    encode_worker.encode = encode
-    encoding._Worker.encode = encode_in_worker  # type: ignore[method-assign]
+    encoding.Encoder.encode = encode  # type: ignore[method-assign]
     ChatEncoder.encode = encode_conversation  # type: ignore[method-assign]
 
 
@@ -126,8 +120,10 @@ def encoded(log: Path) -> list[str]:
 
 
 def main() -> None:
-    encoding.Encoder.__init__.__kwdefaults__["pool_after_bytes"] = 1
     TREE["data"]["num_workers"] = int(sys.argv[3])
+    if sys.argv[3] == "1":
+        # What a kill costs is bounded by a shard; what threads had read ahead of it comes on top.
+        encoding.BATCHES_AHEAD = 0
     whole = FOLDER / "whole"
     total = build(whole, FOLDER / "whole.log", None, log_counted)
     print(json.dumps({"moments": total, "files": files(whole), "encoded": encoded(FOLDER / "whole.log")}), flush=True)

@@ -94,12 +94,14 @@ def distance(whole: Result, part: Result) -> Distance:
 def main(file: str) -> None:
     """Runs all pairs, and writes what was found as a table of a Markdown page."""
     lines = [
-        "# Resuming on another backend",
+        "# Resume on another backend",
+        "",
+        "Start the same command under another launch file: the run resumes. A cell is the largest relative difference "
+        "of any loss and any final tensor to a run on one process that was never stopped; `=` marks bit-equality with "
+        "the unstopped run of the same backend.",
         "",
         f"Written by `make test-resume`: {STEPS} steps on generated stories, saved after {STOP} on the backend of the "
-        "row and resumed on the backend of the column. A cell is the largest relative difference of any loss "
-        "and any final tensor to a run on one process that was never stopped; `=` marks bit-equality with the "
-        "unstopped run of the same backend.",
+        "row, resumed on the backend of the column.",
     ]
     worst = 0.0
     testdata.ensure()

@@ -17,7 +17,10 @@ FILES = ["single", "ddp", "fsdp", "zero3"]
 # What differs from launch to launch, and what the launcher tells of its agent.
 OWN = ("MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE", "PYTHONPATH", "LC_CTYPE")
 AGENTS = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "NCCL_")
-TIMES = ("tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s", "peak_memory_gib", "mfu", "seconds")
+TIMES = (
+    *("tokens_per_s", "step_s", "data_s", "forward_backward_s", "optimizer_s"),
+    *("peak_memory_gib", "mfu", "seconds", "time"),
+)
 JOB = {**PARITY["adamw"], "length": {"steps": 3}, "eval": {"at_end": True}}
 
 

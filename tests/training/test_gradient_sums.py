@@ -20,7 +20,7 @@ from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, of_environment, read_launch
 from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Candidate, assess, setting_of, state_bytes_of
+from finetune.planning.candidates import Candidate, assess, setting_of
 from finetune.planning.communication_volume import flows
 from finetune.training import micro_batch_search
 from finetune.utils.errors import BackendError
@@ -121,7 +121,7 @@ def test_a_launch_file_says_it(
 def test_other_values_are_refused() -> None:
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SYNC_EACH_BATCH": "sometimes"}
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: sometimes. Write true .* false .* or auto"):
-        of_environment(env, {"num_processes": 2, "file": None})
+        of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
 
 
 LLAMA_7B = {
@@ -155,7 +155,7 @@ def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *,
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
     gpu = find(f"h100-80gb,memory={gib}")
-    return assess(name, asked, variant, setting_of(recipe), gpu, state_bytes_of(recipe))
+    return assess(name, asked, variant, setting_of(recipe), gpu)
 
 
 def test_a_plan_holds_whole_gradients_where_they_fit() -> None:
@@ -204,7 +204,7 @@ def test_offloaded_gradients_are_on_the_device_while_they_are_whole() -> None:
 
 
 class OneRank:
-    """A rank's view of a backend, with what `settle_sums` asks of it."""
+    """A rank's view of a backend, with what `resolve_gradient_sums` asks of it."""
 
     is_main, device = True, torch.device("cpu")
 
@@ -242,7 +242,7 @@ def test_a_run_settles_it_by_the_forecast(
     monkeypatch.setattr(micro_batch_search.device_selection, "capacity", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast), accumulation)
-    found = micro_batch_search.resolve_gradient_dtype(recipe, backend)
+    found = micro_batch_search.resolve_gradient_sums(recipe, backend)
     assert backend.launch.sync_each_batch is each
     if line is None:
         assert found is None

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from harness import Launcher, assert_same_path
+from inside import mlp, run_here
 from recipes_for_tests import base
 
 from finetune.training import profiler
@@ -36,17 +38,11 @@ def test_every_rank_writes_a_trace_and_a_table(launcher: Launcher) -> None:
     assert "communication (within these)" in said
 
 
-def test_a_run_that_is_too_short_is_refused_before_it_writes(launcher: Launcher) -> None:
-    run = launcher.one("single", base(**_SHORT, log={"profile": 6}))
-    assert run.code != 0
-    assert "log.profile: 6 steps" in run.output
-    assert not (run.directory / "run.json").exists()
-
-
-def test_a_run_that_is_too_short_is_told(tmp_path) -> None:
-    with pytest.raises(RecipeError, match="are more than the 4 that are left"):
-        profiler.Profiler(tmp_path, 0, first=6, steps=2, last=10)
-    profiler.Profiler(tmp_path, 0, first=5, steps=2, last=10)
+def test_a_run_that_is_too_short_is_refused_before_it_writes(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"log\.profile: 6 steps, .* are more than the 8 that are left"):
+        run_here(mlp(tmp_path / "run", length={"steps": 8}, log={"profile": 6}))
+    assert not (tmp_path / "run" / "run.json").exists()
+    assert run_here(mlp(tmp_path / "run", length={"steps": 8}, log={"profile": 5})).steps == list(range(1, 9))
 
 
 def test_table_is_for_people() -> None:

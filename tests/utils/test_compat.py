@@ -81,8 +81,9 @@ def trees() -> dict[str, ast.Module]:
 
 
 def test_private_names_are_used_in_one_place() -> None:
-    found = [(file, line, name) for file, tree in trees().items() for line, name in private_uses(tree)]
-    found += inherited_uses(trees())
+    parsed = trees()
+    found = [(file, line, name) for file, tree in parsed.items() for line, name in private_uses(tree)]
+    found += inherited_uses(parsed)
     assert [(file, line, name) for file, line, name in found if (file, name) not in ALLOWED] == []
     assert {(file, name) for file, _, name in found} == ALLOWED
 

@@ -17,11 +17,10 @@ from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
 from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.chat.chat_templates import Template, answers, writes_tools
-from finetune.data.chat.conversation_formats import Conversation
-from finetune.data.chat.invalid_records import InvalidConversation, Tolerance
+from finetune.data.chat.conversation_formats import Conversation, InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
 from finetune.data.sources.documents import Chosen
-from finetune.data.tokenization.encode_worker import open_tokenizer
+from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 2
@@ -102,14 +101,16 @@ class ChatEncoder:
             ],
         }
 
-    def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], list[Example]]]:
+    def encode_all(self, batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
         """Encodes batches lazily, in order.
 
         Raises:
             DataError: If answers cannot be told from the rest, or the template refuses a conversation.
         """
         for batch in batches:
-            yield batch, [self.encode(item.text, item.where) for item in batch]
+            examples = [self.encode(item.text, item.where) for item in batch]
+            lengths = np.array([example.ids.size for example in examples], np.uint32)
+            yield batch, Encoded(lengths, np.concatenate([example.ids for example in examples]), examples)
 
     def encode(self, document: bytes, where: str) -> Example:
         """One conversation, or one document of plain text."""
@@ -124,10 +125,6 @@ class ChatEncoder:
             problem = broken
         self._tolerance.meet(problem)
         return left_out(Facts(refused=1))
-
-    def name_of(self, token: int) -> str:
-        """A special token as people know it."""
-        return str(self._special[token])
 
     def _plain(self, text: str) -> Example:
         before, behind = ([] if token is None else [token] for token in self._around)

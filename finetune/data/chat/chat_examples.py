@@ -4,7 +4,7 @@ Letters: `N` tokens of one conversation.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +44,6 @@ class Facts:
         """Adds another's counts."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-    def to_dict(self) -> dict[str, int]:
-        """As JSON-able values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat.invalid_records import InvalidConversation
+from finetune.data.chat.conversation_formats import InvalidConversation
 from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.data.text_issues import first_difference
 from finetune.utils.errors import DataError
 
 Message = Mapping[str, Any]
@@ -212,7 +213,7 @@ def _by_marks(
         if before != len(spans):
             raise DataError(
                 f"{where}: the chat template ({template.name}) marks {len(spans)} parts of this conversation, and "
-                f"{before} when it is read turn by turn: it cannot be told which belongs to which of the "
+                f"{before} when it is read one turn at a time: it cannot be told which belongs to which of the "
                 f"{len(spoken)} answers. Mend its {{% generation %}} marks, or name another as chat.template."
             )
     return {number: found[number] for number in wanted}
@@ -257,8 +258,7 @@ def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -
 
 
 def _difference(one: str, other: str) -> str:
-    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = max(0, same - 20)
+    start = max(0, first_difference(one, other) - 20)
     return f"`{_short(one[start:])}` became `{_short(other[start:])}`"
 
 

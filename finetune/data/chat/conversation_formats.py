@@ -5,11 +5,11 @@ them, 0 or 1, the tools that it may call, and the number of the first message th
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.chat.invalid_records import InvalidConversation, Tolerance
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 1
@@ -47,6 +47,48 @@ _OPTIONAL = {"input": "input", "system": "system", "tools": "tools"}
 # What templates read of a message. Others, such as an id, are of no use to them.
 _KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 _ABSENT = object()
+
+
+class InvalidConversation(DataError):
+    """One conversation cannot be used as it is."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        """`kind` is a few words for the report, `text` the whole paragraph."""
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass
+class Tolerance:
+    """What is done about broken conversations."""
+
+    lenient: bool
+    """Whether they are left out."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many were left out, of each kind."""
+    first: str | None = None
+    """What was wrong with the first one."""
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        self.counts.clear()
+        self.first = None
+
+    def restore(self, counts: Mapping[str, int], first: str | None) -> None:
+        """Takes what another process has counted instead of what this one has."""
+        self.counts = Counter(counts)
+        self.first = first
+
+    def meet(self, problem: InvalidConversation) -> None:
+        """Raises it, or counts it.
+
+        Raises:
+            InvalidConversation: If nothing is tolerated.
+        """
+        if not self.lenient:
+            raise problem
+        self.counts[problem.kind] += 1
+        self.first = self.first or str(problem)
 
 
 @dataclass(frozen=True)
@@ -140,7 +182,7 @@ class RecordForm:
         turns = self._value(record, "messages", where)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
             raise InvalidConversation(
-                "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {_kind(turns)}."
+                "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {kind_of(turns)}."
             )
         messages, weights = self._turns(turns, where)
         if system := self._text(record, "system", where):
@@ -154,10 +196,10 @@ class RecordForm:
         if isinstance(prompt, list) and isinstance(answer, list):
             messages, weights = self._turns([*prompt, *answer], where)
             return Conversation(messages, weights, self._tools(record, where), len(prompt))
-        asked = self._text(record, "user", where)
+        question = self._text(record, "user", where)
         if more := self._text(record, "input", where).strip():
-            asked = f"{asked}\n\n{more}"
-        messages = [{"role": "user", "content": asked}]
+            question = f"{question}\n\n{more}"
+        messages = [{"role": "user", "content": question}]
         if system := self._text(record, "system", where):
             messages.insert(0, {"role": "system", "content": system})
         messages.append({"role": "assistant", "content": self._text(record, "assistant", where)})
@@ -169,7 +211,7 @@ class RecordForm:
             place = f"{where}, turn {number}"
             who, what = ("from", "value") if self.detected == "sharegpt" else ("role", "content")
             if not isinstance(turn, Mapping) or who not in turn:
-                got = ", ".join(turn) if isinstance(turn, Mapping) else _kind(turn)
+                got = ", ".join(turn) if isinstance(turn, Mapping) else kind_of(turn)
                 raise InvalidConversation(
                     "missing field",
                     f"{place}: a turn of format {self.detected} has the fields {who} and {what}, got {got}. Mend the "
@@ -199,7 +241,7 @@ class RecordForm:
         if value is None and key in _OPTIONAL:
             return ""
         if not isinstance(value, str):
-            raise InvalidConversation("no text", f"{where}: '{self._path(key)}' must be a text, got {_kind(value)}.")
+            raise InvalidConversation("no text", f"{where}: '{self._path(key)}' must be a text, got {kind_of(value)}.")
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
@@ -211,7 +253,9 @@ class RecordForm:
                 "tools", f"{where}: '{self._path('tools')}' is not valid JSON: {error}."
             ) from error
         if tools and not isinstance(tools, list):
-            raise InvalidConversation("tools", f"{where}: '{self._path('tools')}' must be a list, got {_kind(tools)}.")
+            raise InvalidConversation(
+                "tools", f"{where}: '{self._path('tools')}' must be a list, got {kind_of(tools)}."
+            )
         return tools or None
 
     def _path(self, key: str) -> str:
@@ -264,7 +308,9 @@ def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
         return value
     if value is _ABSENT:
         raise InvalidConversation("missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}.")
-    raise InvalidConversation("no text", f"{place}: '{key}' must be a text, got {_kind(value)}. Only text can be read.")
+    raise InvalidConversation(
+        "no text", f"{place}: '{key}' must be a text, got {kind_of(value)}. Only text can be read."
+    )
 
 
 def _weight(turn: Mapping[str, Any], place: str) -> int:
@@ -325,9 +371,12 @@ def _paths(value: Any, prefix: str) -> Iterator[str]:
         yield prefix[:-1]
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a value of a record is, in JSON's words."""
     if value is None:
         return "nothing (null)"
-    if isinstance(value, str | list | dict) and not value:
-        return f"an empty {type(value).__name__.replace('str', 'text').replace('dict', 'object')}"
-    return {list: "a list", dict: "an object", str: "a text", int: "a number"}.get(type(value), type(value).__name__)
+    names = {list: "list", dict: "object", str: "text", int: "number", float: "number"}
+    name = names.get(type(value), type(value).__name__)
+    if name in ("list", "object", "text") and not value:
+        return f"an empty {name}"
+    return f"an {name}" if name == "object" else f"a {name}"

@@ -5,15 +5,13 @@ behind it. A segment is a run of pairs: `start` in the stream, and `length`. A r
 and holds at most T pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from finetune.data.tokenization.loss_masks import MaskFile
-from finetune.data.tokenization.memmap import Int64s, map_array
+from finetune.data.tokenization.memmap import Int64s, MaskFile, map_array
 
 LongDocuments = Literal["split", "truncate", "drop"]
 
@@ -92,19 +90,12 @@ def fill(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Pac
     rows = best_fit_decreasing(loose.lengths, row_length)
     order = np.argsort(rows, kind="stable")
     counts = np.bincount(rows, minlength=int(rows.max()) + 1 if rows.size else 0)
-    return Packed(
-        starts=loose.starts[order],
-        lengths=loose.lengths[order],
-        row_starts=_edges(counts),
-        empty=loose.empty,
-        over_long=loose.over_long,
-        truncated=loose.truncated,
-        dropped=loose.dropped,
-    )
+    edges = np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])
+    return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=edges)
 
 
 def save(packed: Packed, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
-    """Writes the arrays to a folder and returns the rest as JSON-able facts, for `load` and for reports.
+    """Writes the arrays to a folder and returns the rest as JSON-able facts for reports.
 
     With a mask, how many targets each row has is written too: a step must know before it reads.
     """
@@ -125,10 +116,10 @@ def load_targets(folder: Path) -> Int64s:
     return map_array(folder / "targets.npy")
 
 
-def load(folder: Path, facts: dict[str, Any]) -> Packed:
-    """Opens what `save` has written, memory-mapped."""
-    arrays: dict[str, Any] = {name: map_array(folder / f"{name}.npy") for name in _ARRAYS}
-    return Packed(**arrays, **{name: facts[name] for name in _COUNTS})
+def load(folder: Path) -> Packed:
+    """Opens the rows that `save` has written, memory-mapped, without what was counted."""
+    starts, lengths, row_starts = (map_array(folder / f"{name}.npy") for name in _ARRAYS)
+    return Packed(starts, lengths, row_starts)
 
 
 def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
@@ -226,8 +217,3 @@ def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: Lo
         truncated=over_long if long_documents == "truncate" else 0,
         dropped=over_long if long_documents == "drop" else 0,
     )
-
-
-def _edges(counts: npt.NDArray[np.integer]) -> Int64s:
-    """Running totals, with a 0 in front."""
-    return np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -12,8 +12,7 @@ import torch
 
 from finetune.data.rows.packing import Packed
 from finetune.data.tokenization.build_tokenizer import Wrapping
-from finetune.data.tokenization.loss_masks import MaskFile
-from finetune.data.tokenization.memmap import Int64s
+from finetune.data.tokenization.memmap import Int64s, MaskFile
 from finetune.data.tokenization.token_files import Tokens
 
 IGNORED = -100
@@ -53,13 +52,6 @@ class Rows:
 
     def __len__(self) -> int:
         return self.packed.num_rows
-
-    @property
-    def num_tokens(self) -> int:
-        """Inputs that carry a target, over all rows."""
-        if self.row_targets is not None:
-            return int(self.row_targets.sum())
-        return len(self) if self.classes is not None else int(self.packed.lengths.sum())
 
     def num_targets(self, rows: npt.NDArray[np.integer]) -> int:
         """Targets that `batch(rows)` holds, without reading it."""

@@ -1,6 +1,9 @@
-"""Which rows a rank reads in which step: a pure function of seed and step."""
+"""Which rows a rank reads in which step, a pure function of seed and step; and reading them one batch ahead."""
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,3 +47,28 @@ class RowSampler:
     def first_after(self, step: int) -> npt.NDArray[np.int64] | None:
         """The first micro-batch of the next step; None after the last one."""
         return self.micro_batches(step + 1)[0] if step + 1 < self.num_steps else None
+
+
+class Prefetcher:
+    """Reads the batch that is requested and then, in a thread, the one that comes next."""
+
+    def __init__(self, read: Callable[[npt.NDArray[np.integer]], dict[str, Any]]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._next: tuple[bytes, Future[dict[str, Any]]] | None = None
+
+    def batch(self, rows: npt.NDArray[np.integer], then: npt.NDArray[np.integer] | None) -> dict[str, Any]:
+        """The batch of some rows.
+
+        Args:
+            rows: Row numbers, (B,).
+            then: The rows of the batch after this one; None if there is none.
+
+        Raises:
+            Exception: What reading raises, in the thread or here.
+        """
+        read, self._next = self._next, None
+        batch = read[1].result() if read is not None and read[0] == rows.tobytes() else self._read(rows)
+        if then is not None:
+            self._next = (then.tobytes(), self._thread.submit(self._read, then))
+        return batch

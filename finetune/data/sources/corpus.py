@@ -118,7 +118,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
         try:
             dataset = datasets.load_from_disk(str(inner))
         except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(f"The data set in {inner} cannot be opened: {_brief(error)}. Save it again.") from error
+            raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
     return _Opened(content, read, None)
@@ -156,11 +156,9 @@ def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
         )
     except Exception as error:  # The hub client raises errors of several HTTP libraries.
         raise DataError(
-            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') "
-            "cannot "
-            f"be had from the hub: {_brief(error)}. Check its name and the network, or download it and give "
-            "its "
-            "files as `path`."
+            f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') cannot be "
+            f"had from the hub: {brief(error)}. Check its name and the network, or download it and give its files as "
+            "`path`."
         ) from error
     return _Opened({"hub": fingerprint(dataset)}, lambda _: _read_dataset(dataset, fields, name), None)
 
@@ -201,7 +199,7 @@ def _hash_file(path: Path) -> str:
         ) from error
 
 
-def _brief(error: Exception) -> str:
-    """The first line of a library's message, without its full stop."""
+def brief(error: Exception) -> str:
+    """The first line of a library's message, without what ends it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". ")
+    return lines[0].rstrip(". :")

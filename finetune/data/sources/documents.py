@@ -66,8 +66,7 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{document.where}: the text holds half a character ({text[error.start]!r}, a lone "
-                "surrogate), which "
+                f"{document.where}: the text holds half a character ({text[error.start]!r}, a lone surrogate), which "
                 "no encoding can represent. Mend or remove the document."
             ) from error
         if len(data) > MAX_DOCUMENT_BYTES:

@@ -2,21 +2,17 @@
 
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.chat.conversation_formats import RecordForm
-from finetune.data.chat.invalid_records import InvalidConversation
+from finetune.data.chat.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 
 _BATCH_ROWS = 1024
-# An object whose first value that is no text, number or the like is a list of objects or of texts.
-_LIST_INSIDE = re.compile(rb'\s*\{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"{}\[\],]+)\s*,\s*)*"([^"]+)"\s*:\s*\[\s*[{"]')
 
 
 class Document(NamedTuple):
@@ -84,25 +80,23 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         return Document(record, None, where)
     if not isinstance(record, Mapping):
         raise DataError(
-            f"{where}: got {_kind(record)} where an object with a field '{fields.text}' is needed. "
+            f"{where}: got {kind_of(record)} where an object with a field '{fields.text}' is needed. "
             "Write each document as an object."
         )
     require_fields(record, fields, where)
     text = record[fields.text]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: the field '{fields.text}' holds {_kind(text)}, and only text can be read. Remove or "
-            "mend "
-            "the record, or name another field as `text_field`."
+            f"{where}: the field '{fields.text}' holds {kind_of(text)}, and only text can be read. Remove or mend the "
+            "record, or name another field as `text_field`."
         )
     if fields.label is None:
         return Document(text, None, where)
     label = record[fields.label]
     if not isinstance(label, int | str):
         raise DataError(
-            f"{where}: the label in '{fields.label}' is {_kind(label)}; a class is an integer or a text. "
-            "Mend "
-            "the record, or name another field as `label_field`."
+            f"{where}: the label in '{fields.label}' is {kind_of(label)}; a class is an integer or a text. Mend the "
+            "record, or name another field as `label_field`."
         )
     return Document(text, int(label) if isinstance(label, bool) else label, where)
 
@@ -142,8 +136,7 @@ def _or_chat(names: Iterable[str]) -> str:
 def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     if fields.label is not None:
         raise DataError(
-            f"{path} is plain text and has no labels, which sequence classification needs. Give a .jsonl, "
-            ".json, "
+            f"{path} is plain text and has no labels, which sequence classification needs. Give a .jsonl, .json, "
             ".parquet or .csv file with a label field."
         )
     found: list[str] = []
@@ -176,7 +169,7 @@ def _read_jsonl(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                 f"{where} is not valid JSON ({error}). A JSON-lines file holds one object a line; mend or "
                 f"remove the line.{_cut_short(line, error)}"
             ) from error
-        yield _noted(document_of(record, fields, where), reader)
+        yield document_of(record, fields, where)._replace(duplicate_key=reader.duplicate_key)
 
 
 def _cut_short(line: str, error: ValueError) -> str:
@@ -198,31 +191,18 @@ def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
         except InvalidConversation:
             raise
         except DataError as error:
-            raise _explained(error, start) from error
+            raise DataError(
+                f"{error} A .json file is a list of records, or has each record in a line of its own: of an object "
+                "that holds a list, write that list alone into a file."
+            ) from error
         if first is not None:
             yield first
             yield from documents
         return
     reader = JsonReader()
     for number, record in enumerate(json_items(path, meter, reader), start=1):
-        yield _noted(document_of(record, fields, f"{path}, item {number}"), reader)
-
-
-def _noted(document: Document, reader: JsonReader) -> Document:
-    return document if reader.duplicate_key is None else document._replace(duplicate_key=reader.duplicate_key)
-
-
-def _explained(error: DataError, start: bytes) -> DataError:
-    """What may be wrong with a .json file that begins with an object, and whose first line is no record."""
-    if (nested := _LIST_INSIDE.match(start)) is not None:
-        key = nested[1].decode("utf-8", "replace")
-        return DataError(
-            f"{error} The file begins with an object that has a list under '{key}'. If these are the records, write "
-            f"that list alone into a file, for example with `jq .{key}`."
-        )
-    if b"\n" in start:
-        return DataError(f"{error} A .json file is a list of records, or has each record in a line of its own.")
-    return error
+        document = document_of(record, fields, f"{path}, item {number}")
+        yield document._replace(duplicate_key=reader.duplicate_key)
 
 
 def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -265,7 +245,7 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
         other = next((sign for sign in ";\t|" if sign in header[0]), None)
         if other is not None:
             raise DataError(
-                f"{path}: the columns are divided by {other!r}, as the header {_short(header[0])!r} shows, and must be "
+                f"{path}: the columns are divided by {other!r}, as the header {header[0]!r:.60} shows, and must be "
                 "divided by commas. Write the file again with commas, or convert it to JSON lines."
             )
     try:
@@ -275,10 +255,6 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
             f"{error} The first line of a CSV file must name its columns: if this file has no such line, put one "
             f"there, such as `{','.join(fields.columns or [])}`."
         ) from error
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:60] + " …"
 
 
 def _csv_label(label: str) -> int | str:
@@ -307,13 +283,6 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
                 yield document_of(record, fields, f"{path}, row {number}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
-    return names.get(type(value), "a number" if isinstance(value, float) else f"a {type(value).__name__}")
 
 
 _READERS: dict[str, Callable[[Path, Fields, Meter], Iterator[Document]]] = {

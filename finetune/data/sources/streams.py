@@ -17,7 +17,6 @@ MAX_RECORD_BYTES = 1 << 26
 _CHUNK = 1 << 20
 # Errors of the JSON parser that near the end of what it has can mean that there is more to come.
 _NEAR = 16
-_CUT_SHORT = "the file ends before the list does, and may have been cut short"
 
 
 @dataclass
@@ -80,11 +79,10 @@ def lines(path: Path, meter: Meter) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number} is longer than {MAX_RECORD_BYTES >> 20} MiB. Put line ends into the file; "
                     "a list in one line is read part by part if the file's name ends in .json."
                 )
-            data = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             try:
-                yield number, data.decode("utf-8")
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise _no_utf8(path, number, data[error.start]) from error
+                raise _no_utf8(path, number, error) from error
 
 
 def json_items(path: Path, meter: Meter, reader: JsonReader) -> Iterator[Any]:
@@ -94,78 +92,83 @@ def json_items(path: Path, meter: Meter, reader: JsonReader) -> Iterator[Any]:
         DataError: If the file is no such list, or an item is longer than `MAX_RECORD_BYTES`.
         OSError: If the file cannot be read.
     """
-    chunks = _chunks(path, meter)
-    buffer, position, passed, ended = "", 0, 0, False
-    opened = closed = False
-    comma = False
+    text = _JsonText(path, meter)
+    if text.next_character() != "[":
+        raise text.malformed("it must be a list of objects or of texts")
+    text.position += 1
     number = 0
-    while True:
-        position = _skip_space(buffer, position)
-        if position == len(buffer) and not ended:
-            passed += buffer.count("\n")
-            buffer, position, ended = _more(chunks, "", _CHUNK)
-            continue
-        rest = buffer[position : position + 1]
-        problem = ""
-        if closed:
-            if not rest:
-                return
-            problem = "there is something behind the end of the list"
-        elif not opened:
-            opened = rest == "["
-            problem = "" if opened else "it must be a list of objects or of texts"
-            position += 1
-        elif rest == "]":
-            closed = True
-            position += 1
-        elif not rest:
-            problem = _CUT_SHORT
-        elif comma:
-            comma = rest != ","
-            problem = "a comma or the end of the list is missing" if comma else ""
-            position += 1
-        else:
-            item, end, problem, cut = _parse(reader, buffer, position)
-            if cut and not ended and len(buffer) - position <= MAX_RECORD_BYTES:
-                passed += buffer.count("\n", 0, position)
-                buffer, position, ended = _more(chunks, buffer[position:], len(buffer) - position)
-                continue
-            if cut and not ended:
-                problem = f"the item that begins here is longer than {MAX_RECORD_BYTES >> 20} MiB, or does not end"
-                end = position
-            if problem and ended and not buffer.rstrip().endswith("]"):
-                problem = f"{_CUT_SHORT} in item {number + 1}: {problem}"
-            position = end
-            if not problem:
-                comma = True
-                number += 1
-                yield item
+    while text.next_character() not in ("]", ""):
+        number += 1
+        yield text.item(reader, number)
+        if text.next_character() == ",":
+            text.position += 1
+        elif text.next_character() not in ("]", ""):
+            raise text.malformed("a comma or the end of the list is missing")
+    if not text.next_character():
+        raise text.malformed("the file ends before the list does, and may have been cut short")
+    text.position += 1
+    if text.next_character():
+        raise text.malformed("there is something behind the end of the list")
+
+
+class _JsonText:
+    """A part of a file that is read on as it is needed."""
+
+    def __init__(self, path: Path, meter: Meter) -> None:
+        self._path, self._chunks = path, _chunks(path, meter)
+        self._text, self._ended = "", False
+        self._passed = 0  # lines before the part
+        self.position = 0
+
+    def next_character(self) -> str:
+        """The next one that is not white space, at which `position` is then; empty at the end of the file."""
+        self.position = _skip_space(self._text, self.position)
+        while self.position == len(self._text) and not self._ended:
+            self._read_on(_CHUNK)
+            self.position = _skip_space(self._text, self.position)
+        return self._text[self.position : self.position + 1]
+
+    def item(self, reader: JsonReader, number: int) -> Any:
+        """The item at `position`, which then is behind it."""
+        while True:
+            size = len(self._text) - self.position
+            try:
+                item, end = reader.raw_decode(self._text, self.position)
+                problem, cut = "", end == len(self._text)  # a number may go on
+            except json.JSONDecodeError as error:
+                end, problem = error.pos, error.msg
+                cut = error.pos + _NEAR >= len(self._text) or error.msg.startswith("Unterminated string")
+            except ValueError as error:
+                end, problem, cut = self.position, str(error), False
+            if not cut or self._ended:
+                break
+            if size > MAX_RECORD_BYTES:
+                raise self.malformed(
+                    f"the item that begins here is longer than {MAX_RECORD_BYTES >> 20} MiB, or does not end"
+                )
+            self._read_on(size)
+        self.position = end
+        if problem and self._ended and not self._text.rstrip().endswith("]"):
+            raise self.malformed(f"the file may have been cut short in item {number}: {problem}")
         if problem:
-            line = passed + buffer.count("\n", 0, position) + 1
-            raise DataError(f"{path}, line {line} is not valid JSON: {problem}. Mend the file.")
+            raise self.malformed(problem)
+        return item
 
+    def malformed(self, problem: str) -> DataError:
+        """The error for what is at `position`."""
+        line = self._passed + self._text.count("\n", 0, self.position) + 1
+        return DataError(f"{self._path}, line {line} is not valid JSON: {problem}. Mend the file.")
 
-def _parse(reader: JsonReader, buffer: str, position: int) -> tuple[Any, int, str, bool]:
-    """The item at a position, where it ends, what is wrong with it, and whether more text could change that."""
-    try:
-        item, end = reader.raw_decode(buffer, position)
-    except json.JSONDecodeError as error:
-        near = error.pos + _NEAR >= len(buffer) or error.msg.startswith("Unterminated string")
-        return None, error.pos, error.msg, near
-    except ValueError as error:
-        return None, position, str(error), False
-    return item, end, "", end == len(buffer)  # a number may go on
-
-
-def _more(chunks: Iterator[str], kept: str, size: int) -> tuple[str, int, bool]:
-    """`kept` and at least `size` more characters; also the position 0, and whether the file ended."""
-    parts, got = [kept], 0
-    for chunk in chunks:
-        parts.append(chunk)
-        got += len(chunk)
-        if got >= size:
-            return "".join(parts), 0, False
-    return "".join(parts), 0, True
+    def _read_on(self, size: int) -> None:
+        """Leaves what is before `position`, and reads at least `size` more characters if there are as many."""
+        self._passed += self._text.count("\n", 0, self.position)
+        parts, read = [self._text[self.position :]], 0
+        while read < size and not self._ended:
+            chunk = next(self._chunks, "")
+            self._ended = not chunk
+            parts.append(chunk)
+            read += len(chunk)
+        self._text, self.position = "".join(parts), 0
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -175,28 +178,23 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _chunks(path: Path, meter: Meter) -> Iterator[str]:
-    """The text in parts, which may end anywhere but within a character."""
+    """The text in parts, none of them empty, which may end anywhere but within a character."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line = 1
     with path.open("rb") as file:
-        rest = b""
-        first = True
-        while raw := file.read(_CHUNK):
-            meter.done += len(raw)
-            data = rest + (raw.removeprefix(codecs.BOM_UTF8) if first else raw)
-            first = False
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", False)
-            except UnicodeDecodeError as error:
-                raise _no_utf8(path, line + data.count(b"\n", 0, error.start), data[error.start]) from error
-            line += text.count("\n")
-            rest = data[used:]
-            yield text
-        if rest:
-            raise _no_utf8(path, line, rest[0])
+        try:
+            while raw := file.read(_CHUNK):
+                meter.done += len(raw)
+                if text := decoder.decode(raw):
+                    line += text.count("\n")
+                    yield text
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
 
 
-def _no_utf8(path: Path, line: int, byte: int) -> DataError:
+def _no_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
     return DataError(
-        f"{path}, line {line} holds byte 0x{byte:02x}, which is not UTF-8. Convert the file to UTF-8, for example with "
-        "iconv."
+        f"{path}, line {line} holds byte 0x{error.object[error.start]:02x}, which is not UTF-8. Convert the file to "
+        "UTF-8, for example with iconv."
     )

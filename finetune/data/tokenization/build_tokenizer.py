@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.sources.corpus import brief
 from finetune.data.sources.readers import END_OF_TEXT
 from finetune.utils.errors import DataError
 
@@ -42,13 +43,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_config(name)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". :")
         raise DataError(
-            f"The tokenizer '{name}' cannot be loaded: {reason}. It must be a directory with a tokenizer's "
-            "files "
-            "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set "
-            "tokenizer.vocab_size "
-            "to train one."
+            f"The tokenizer '{name}' cannot be loaded: {brief(error)}. It must be a directory with a tokenizer's files "
+            "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size to "
+            "train one."
         ) from error
 
 
@@ -86,11 +84,6 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
     )
-
-
-def open_folder(folder: Path) -> PreTrainedTokenizerBase:
-    """Opens a tokenizer that `save_pretrained` has written."""
-    return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -132,9 +125,8 @@ def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
         if full[start : start + len(bare)] == bare:
             return Wrapping(tuple(full[:start]), tuple(full[start + len(bare) :]))
     raise DataError(
-        f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its "
-        "documents "
-        "cannot be prepared for a classifier. Name another as tokenizer.name."
+        f"The tokenizer {type(tokenizer).__name__} changes a text when it adds special tokens, so its documents cannot "
+        "be prepared for a classifier. Name another as tokenizer.name."
     )
 
 

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from finetune.data.chat.chat_examples import Example, Facts
 from finetune.data.sources.documents import Chosen
 from finetune.data.text_issues import Issues
-from finetune.data.tokenization import loss_masks
-from finetune.data.tokenization.memmap import GrowingArray, Int64s
+from finetune.data.tokenization.memmap import GrowingArray, Int64s, pack_mask
 from finetune.utils.errors import DataError
 
 _COPY_TOKENS = 1 << 22
@@ -68,9 +67,9 @@ class SplitWriter:
             file.sync()
         return {
             "sizes": [len(file) for file in self._files],
-            "facts": self._facts.to_dict(),
+            "facts": vars(self._facts),
             "ends": list(self._ends.items()),
-            "issues": self._issues.to_dict(),
+            "issues": vars(self._issues),
             "empty": self._empty,
             "sources": self._sources,
             "first": [self._first, self._first_token, self._first_copy],
@@ -78,14 +77,14 @@ class SplitWriter:
 
     def restore(self, state: dict[str, Any]) -> bool:
         """Goes back to a state; returns whether the files hold all that it counts."""
-        whole = [file.cut(size) for file, size in zip(self._files, state["sizes"], strict=True)]
+        complete = [file.cut(size) for file, size in zip(self._files, state["sizes"], strict=True)]
         self._facts = Facts(**state["facts"])
         self._ends = Counter(dict(state["ends"]))
         self._issues = Issues(**state["issues"])
         self._empty = state["empty"]
         self._sources = state["sources"]
         self._first, self._first_token, self._first_copy = state["first"]
-        return all(whole)
+        return all(complete)
 
     def begin(self, source: str) -> None:
         """Starts the documents of the next source."""
@@ -139,9 +138,10 @@ class SplitWriter:
         np.save(f"{self._stem}.digests.npy", digests, allow_pickle=False)
         if len(self._labels):
             np.save(f"{self._stem}.labels.npy", self._labels.view(), allow_pickle=False)
-        self.close()
+        for file in self._files:
+            file.close()
         if masked:
-            loss_masks.pack(self._loose.path, self._stem.with_suffix(".mask"))
+            pack_mask(self._loose.path, self._stem.with_suffix(".mask"))
         ordered = np.sort(digests)
         return {
             "documents": documents,
@@ -149,15 +149,10 @@ class SplitWriter:
             "empty": self._empty,
             "duplicates": int((ordered[1:] == ordered[:-1]).sum()),
             "sources": [source for source in self._sources if source["documents"]],
-            "chat": self._facts.to_dict() if masked else None,
-            "issues": self._issues.to_dict(),
+            "chat": vars(self._facts) if masked else None,
+            "issues": vars(self._issues),
             "ends": {str(token): count for token, count in self._ends.most_common()},
         }
-
-    def close(self) -> None:
-        """Closes the files."""
-        for file in self._files:
-            file.close()
 
     def clear(self) -> None:
         """Removes the files that only a build needs; of a side without documents all."""

@@ -1,7 +1,6 @@
 """The token file: one stream of all documents' tokens, with offsets, for each side of the split."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.data.chat.chat_encoder import ChatEncoder
-from finetune.data.chat.chat_examples import Example
-from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.chat.conversation_formats import Tolerance
 from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
-from finetune.data.sources.documents import Chosen, Rules, choose
-from finetune.data.text_issues import said
-from finetune.data.tokenization import loss_masks
+from finetune.data.sources.documents import Rules, choose
+from finetune.data.text_issues import plain_text
 from finetune.data.tokenization.encoding import Encoder, batched
-from finetune.data.tokenization.memmap import Int64s, damaged, map_array
+from finetune.data.tokenization.memmap import Int64s, MaskFile, damaged, map_array
 from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
 from finetune.utils.errors import DataError
@@ -46,41 +43,10 @@ class TokenFile:
         """(documents,): position in the folder's list of labels."""
         if labelled:
             self.labels = map_array(folder / f"{side}.labels.npy")
-        self.mask = loss_masks.MaskFile(folder / f"{side}.mask") if masked else None
+        self.mask = MaskFile(folder / f"{side}.mask") if masked else None
         """Which tokens are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Some documents as tokens."""
-
-    lengths: npt.NDArray[np.uint32]
-    numbers: npt.NDArray[np.uint32]
-    """Tokens of all, in a row."""
-    examples: list[Example] | None = None
-    """Of conversations: the same with masks and facts."""
-
-
-Encode = Callable[[Iterable[Sequence[Chosen]]], Iterator[tuple[Sequence[Chosen], Encoded]]]
-
-
-def encode_with(encoder: Encoder | ChatEncoder) -> Encode:
-    """What turns documents into tokens, and conversations into tokens with masks."""
-
-    def texts(batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
-        assert isinstance(encoder, Encoder)
-        for batch, (lengths, numbers) in encoder.encode_all(batches, _text):
-            yield batch, Encoded(lengths, numbers)
-
-    def conversations(batches: Iterable[Sequence[Chosen]]) -> Iterator[tuple[Sequence[Chosen], Encoded]]:
-        assert isinstance(encoder, ChatEncoder)
-        for batch, examples in encoder.encode_all(batches):
-            lengths = np.array([example.ids.size for example in examples], np.uint32)
-            yield batch, Encoded(lengths, np.concatenate([example.ids for example in examples]), examples)
-
-    return conversations if isinstance(encoder, ChatEncoder) else texts
 
 
 def write(
@@ -117,7 +83,6 @@ def write(
         DataError: If a document cannot be read, or there is none.
     """
     dtype = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
-    encode = encode_with(encoder)
     sides = {side: SplitWriter(folder, side, dtype, bos, eos, restore) for side in (TRAIN, HELD_OUT)}
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
@@ -125,7 +90,7 @@ def write(
         chosen = shards.begin(number, choose(corpus, rules))
         if chosen is None:
             continue
-        for batch, encoded in encode(batched(chosen, _text)):
+        for batch, encoded in encoder.encode_all(batched(chosen)):
             lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
             codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
@@ -149,9 +114,8 @@ def write(
             side.explain_nothing()
         names = ", ".join(corpus.name for corpus in corpora)
         raise DataError(
-            f"There are no documents in {names}: nothing there but white space, if anything. Name a source "
-            "that "
-            "holds text."
+            f"There are no documents in {names}: nothing there but white space, if anything. Name a source that holds "
+            "text."
         )
     shards.clear()
     return {"dtype": dtype.name, "labels": list(labels), **counts}
@@ -166,9 +130,5 @@ def training_texts(corpora: Sequence[Corpus], rules: Rules) -> Iterator[tuple[st
     for corpus in corpora:
         for item in choose(corpus, rules):
             if item.text and not item.held_out:
-                yield said(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
+                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
         before += corpus.size or 0
-
-
-def _text(item: Chosen) -> bytes:
-    return item.text

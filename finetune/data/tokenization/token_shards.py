@@ -1,8 +1,8 @@
 """The progress of a token folder, on disk after each shard, so that a killed build resumes from there.
 
 All files of a build only grow. After each `SHARD_BYTES` of text they are synchronised, and `state.json` is replaced by
-how long they are and what has been counted. Going on is cutting the files to these lengths, and reading again, without
-tokenising, the documents of the source that was being read.
+how long they are and what has been counted. To resume, the files are cut to these lengths, and the source that was
+being read is read again, without tokenising what is in them.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.cache import STATE, STATE_VERSION
-from finetune.data.chat.invalid_records import Tolerance
+from finetune.data.chat.conversation_formats import Tolerance
 from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
@@ -103,8 +103,8 @@ class Shards:
         self._open = 0
 
     def _restore(self, state: dict[str, Any]) -> None:
-        whole = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
-        if not all(whole):
+        complete = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
+        if not all(complete):
             raise DataError(f"{self._path.parent} has lost a part of what was tokenised. Start again.")
         self._source, self._documents = state["source"], state["documents"]
         self._all_documents = state["all_documents"]
@@ -121,5 +121,5 @@ class Shards:
         share = (
             f" ({done / sum(filter(None, sizes)):.0%} of the text was tokenised before)" if None not in sizes else ""
         )
-        self._bar.say(f"Going on at document {self._all_documents + 1:,}{share}.")
+        self._bar.say(f"Resuming at document {self._all_documents + 1:,}{share}.")
         self._bar.start(done)

@@ -3,16 +3,16 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from rich.console import Console
 
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.doctor import launch_checks, machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure
 from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
-
-__all__ = ["CHECKS", "Asked", "Finding", "as_json", "as_text", "ask", "examine", "report"]
 
 Check = Callable[[Asked], Iterable[Finding]]
 
@@ -22,7 +22,7 @@ CHECKS: list[Check] = [
     package_checks.packages,
     machine_checks.gpus,
     machine_checks.dtypes,
-    launch_checks.agreement,
+    machine_checks.agreement,
     machine_checks.ops,
     package_checks.kernels,
     machine_checks.folders,
@@ -34,8 +34,8 @@ CHECKS: list[Check] = [
     network_checks.reach,
     machine_checks.threads,
     machine_checks.files,
-    launch_checks.overriding,
-    launch_checks.interfaces,
+    machine_checks.overriding,
+    network_checks.interfaces,
     network_checks.all_reduce,
 ]
 
@@ -48,7 +48,8 @@ def ask(
     env: Mapping[str, str],
 ) -> tuple[Asked, list[Finding]]:
     """Reads what a run is asked for; what cannot be read is a finding, and the rest is examined all the same."""
-    found, problems = {}, []
+    found: dict[str, Any] = {}
+    problems: list[Finding] = []
     readers: dict[str, Callable[[], object]] = {}
     if recipe is not None:
         readers["recipe"] = lambda: load_recipe(recipe, overrides)
@@ -58,12 +59,12 @@ def ask(
         try:
             found[name] = reader()
         except FinetuneError as error:
-            said = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
-            problems += [failure("recipe" if name == "recipe" else "launch file", text) for text in said]
+            texts = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
+            problems += [failure("recipe" if name == "recipe" else "launch file", text) for text in texts]
     if recipe is None and overrides:
         named = f"got {' '.join(overrides)}, but no recipe that this would change"
         problems.append(failure("recipe", named, "name one with --recipe RECIPE"))
-    return Asked(env=env, **found), problems  # type: ignore[arg-type]
+    return Asked(env=env, **found), problems
 
 
 def examine(asked: Asked, begin: Callable[[str], None]) -> Iterable[Finding]:
@@ -89,7 +90,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 def report(asked: Asked, findings: Sequence[Finding], *, quiet: bool) -> list[Finding]:
     """Runs every check and shows what it finds at once, unless `quiet`; returns all findings, the given ones first."""
-    out, styles = Console(soft_wrap=True, highlight=False, markup=False), {"warning": "yellow", "failure": "red"}
+    out, styles = plain_console(), {"warning": "yellow", "failure": "red"}
     shown: list[Finding] = []
     # What is looked at shows on a terminal only.
     with Console(stderr=True).status("") as status:
@@ -102,6 +103,6 @@ def report(asked: Asked, findings: Sequence[Finding], *, quiet: bool) -> list[Fi
 
 def as_text(finding: Finding) -> str:
     """A finding, and below it what to do."""
-    mark = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}[finding.status]
-    text = f"{mark}  {finding.check}: {' '.join(finding.found.split())}"
+    mark = "FAILURE" if finding.status == "failure" else finding.status
+    text = f"{mark:<7}  {finding.check}: {' '.join(finding.found.split())}"
     return f"{text}\n         -> {finding.advice}" if finding.advice else text

@@ -1,7 +1,11 @@
-"""What a check reports, and what it is given."""
+"""What a check reports, what it is given, and how it tries something out."""
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,3 +63,26 @@ def warning(check: str, found: str, advice: str) -> Finding:
 def failure(check: str, found: str, advice: str = "") -> Finding:
     """A run would fail. Without advice, what was found says what to do, as errors do."""
     return Finding(check, "failure", found, advice)
+
+
+def probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+    """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
+
+    Returns:
+        What the script prints, or the last line of what it complains of.
+    """
+    command, pipe = [sys.executable, "-c", script, *words], subprocess.PIPE
+    # A group of its own, so that whatever it starts ends with it.
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        printed, complaint = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {limit_s:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return printed.strip(), ""
+    lines = complaint.strip().splitlines()
+    return "", lines[-1] if lines else f"it ended with {process.returncode}"

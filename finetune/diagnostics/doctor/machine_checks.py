@@ -1,4 +1,4 @@
-"""What the machine has: cores and limits, disks, shared memory, GPUs, and native ops."""
+"""What the machine has, and whether recipe, launch file and environment agree with it."""
 
 import os
 import resource
@@ -9,7 +9,9 @@ from pathlib import Path
 from finetune.config.provenance import flat
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
-from finetune.distributed.resolve_config import check_devices
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.launch_key_docs import PREFIXES
+from finetune.distributed.resolve_config import agree, check_devices, check_trackers
 
 # Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
@@ -85,7 +87,7 @@ def folders(asked: Asked) -> Iterable[Finding]:
 
 def shared_memory(asked: Asked) -> Iterable[Finding]:
     """Whether processes can share memory; a container has 64 MiB unless told otherwise."""
-    from finetune.distributed.native_ops.needed_ops import shared_bytes
+    from finetune.distributed.native_ops.native_ops import shared_bytes
 
     advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
     if not SHARED.is_dir():
@@ -172,9 +174,9 @@ def product(dtype: str, device: str) -> float:
 
 def ops(asked: Asked) -> Iterable[Finding]:
     """The ops that the launch needs; without a launch file all that any could need."""
-    from finetune.distributed.native_ops import needed_ops
+    from finetune.distributed.native_ops import native_ops
 
-    found = needed_ops.look(asked.launch)
+    found = native_ops.look(asked.launch)
     needed = failure if asked.launch is not None else warning
     for op in found:
         if op.lacking is not None:
@@ -196,3 +198,36 @@ def ops(asked: Asked) -> Iterable[Finding]:
     yield ok(
         "native ops", f"compiled: {', '.join(ready)}" if ready else "none needed" if not found else "none compiled"
     )
+
+
+def agreement(asked: Asked) -> Iterable[Finding]:
+    """Recipe and launch; what contradicts is raised, as a run raises it."""
+    if asked.recipe is None:
+        yield ok("agreement", "not looked at; name a recipe with --recipe")
+        return
+    from finetune.optim import optimizers
+
+    foreseen = asked.foreseen or read_launch_environment(None, {}, asked.env)
+    settled = agree(asked.recipe, foreseen.launch, of_torch(), foreseen.env)
+    check_trackers(asked.recipe)
+    optimizers.check_optimizer(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
+    what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"
+    yield ok("agreement", f"{what}, {settled.accumulation} micro-batch(es) a step and process")
+
+
+# They only say more.
+TALK = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+
+
+def overriding(asked: Asked) -> Iterable[Finding]:
+    """Variables that act on a run beside launch file and recipe."""
+    clean = True
+    exported = asked.foreseen.exported if asked.foreseen else {}
+    for name in sorted(asked.env):
+        if not name.startswith(tuple(PREFIXES)) or name in (*TALK, *exported):
+            continue  # what the launcher exports takes the place of what was there
+        clean = False
+        beside = "beside the launch file" if asked.foreseen else "on every run"
+        yield warning("variables", f"{name}={asked.env[name]} acts {beside}", f"unset {name}, unless it is meant")
+    if clean:
+        yield ok("variables", "none overrides a file")

@@ -1,27 +1,22 @@
 """Python and its packages: versions, and whether bitsandbytes computes on this machine."""
 
-import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from importlib import metadata
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
+from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
-from finetune.utils.repository import ROOT
-
-# A checkout holds both; they are what `make setup` installs from.
+from finetune.utils.shipped_files import shipped
 
 
 def python(asked: Asked) -> Iterable[Finding]:
     """The interpreter's version."""
     found = ".".join(map(str, sys.version_info[:3]))
-    needs = SpecifierSet(_project()["requires-python"])
+    needs = SpecifierSet(metadata.metadata("finetune")["Requires-Python"])
     if found in needs:
         yield ok("python", found)
     else:
@@ -31,7 +26,9 @@ def python(asked: Asked) -> Iterable[Finding]:
 def packages(asked: Asked) -> Iterable[Finding]:
     """Every package that is needed."""
     pinned, sound = _tested(), 0
-    for requirement in map(Requirement, _project()["dependencies"]):
+    for requirement in map(Requirement, metadata.requires("finetune") or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
         name, problem = requirement.name, None
         installed = _installed(name)
         tested = pinned.get(name.lower())
@@ -49,12 +46,8 @@ def packages(asked: Asked) -> Iterable[Finding]:
     yield ok("packages", f"{sound} are as tested")
 
 
-def _project() -> dict[str, Any]:
-    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
-
-
 def _tested() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
     return {name.strip().lower(): version.strip() for name, _, version in pairs}
 
@@ -68,7 +61,6 @@ def _installed(name: str) -> str | None:
 
 LIMIT_S = 120
 
-# In a process of its own: a native library that does not fit the machine may end it.
 SCRIPT = """
 import sys, torch, bitsandbytes
 device = sys.argv[1]
@@ -82,7 +74,7 @@ print(bitsandbytes.__version__)
 
 def kernels(asked: Asked) -> Iterable[Finding]:
     """Packs and unpacks a matrix."""
-    version, problem = probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", LIMIT_S)
+    version, problem = probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
     advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"
     if version:
         yield ok("bitsandbytes", f"{version} packs in 4 bits here")
@@ -90,17 +82,3 @@ def kernels(asked: Asked) -> Iterable[Finding]:
         yield failure("bitsandbytes", f"it does not work, and the recipe needs it: {problem}", advice)
     else:
         yield warning("bitsandbytes", f"it does not work: {problem}", advice)
-
-
-def probe(script: str, device: str, limit_s: float) -> tuple[str, str]:
-    """What the script prints, or the last line of what it complains of."""
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", script, device], capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {limit_s:.0f} s"
-    if ended.returncode == 0:
-        return ended.stdout.strip(), ""
-    lines = ended.stderr.strip().splitlines()
-    return "", lines[-1] if lines else f"it ended with {ended.returncode}"

@@ -97,7 +97,7 @@ def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
     if not (one.weights and other.weights):
         notes.append("weights are not compared: one of the runs has no folder `model` with any")
     elif one.last == other.last:
-        distances, lacking = _weights(one, other)
+        distances, lacking = _distances(one, other)
         if lacking:
             reasons.append(f"the models have other tensors, or of other shapes: {lacking}")
         apart = {name: far for name, far in distances if not far <= allowed.weights}
@@ -108,16 +108,6 @@ def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
         if tensor is not None and not tensor[1] <= allowed.weights:
             reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
-
-
-def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
-    """The biases among these tensors that could be anything along the line between both runs."""
-    biases = [name for name in names if name.endswith("bias")]
-    if not biases:
-        return set()
-    # Transformers takes seconds to import, and is seldom needed.
-
-    return among(one, other, biases)
 
 
 def _effect_of_eps(run: FinishedRun, apart: dict[str, float]) -> str:
@@ -190,14 +180,10 @@ def _flat(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _weights(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, float]], str]:
+def _distances(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, float]], str]:
     """The distance of each tensor, and the names of those that have no counterpart. Reads a pair at a time."""
     with ExitStack() as opened:
-        places: list[dict[str, Any]] = []
-        for run in (one, other):
-            files = [opened.enter_context(safe_open(file, framework="pt")) for file in run.weights]
-            places.append({name: file for file in files for name in file.keys()})  # noqa: SIM118
-        left, right = places
+        left, right = _files(one, opened), _files(other, opened)
         distances, lacking = [], sorted(left.keys() ^ right.keys())
         for name in sorted(left.keys() & right.keys()):
             a, b = left[name].get_tensor(name), right[name].get_tensor(name)
@@ -206,6 +192,12 @@ def _weights(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, floa
             else:
                 distances.append((name, distance(a, b)))
     return distances, ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+
+
+def _files(run: FinishedRun, opened: ExitStack) -> dict[str, Any]:
+    """For each tensor of the final weights the file that holds it, open as long as `opened` is."""
+    files = [opened.enter_context(safe_open(file, framework="pt")) for file in run.weights]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def distance(one: Any, other: Any) -> float:
@@ -225,13 +217,14 @@ def distance(one: Any, other: Any) -> float:
 _NOTHING = 1e-3
 
 
-def among(one: FinishedRun, other: FinishedRun, biases: Collection[str]) -> set[str]:
-    """Those of the biases that can be moved far, from one run's value towards the other's, without changing scores.
+def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
+    """The biases among these tensors that can be moved far, from one run's value towards the other's, without effect.
 
     Far, so that what is a small part of the difference would show. None where the network cannot be opened.
     """
+    biases = [name for name in names if name.endswith("bias")]
     folder = one.directory / "model"
-    if not (folder / "config.json").is_file():
+    if not biases or not (folder / "config.json").is_file():
         return set()
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     cls: Any = getattr(transformers, (config.architectures or ["none"])[0], None)
@@ -241,12 +234,12 @@ def among(one: FinishedRun, other: FinishedRun, biases: Collection[str]) -> set[
     parameters = dict(network.named_parameters())
     ids = (torch.arange(2 * 24).view(2, 24) * 5 + 1) % config.get_text_config().vocab_size
     found = set()
-    with torch.no_grad():
-        before = network(input_ids=ids).logits
+    with torch.no_grad(), ExitStack() as opened:
+        files, before = _files(other, opened), network(input_ids=ids).logits
         for name in biases:
             if name not in parameters:
                 continue
-            away = _read(other, name).float() - parameters[name]
+            away = files[name].get_tensor(name).float() - parameters[name]
             kept = parameters[name].clone()
             parameters[name].add_(away / away.square().mean().sqrt())
             moved = (network(input_ids=ids).logits - before).norm() / before.norm()
@@ -254,12 +247,3 @@ def among(one: FinishedRun, other: FinishedRun, biases: Collection[str]) -> set[
             if moved <= _NOTHING:
                 found.add(name)
     return found
-
-
-def _read(run: FinishedRun, name: str) -> torch.Tensor:
-    for file in run.weights:
-        with safe_open(file, framework="pt") as opened:
-            if name in opened.keys():  # noqa: SIM118
-                tensor: torch.Tensor = opened.get_tensor(name)
-                return tensor
-    raise KeyError(name)

@@ -17,7 +17,7 @@ from finetune.distributed.launch.launcher import command
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import BackendError, FinetuneError, RecipeError
-from finetune.utils.repository import ROOT
+from finetune.utils.shipped_files import LAUNCH_FILES, launch_file, shipped_names
 
 # What `finetune.diagnostics.fault_injection` can plant.
 FAULTS = {
@@ -58,12 +58,8 @@ def find(names: str) -> list[Config]:
 
 
 def _config(word: str) -> Config:
-    shipped = ROOT / "accelerate_configs"
-    file = Path(word)
-    if file.suffix not in (".yaml", ".yml", ".json"):
-        here = Path("accelerate_configs") / f"{word}.yaml"
-        file = here if here.is_file() else shipped / f"{word}.yaml"
-    known = sorted(path.stem for path in shipped.glob("*.yaml"))
+    file = Path(launch_file(word))
+    known = shipped_names(LAUNCH_FILES)
     if not file.is_file():
         raise BackendError(
             f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
@@ -135,7 +131,7 @@ def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say
         str(config.file),
         [],
         [fault, str(recipe)] if fault else [str(recipe)],
-        module="finetune.diagnostics.fault_injection" if fault else None,
+        module="finetune.diagnostics.fault_injection" if fault else "finetune.training",
     )
     code = _wait(words)
     if code:

@@ -1,31 +1,37 @@
 """The report of a comparison of runs, as text and as JSON."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from finetune.diagnostics.parity.compare import Comparison
 from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.utils.console import plain_table
 
 # Steps that a table shows; of more, some that lie evenly between the first and the last.
 _MOST_STEPS = 24
 
 
-def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Tables and a verdict. All comparisons have the same reference."""
-    yield from _columns(_runs(comparisons))
-    yield "rank 0's shares of parameters and optimiser; the fullest rank's peak; the largest relative differences"
-    yield ""
-    yield from _columns(_steps(comparisons))
-    yield ""
+def print_report(comparisons: Sequence[Comparison], console: Console) -> None:
+    """Prints tables and a verdict. All comparisons have the same reference."""
+    console.print(_runs(comparisons))
+    console.print(
+        "rank 0's shares of parameters and optimiser; the fullest rank's peak; the largest relative differences"
+    )
+    console.print()
+    console.print(_steps(comparisons))
+    console.print()
     for comparison in comparisons:
         name, allowed = comparison.other.name, comparison.allowed
         for note in comparison.notes:
-            yield f"note: {name}: {note}"
+            console.print(f"note: {name}: {note}")
         if comparison.holds:
-            yield f"{name}: the path of {comparison.one.name} (within what is normal in {allowed.kind})"
+            console.print(f"{name}: the path of {comparison.one.name} (within what is normal in {allowed.kind})")
         for reason in comparison.reasons:
-            yield f"DRIFT: {name}: {reason}"
+            console.print(f"DRIFT: {name}: {reason}")
 
 
 def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -52,9 +58,10 @@ def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             comparison.other.name: {
                 "holds": comparison.holds,
                 "allowed": vars(comparison.allowed),
-                "loss": _finite(comparison, "loss"),
-                "grad_norm": _finite(comparison, "grad_norm"),
-                "tensor": _tensor(comparison),
+                "loss": _finite(comparison.worst("loss")),
+                "grad_norm": _finite(comparison.worst("grad_norm")),
+                "tensor": comparison.tensor
+                and {"name": comparison.tensor[0], "difference": _finite(comparison.tensor[1])},
                 "first": comparison.first,
                 "reasons": comparison.reasons,
                 "notes": comparison.notes,
@@ -64,28 +71,19 @@ def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-def _finite(comparison: Comparison, key: str) -> float | None:
-    """The worst difference; None if just one of two values was finite, or no step is common."""
-    worst = comparison.worst(key)
-    return worst if worst is not None and worst != float("inf") else None
+def _finite(difference: float | None) -> float | None:
+    """JSON has no infinite numbers: None where just one of two values was finite, or nothing was compared."""
+    return difference if difference is not None and math.isfinite(difference) else None
 
 
-def _tensor(comparison: Comparison) -> dict[str, Any] | None:
-    """The tensor that is farthest apart; its difference is None if it holds numbers that are not finite."""
-    if comparison.tensor is None:
-        return None
-    name, difference = comparison.tensor
-    return {"name": name, "difference": difference if math.isfinite(difference) else None}
-
-
-def _runs(comparisons: Sequence[Comparison]) -> list[list[str]]:
-    head = ["", "what runs", "shares", "masters/weights/sums/products/loss", "tokens/s", "GiB"]
-    table = [[*head, "loss", "norm", "weights", "verdict"]]
-    table.append([*_facts(comparisons[0].one), "", "", "", "reference"])
+def _runs(comparisons: Sequence[Comparison]) -> Table:
+    dtypes = "masters/weights/sums/products/loss"
+    table = plain_table("", "what runs", "shares", dtypes, "tokens/s", "GiB", "loss", "norm", "weights", "verdict")
+    table.add_row(*_facts(comparisons[0].one), "", "", "", "reference")
     for comparison in comparisons:
         tensor = comparison.tensor and comparison.tensor[1]
         worst = [_short(value) for value in (comparison.worst("loss"), comparison.worst("grad_norm"), tensor)]
-        table.append([*_facts(comparison.other), *worst, "same path" if comparison.holds else "DRIFT"])
+        table.add_row(*_facts(comparison.other), *worst, "same path" if comparison.holds else "DRIFT")
     return table
 
 
@@ -111,11 +109,11 @@ def _dtype(value: Any) -> str:
     return "–" if value is None else str(value).replace("bfloat", "bf").replace("float", "fp")
 
 
-def _steps(comparisons: Sequence[Comparison]) -> list[list[str]]:
+def _steps(comparisons: Sequence[Comparison]) -> Table:
     """The reference at each step, and how far the others are from it."""
     one = comparisons[0].one
     names = [f"{comparison.other.name} {what}" for comparison in comparisons for what in ("loss", "norm")]
-    table = [["step", "lr", "tokens", "loss", "grad norm", *names]]
+    table = plain_table("step", "lr", "tokens", "loss", "grad norm", *names)
     shown = sorted(one.steps)
     if len(shown) > _MOST_STEPS:
         shown = [shown[round(i * (len(shown) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
@@ -127,7 +125,7 @@ def _steps(comparisons: Sequence[Comparison]) -> list[list[str]]:
             for comparison in comparisons
             for key in ("loss", "grad_norm")
         ]
-        table.append([str(step), f"{line['lr']:.3g}", f"{line['tokens']:,}", *figures, *away])
+        table.add_row(str(step), f"{line['lr']:.3g}", f"{line['tokens']:,}", *figures, *away)
     return table
 
 
@@ -135,9 +133,3 @@ def _short(difference: float | None) -> str:
     if difference is None:
         return "–"
     return "0" if difference == 0 else f"{difference:.0e}"
-
-
-def _columns(table: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -15,16 +15,13 @@ from finetune.distributed.launch import launch_file, launch_key_docs
 from finetune.utils import orphan_watch
 from finetune.utils.errors import BackendError
 
-# The kinds that the toolkit runs, in the words of its own launch files.
-KINDS = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-
 
 @dataclass(frozen=True)
 class Launch:
     """What was asked for: by the launch file where there is one, else by the environment alone."""
 
     kind: str
-    """One of `KINDS`."""
+    """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
     num_processes: int
     file: str | None = None
     """The launch file as the user named it, or None (torchrun, or a plain `python`)."""
@@ -98,11 +95,13 @@ def read_launch() -> Launch:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     world = int(env.get("WORLD_SIZE", "1"))
     arguments = _launcher_arguments()
-    file, config = _launch_file(arguments)
-    if file is not None:
-        check_file(file, config, arguments, world)
+    file = None if arguments is None else _launch_file(arguments)
+    if arguments is not None and file is not None:
+        written = launch_file.read(file)
+        check_file(file, written, arguments.num_processes, world, cpu=arguments.cpu)
         # Accelerate reads the section, but exports only what it knows itself.
-        env = {**env, **own_variables(getattr(config, "fsdp_config", None) or {})}
+        own = {launch_key_docs.FSDP[name].variable: written[name] for name in launch_key_docs.OWN if name in written}
+        env |= {str(variable): str(value).lower() for variable, value in own.items()}
     elif arguments is not None and (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
@@ -112,71 +111,53 @@ def read_launch() -> Launch:
     if arguments is not None and arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
-    return of_worker(env, world, file, _threads(arguments))
+    return of_environment(env, world, file, _threads(arguments))
 
 
-def own_variables(section: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of this toolkit's own keys of `fsdp_config`, which Accelerate does not export."""
-    named = {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
-    keys = {name.removeprefix("fsdp_config."): str(launch_key_docs.FSDP[name].variable) for name in launch_key_docs.OWN}
-    return {variable: str(named[key]).lower() for key, variable in keys.items() if named.get(key) is not None}
-
-
-def of_worker(env: Mapping[str, str], world: int, file: str | None, num_threads: int | None) -> Launch:
+def of_environment(
+    env: Mapping[str, str], num_processes: int, file: str | None, num_threads: int | None = None
+) -> Launch:
     """What a worker is asked for, by the environment that it has.
 
     Args:
-        env: The worker's environment.
-        world: Processes over all machines.
+        num_processes: Over all machines.
         file: The launch file, which has been checked, if there is one.
         num_threads: See `Launch`.
 
     Raises:
         BackendError: If it contradicts itself, or asks for what is not offered.
     """
-    if file is None and world > 1 and "LOCAL_RANK" not in env:
+    if file is None and num_processes > 1 and "LOCAL_RANK" not in env:
         raise BackendError(
-            f"WORLD_SIZE is {world}, but this process has no LOCAL_RANK: it was not started by a launcher. Start "
-            "it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
+            f"WORLD_SIZE is {num_processes}, but this process has no LOCAL_RANK: it was not started by a launcher. "
+            "Start it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
         )
-    if _truthy(env.get("ACCELERATE_USE_CPU")) and (world > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
+    if _truthy(env.get("ACCELERATE_USE_CPU")) and (num_processes > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
         raise BackendError(
             "ACCELERATE_USE_CPU is set, which makes Accelerate ignore sharding and offload and start plain CPU "
             "processes. Unset it: without a GPU the same launch files run on gloo by themselves."
         )
     common: dict[str, Any] = {
-        "num_processes": world,
+        "num_processes": num_processes,
         "file": file,
         "num_threads": num_threads,
         "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
     }
-    return of_environment(env, common)
-
-
-def of_environment(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    """What a worker's environment asks for.
-
-    Args:
-        common: The fields that every kind of launch has.
-
-    Raises:
-        BackendError: If it asks for what is not offered.
-    """
     if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")) and not _uses(env, "FSDP"):
         raise BackendError(
-            f"{common['file'] or 'The environment'} asks for a parallelism_config, which only FSDP reads. Set "
+            f"{file or 'The environment'} asks for a parallelism_config, which only FSDP reads. Set "
             "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or take parallelism_config out."
         )
     if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BackendError(
-            f"{common['file'] or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
+            f"{file or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
             "which is not offered here. Take it out and set `model.compile: true` in the recipe."
         )
     if _uses(env, "DEEPSPEED"):
         return _deepspeed(env, common)
     if _uses(env, "FSDP"):
         return _fsdp(env, common)
-    return Launch(kind="single" if common["num_processes"] == 1 else "ddp", **common)
+    return Launch(kind="single" if num_processes == 1 else "ddp", **common)
 
 
 def _uses(env: Mapping[str, str], name: str) -> bool:
@@ -197,43 +178,40 @@ def _launcher_arguments() -> Any | None:
     return launch_command_parser().parse_args(rest)
 
 
-def _launch_file(arguments: Any | None) -> tuple[str | None, Any]:
-    if arguments is None:
-        return None, None
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+def _launch_file(arguments: Any) -> str | None:
+    from accelerate.commands.config.config_args import default_config_file
 
-    path = arguments.config_file
-    if path is None:
-        if not os.path.isfile(default_config_file):
-            return None, None
-        path = default_config_file
-    launch_file.read(str(path))
-    return str(path), load_config_from_file(arguments.config_file)
+    default = default_config_file if os.path.isfile(default_config_file) else None
+    return arguments.config_file or default
 
 
-def check_file(file: str, config: Any, arguments: Any, world: int) -> None:
-    """Compares a launch file with what started; Accelerate itself falls back without a word."""
-    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-    asked = arguments.num_processes or config.num_processes or 1
-    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+def check_file(
+    file: str, written: Mapping[str, Any], num_processes: int | None, world: int, *, cpu: bool = False
+) -> None:
+    """Compares a launch file with what started; Accelerate itself falls back without a word.
+
+    Args:
+        written: The launch file, by dotted keys.
+        num_processes: The launcher's option of that name, which wins over the file.
+        world: Processes that run.
+        cpu: Whether the launcher was given `--cpu`.
+    """
+    kind = str(written["distributed_type"])
+    requested = num_processes or written.get("num_processes") or 1
+    if (written.get("use_cpu") or cpu) and (kind != "NO" or requested > 1):
         raise BackendError(
-            f"{file} asks for distributed_type {kind}, which is not offered. Use NO, MULTI_GPU, FSDP or DEEPSPEED; "
-            "without a GPU these run on gloo, so MULTI_CPU is not needed."
-        )
-    if (config.use_cpu or arguments.cpu) and (kind != "NO" or asked > 1):
-        raise BackendError(
-            f"{file} asks for {kind} on {asked} processes and also for `use_cpu` (or --cpu), and Accelerate would "
+            f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), and Accelerate would "
             "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
             "file runs on gloo by itself."
         )
-    if kind == "NO" and asked > 1:
+    if kind == "NO" and requested > 1:
         raise BackendError(
-            f"{file} asks for {asked} processes with distributed_type 'NO', which starts one. Set distributed_type "
+            f"{file} asks for {requested} processes with distributed_type 'NO', which starts one. Set distributed_type "
             "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
         )
-    if world != asked:
+    if world != requested:
         raise BackendError(
-            f"{file} asks for {asked} processes, but {world} run. Start it with `accelerate launch "
+            f"{file} asks for {requested} processes, but {world} run. Start it with `accelerate launch "
             f"--config_file {file}`, and name another number with --num_processes."
         )
 
@@ -284,18 +262,18 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
                 f"{place} asks for {replicate} copies of {shard} shards, which takes {replicate * shard} processes, "
                 f"but {common['num_processes']} run. Make dp_replicate_size x dp_shard_size equal num_processes."
             )
-    said = env.get("FSDP_SYNC_EACH_BATCH", "auto")
-    if said not in ("auto", "true", "false"):
+    sync_each_batch = env.get("FSDP_SYNC_EACH_BATCH", "auto")
+    if sync_each_batch not in ("auto", "true", "false"):
         raise BackendError(
-            f"{place} says fsdp_sync_each_batch: {said}. Write true (gradients are reduce-scattered after each "
-            "micro-batch), false (held whole until the last one of a step) or auto (whole where the forecast fits)."
+            f"{place} says fsdp_sync_each_batch: {sync_each_batch}. Write true (gradients are reduce-scattered after "
+            "each micro-batch), false (held whole until the last of a step) or auto (whole where the forecast fits)."
         )
     offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
     return Launch(
         kind="hsdp" if replicate > 1 else "fsdp",
         replicate=replicate,
         reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        sync_each_batch={"true": True, "false": False}.get(said),
+        sync_each_batch={"true": True, "false": False}.get(sync_each_batch),
         offload_params=offload,
         offload_optimizer=offload,
         **common,

@@ -1,13 +1,12 @@
 """The environment that a launch file gives its workers, computed without starting one and without torch.
 
 `accelerate launch` tells its workers by environment variables. What it would export for a launch file is worked out
-here; from there on it is what a worker does: `launch_config.check_file`, `launch_config.of_worker`.
+here; from there on it is what a worker does: `launch_config.check_file`, `launch_config.of_environment`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from finetune.distributed.launch import launch_config, launch_file, launch_key_docs
@@ -58,26 +57,22 @@ def read_launch_environment(
         if options:
             raise BackendError(f"--{next(iter(options))} is an option of a launch: name its file by --config_file.")
         world, local = (int(env.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        asked = launch_config.of_worker(env, world, None, launch_config.threads_each(env, local))
-        return LaunchEnvironment(asked, dict(env), {}, {}, {}, local)
+        launch = launch_config.of_environment(env, world, None, launch_config.threads_each(env, local))
+        return LaunchEnvironment(launch, dict(env), {}, {}, {}, local)
     written, chosen = launch_file.read(config_file), _typed(options)
     kind = str(written["distributed_type"])
-    asked_for = chosen.get("num_processes", written.get("num_processes", 1 if kind == "NO" else None))
-    if asked_for is None:
+    requested = chosen.get("num_processes", written.get("num_processes", 1 if kind == "NO" else None))
+    if requested is None:
         raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
     machines = int(written.get("num_machines") or 1)
-    local = 1 if kind == "NO" else int(asked_for) // machines
-    config = SimpleNamespace(
-        distributed_type=kind, num_processes=asked_for, use_cpu=bool(written.get("use_cpu", False))
-    )
-    arguments = SimpleNamespace(num_processes=chosen.get("num_processes"), cpu=False)
-    launch_config.check_file(config_file, config, arguments, local * machines)
+    local = 1 if kind == "NO" else int(requested) // machines
+    launch_config.check_file(config_file, written, chosen.get("num_processes"), local * machines)
     exported = _exported(kind, written)
     if kind != "NO":
         exported |= {"WORLD_SIZE": str(local * machines), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
     worker = {**env, **exported}
-    asked = launch_config.of_worker(worker, local * machines, config_file, launch_config.threads_each(env, local))
-    return LaunchEnvironment(asked, worker, exported, written, chosen, local)
+    launch = launch_config.of_environment(worker, local * machines, config_file, launch_config.threads_each(env, local))
+    return LaunchEnvironment(launch, worker, exported, written, chosen, local)
 
 
 # The key of hybrid shard's copies.
@@ -105,20 +100,10 @@ def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> 
     """
     written = launch_file.read(str(file))
     kind = str(written["distributed_type"])
-    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
-        raise BackendError(
-            f"{file} is no launch file that can be planned: its distributed_type is {kind}, offered are NO, "
-            "MULTI_GPU, FSDP and DEEPSPEED. Name a folder of launch files such as accelerate_configs/."
-        )
     if int(written.get(_COPIES, 1)) > 1:
         written[_COPIES] = replicate or written[_COPIES]
         written[_COPIES.replace("replicate", "shard")] = processes // int(written[_COPIES])
-    common = {
-        "num_processes": processes,
-        "file": str(file),
-        "mixed_precision": str(written.get("mixed_precision", "no")),
-    }
-    return launch_config.of_environment(_exported(kind, written), common)
+    return launch_config.of_environment(_exported(kind, written), processes, str(file))
 
 
 def _typed(options: Mapping[str, str]) -> dict[str, Any]:

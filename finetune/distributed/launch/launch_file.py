@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
 from finetune.utils.errors import BackendError
+from finetune.utils.shipped_files import LAUNCH_FILES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_ADVICE = "Take one of accelerate_configs/, or compare with it."
+_ADVICE = f"Name a file, or one of those that ship in {LAUNCH_FILES}/: {', '.join(shipped_names(LAUNCH_FILES))}."
 
 # Accelerate refuses them beside a `deepspeed_config_file`, by a traceback in every worker.
 # Source: accelerate 1.15, `DeepSpeedPlugin._deepspeed_config_checks`.
@@ -65,9 +63,10 @@ def read(file: str) -> dict[str, Any]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
-        tree = json.loads(text) if file.endswith(".json") else parse(text, _LOADER)
+        tree = json.loads(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
-        raise BackendError(f"There is no launch file {file}. {_ADVICE}") from error
+        near = hint(file, shipped_names(LAUNCH_FILES))
+        raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
     except YamlProblem as error:
         raise BackendError(f"{error.at(file)}: this launch file is not valid YAML: {error}. {_ADVICE}") from error
     except (OSError, ValueError) as error:
@@ -79,9 +78,15 @@ def read(file: str) -> dict[str, Any]:
     problems = list(_problems(tree))
     if problems:
         lines = places(file)
-        said = [f"{_place(file, lines, key)}: {key}: {what}" for key, what in problems]
-        raise BackendError.of(f"The launch file {file}", said, _ADVICE)
+        reported = [f"{place_of(key, file, lines)}: {key}: {what}" for key, what in problems]
+        raise BackendError.of(f"The launch file {file}", reported, _ADVICE)
     return {key: value for key, value in flat(tree).items() if value is not None}
+
+
+def place_of(key: str, file: str, lines: Mapping[str, int]) -> str:
+    """File and line of a key, by the lines of all keys as the file spells them; the file if it is not there."""
+    line = lines.get(key) or lines.get(key.replace("fsdp_config.fsdp_", "fsdp_config."))
+    return f"{file}:{line}" if line else file
 
 
 def find(path: str, file: str | None) -> Path:
@@ -107,20 +112,21 @@ def _section(name: str, value: Any) -> Any:
     return {key if str(key).startswith("fsdp") else f"fsdp_{key}": below for key, below in value.items()}
 
 
-def _place(file: str, lines: Mapping[str, int], key: str) -> str:
-    line = lines.get(key) or lines.get(key.replace("fsdp_config.fsdp_", "fsdp_config."))
-    return f"{file}:{line}" if line else file
-
-
 def _problems(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     """The keys of a launch file that cannot be used, each with what is wrong."""
     general = {name: None for name in launch_key_docs.GENERAL if name != "max_restarts"}
     yield from launch_keys.unknown(tree, general)
     if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         yield "compute_environment", f"{tree['compute_environment']}, and only LOCAL_MACHINE is offered"
+    kind = str(tree.get("distributed_type"))
     if "distributed_type" not in tree:
         yield "distributed_type", "missing"
-    kind = str(tree.get("distributed_type"))
+    elif kind not in _SECTIONS:
+        yield (
+            "distributed_type",
+            f"{kind}, which is not offered; use {', '.join(_SECTIONS)} (without a GPU these run on gloo, so MULTI_CPU "
+            "is not needed)",
+        )
     for name in _OPTIONS:
         section = tree.get(name)
         if not section:
@@ -145,13 +151,13 @@ def _misspelt(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
         key = launch_key_docs.KNOWN.get(name)
         if key is None or value is None:
             continue
-        said = str(value)
-        if key.allowed and said.upper() not in key.allowed:
-            near = hint(said.upper(), key.allowed)
+        text = str(value)
+        if key.allowed and text.upper() not in key.allowed:
+            near = hint(text.upper(), key.allowed)
             yield name, f"must be one of {', '.join(key.allowed)}, got {value!r}{near}"
-        elif isinstance(key.default, bool) and said.lower() not in _BOOLEANS:
-            yield name, f"must be true or false, got {value!r}{hint(said.lower(), ['true', 'false'])}"
-        elif type(key.default) is int and not said.isdecimal():
+        elif isinstance(key.default, bool) and text.lower() not in _BOOLEANS:
+            yield name, f"must be true or false, got {value!r}{hint(text.lower(), ['true', 'false'])}"
+        elif type(key.default) is int and not text.isdecimal():
             yield name, f"must be a number from 0, got {value!r}"
 
 

@@ -130,10 +130,8 @@ def accelerate_options() -> tuple[str, ...]:
 
 
 @cache
-def deepspeed() -> Known | None:
-    """The keys of a DeepSpeed config; None where DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return None
+def deepspeed() -> Known:
+    """The keys of a DeepSpeed config."""
     return {
         **_WITHOUT_MODEL,
         **{name: _fields(file, model) for name, (file, model) in MODELS.items()},
@@ -148,18 +146,10 @@ def _parsed(package: str, file: str) -> ast.Module:
     return ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
 
 
-def _fields(file: str, name: str) -> Known | None:
-    """The fields of a pydantic model of DeepSpeed's, by name and by alias, with those of the models that they hold.
-
-    None if a later version keeps the model elsewhere: then DeepSpeed, which refuses other fields too, is left to it.
-    """
-    try:
-        module = _parsed("deepspeed", file)
-    except OSError:
-        return None
-    model = next((node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-    if model is None:
-        return None
+def _fields(file: str, name: str) -> Known:
+    """The fields of a pydantic model of DeepSpeed's, by name and by alias, with those of the models that they hold."""
+    module = _parsed("deepspeed", file)
+    model = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
     found: dict[str, Known | None] = {}
     for node in model.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):

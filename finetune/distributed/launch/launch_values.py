@@ -10,6 +10,7 @@ from finetune.distributed import deepspeed_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import LaunchEnvironment, groups
+from finetune.distributed.launch.launch_file import place_of
 from finetune.distributed.resolve_config import ResolvedConfig
 
 _HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
@@ -50,8 +51,7 @@ def _launch_file(foreseen: LaunchEnvironment, env: Mapping[str, str]) -> Iterabl
         if variable in foreseen.exported:  # else the variable is what workers hear
             settings, from_env = [*settings, *from_env], []
         if name in written:
-            line = lines.get(name) or lines.get(name.replace("fsdp_config.fsdp_", "fsdp_config."))
-            settings.append(Setting("launch file", f"{file}:{line}" if line else file, written[name]))
+            settings.append(Setting("launch file", place_of(name, file, lines), written[name]))
             if launch_key_docs.DEAF in key.meaning:
                 settings.append(Setting("default", "Accelerate does not take it from the file", key.default))
         elif variable in foreseen.exported and variable in env:
@@ -69,7 +69,7 @@ def _ds_config(foreseen: LaunchEnvironment, settled: ResolvedConfig) -> Iterable
     for key, value in flat(settled.ds_config).items():
         settings = []
         if key in written:
-            settings.append(Setting("ds_config", f"{place}:{lines[key]}" if key in lines else place, written[key]))
+            settings.append(Setting("ds_config", place_of(key, place, lines), written[key]))
         if key not in written or written[key] != value:
             source = deepspeed_config.DECIDES.get(key)
             why = f"the recipe's {source}" if source else "the same on every backend"

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.distributed.launch.launch_environment import read_launch_environment
-from finetune.utils.errors import RecipeError
 from finetune.utils.exit_codes import REQUEUE
-from finetune.utils.repository import ROOT
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -30,7 +28,7 @@ def launch(
     options: Sequence[str],
     arguments: Sequence[str],
     *,
-    module: str | None = None,
+    module: str = "finetune.training",
     grace_s: float = 0.0,
 ) -> None:
     """Turns this process into the launcher of `command`, so it returns only by an error.
@@ -39,12 +37,11 @@ def launch(
         config_file: The launch file.
         options: More of `accelerate launch`'s options, each with its value, such as `--num_processes 4`.
         arguments: What the workers are given.
-        module: What they run; `scripts/train.py` if left out.
+        module: What they run; that of `scripts/train.py` if left out.
         grace_s: How long workers may take to save once the launcher is told to stop.
 
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
-        RecipeError: If this is an installation without `scripts/`.
     """
     words = command(config_file, options, arguments, module=module)
     # torchrun kills workers 30 seconds after it has passed a signal on; ours end by themselves.
@@ -55,27 +52,20 @@ def launch(
 
 
 def command(
-    config_file: str, options: Sequence[str], arguments: Sequence[str], *, module: str | None = None
+    config_file: str, options: Sequence[str], arguments: Sequence[str], *, module: str = "finetune.training"
 ) -> list[str]:
     """The command that launches workers; see `launch` for what it takes.
 
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
-        RecipeError: If this is an installation without `scripts/`.
     """
-    script = ROOT / "scripts" / "train.py"
-    if not script.is_file():
-        raise RecipeError(
-            f"There is no {script}. `finetune launch` needs a checkout of the project: pip install -e it."
-        )
     given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
     foreseen = read_launch_environment(config_file, given, os.environ)
     alone = foreseen.get("num_machines") == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
-    target = [str(script)] if module is None else ["--module", module]
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
-    return [*words, *port, *options, *target, *arguments]
+    return [*words, *port, *options, "--module", module, *arguments]
 
 
 def main(arguments: Sequence[str]) -> int:

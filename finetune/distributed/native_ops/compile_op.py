@@ -3,8 +3,7 @@
 import signal
 import sys
 from contextlib import suppress
-from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 import psutil
 
@@ -15,23 +14,8 @@ def compile_op(builder_class: str) -> None:
     Args:
         builder_class: A class of `deepspeed.ops.op_builder`.
     """
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        # Left to subprocess, ninja would be killed and its compilers live on; asked, it ends them first.
-        # A terminal's Ctrl-C reaches ninja too, and of two signals it may die before it has ended its compilers.
-        jobs = psutil.Process().children(recursive=True)
-        for job in jobs:
-            with suppress(psutil.NoSuchProcess):
-                job.terminate()
-        _, alive = psutil.wait_procs(jobs, timeout=5)
-        for job in alive:
-            with suppress(psutil.NoSuchProcess):
-                job.kill()
-        # As an exception it passes torch's `finally`, which removes the lock.
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGTERM, _end)
 
     from deepspeed.accelerator import get_accelerator
 
@@ -41,6 +25,20 @@ def compile_op(builder_class: str) -> None:
         sys.exit(f"error: DeepSpeed has no {builder_class} for {accelerator.device_name()}")
     # Verbose, because ninja's own count is what the progress reads.
     builder.load(verbose=True)
+
+
+def _end(number: int, _: Any) -> None:
+    """Ends the compilers too: subprocess would kill ninja, which then leaves them."""
+    jobs = psutil.Process().children(recursive=True)
+    for job in jobs:
+        with suppress(psutil.NoSuchProcess):
+            job.terminate()
+    _, alive = psutil.wait_procs(jobs, timeout=5)
+    for job in alive:
+        with suppress(psutil.NoSuchProcess):
+            job.kill()
+    # As an exception it passes torch's `finally`, which removes the lock.
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

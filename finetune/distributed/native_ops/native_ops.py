@@ -1,4 +1,8 @@
-"""DeepSpeed's native ops: built ahead of a run, once a machine, with progress."""
+"""DeepSpeed's native ops: built ahead of a run, once a machine, with progress.
+
+DeepSpeed's own builders compile. Left to them, every rank would compile inside the run, and a killed build would leave
+a lock on which torch waits for ever.
+"""
 
 import os
 import re
@@ -6,90 +10,22 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NoReturn, Self
+from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import toolchain
 from finetune.utils.atomic_files import unlockable
 from finetune.utils.errors import BackendError
-
-
-def console() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
-
-
-class Report(AbstractContextManager["Report"]):
-    """What the user sees of one op: a line at the start and at the end, on a terminal a bar between them."""
-
-    def __init__(self, op: str, used_by: str, build_s: float, log: Path, *, quiet: bool) -> None:
-        """Reports on the build of `op`, which writes to `log` and took `build_s` seconds on 2 cores."""
-        self.op = op
-        self.used_by = used_by
-        self.build_s = build_s
-        self.log = log
-        self.quiet = quiet
-        self.console = console()
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-        self.said: set[str] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def building(self) -> None:
-        self._show(f"Building DeepSpeed's native op {self.op} ({self.used_by})")
-
-    def waiting(self, why: str) -> None:
-        self._show(f"Waiting for DeepSpeed's native op {self.op} ({self.used_by}): {why}")
-        self.progress()
-
-    def progress(self) -> None:
-        """Reads how far the build is from its log, so that a process that waits can show it too."""
-        if self.bar is None or self.task is None:
-            return
-        with suppress(OSError):
-            steps = re.findall(r"^\[(\d+)/(\d+)\] ", self.log.read_text(errors="replace"), re.MULTILINE)
-            if steps:
-                done, total = map(int, steps[-1])
-                self.bar.update(self.task, completed=done, total=total, steps=f"{done} of {total} steps")
-
-    def done(self, seconds: float) -> None:
-        if not self.quiet:
-            self.console.print(f"Built {self.op} in {duration(seconds)}")
-
-    def _show(self, text: str) -> None:
-        if self.quiet or text in self.said:
-            return
-        self.said.add(text)
-        self.console.print(f"{text}; usually about {duration(self.build_s)} on 2 cores")
-        if self.console.is_terminal and self.bar is None:
-            columns = BarColumn(bar_width=30), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
-            self.bar = Progress(TextColumn(f"  {self.op}"), *columns, console=self.console, transient=True)
-            self.task = self.bar.add_task("", total=None, steps="")
-            self.bar.start()
-
 
 Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
 """The ops that a launch config can need: collectives in shared memory (every DeepSpeed run on a CPU), Adam on
@@ -98,6 +34,13 @@ the host (optimiser offload), page-locked memory and asynchronous file access (b
 # Between taking torch's lock and starting ninja a builder is at work without a process in the folder.
 GRACE_S = 30.0
 POLL_S = 0.2
+
+# Two buffers of 1 MiB and two of 32 MiB, a process.
+# Source: deepspeed 0.19.8, `allreduce_workspace` in `ops/csrc/cpu/comm/shm.cpp`.
+_SHARED_BYTES = 66 * 2**20
+
+# By its path: as a module it would load the whole package, and Accelerate, first.
+COMPILE = [sys.executable, "-P", str(Path(__file__).with_name("compile_op.py"))]
 
 
 @dataclass(frozen=True)
@@ -123,12 +66,54 @@ OPS: dict[Op, _Spec] = {
 }
 
 
+@dataclass(frozen=True)
+class NeededOp:
+    """A native op, as it is found."""
+
+    name: str
+    used_by: str
+    build_s: float
+    built: bool
+    locked: bool
+    """Whether somebody builds it, or a killed build left its lock behind."""
+    lacking: tuple[str, str] | None
+    """What is missing to compile it, and the command that installs that."""
+
+
+def needed_ops(launch: Launch) -> list[Op]:
+    """The native ops that a launch needs."""
+    if not launch.uses_deepspeed:
+        return []
+    names: list[Op] = ["shm_comm"] if _accelerator() == "cpu" else []
+    if launch.offload_optimizer != "none":
+        names.append("cpu_adam")
+    if "nvme" in (launch.offload_params, launch.offload_optimizer):
+        names.append("async_io")
+    return names
+
+
+def shared_bytes(launch: Launch | None, local: int) -> int:
+    """Bytes of shared memory that the collectives of `local` processes map, as far as it is known."""
+    needs = launch is not None and "shm_comm" in needed_ops(launch)
+    return _SHARED_BYTES * local if needs else 0
+
+
+def look(launch: Launch | None) -> list[NeededOp]:
+    """The ops that a launch needs, or, without one, all that any launch could need here."""
+    toolchain.prepare()
+    found = []
+    for op in with_prerequisites([*OPS] if launch is None else needed_ops(launch)):
+        lacking = None if came_with_deepspeed(op) else toolchain.lacking(libaio=op == "async_io")
+        locked = (build_folder(op) / "lock").exists()
+        found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), locked, lacking))
+    return found
+
+
 def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and those that
-    are not quiet show the progress. It also puts this environment's `ninja` first on the PATH of this process
-    and its children; see `toolchain.own_tools_first`.
+    are not quiet show the progress. See `toolchain.prepare` for what it changes in this process's environment.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -138,27 +123,28 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     """
     if not names:
         return
-    toolchain.own_tools_first()
-    toolchain.own_folder()
-    toolchain.look_once_at_the_processor()
-    needed = dict.fromkeys(op for name in names for op in (*OPS[name].first, name))
-    ops = [op for op in needed if not came_with_deepspeed(op)]
+    toolchain.prepare()
+    ops = [op for op in with_prerequisites(names) if not came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
     for op in ops:
-        _check_tools(op)
+        lacking = toolchain.lacking(libaio=op == "async_io")
+        if lacking is not None:
+            what, install = lacking
+            raise BackendError(
+                f"DeepSpeed's native op {op}, for {OPS[op].used_by}, is compiled on the machine that runs it, but "
+                f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
+            )
     for op in ops:
         _ensure(op, quiet)
 
 
-def build_all(quiet: bool = False) -> None:
-    """Builds every op that a launch config can need on this machine, with progress unless `quiet`.
+def build_all() -> None:
+    """Builds every op that a launch config can need on this machine, with progress.
 
     Raises:
         BackendError: If an op could not be built; the others are built all the same.
     """
-    terminal = console()
-    toolchain.own_tools_first()
-    toolchain.own_folder()
+    toolchain.prepare()
     problems: list[str] = []
     wanted: list[Op] = ["cpu_adam", "async_io"]
     if _accelerator() == "cpu":
@@ -166,14 +152,19 @@ def build_all(quiet: bool = False) -> None:
     for op in wanted:
         before = is_built(op)
         try:
-            ensure([op], quiet=quiet)
+            ensure([op], quiet=False)
         except BackendError as error:
             problems.append(str(error))
         else:
-            if before and not quiet:
-                terminal.print(f"{op} ({OPS[op].used_by}): built already")
+            if before:
+                _console().print(f"{op} ({OPS[op].used_by}): built already")
     if problems:
         raise BackendError(" ".join(dict.fromkeys(problems)))
+
+
+def with_prerequisites(names: Sequence[Op]) -> list[Op]:
+    """The ops, each after those that DeepSpeed loads before it."""
+    return list(dict.fromkeys(op for name in names for op in (*OPS[name].first, name)))
 
 
 def is_built(op: Op) -> bool:
@@ -195,84 +186,90 @@ def is_built(op: Op) -> bool:
     mine = (include_paths()[0], toolchain.python_headers(), f"cxx = {toolchain.compiler()}\n")
     if not (folder / f"{OPS[op].name}.so").is_file() or any(text not in build for text in mine):
         return False
-    try:
-        dry = subprocess.run(["ninja", "-n"], cwd=folder, env=toolchain.environment(), capture_output=True, text=True)
-    except OSError:
-        return False
+    dry = subprocess.run(["ninja", "-n"], cwd=folder, capture_output=True, text=True)
     return dry.returncode == 0 and "no work to do" in dry.stdout
 
 
-def clear_stale_lock(op: Op) -> bool:
+def remove_stale_lock(op: Op) -> bool:
     """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
 
     A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
-    older than `GRACE_S`. Processes of other machines that share the folder are not seen; our own lock covers
-    those that came through here.
+    older than `GRACE_S`. Processes of other machines that share the folder are not seen: hold `_lock`.
 
     Returns:
-        Whether a lock was removed.
+        Whether there is no lock now.
     """
-    lock = _lock(op)
+    folder = build_folder(op)
+    lock = folder / "lock"
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    # A time stamp from the future (a clock that was set back) is not a young lock.
+    if 0 <= age < GRACE_S or _has_builder(folder):
         return False
-    try:
-        return _clear(op)
-    finally:
-        lock.release()
+    lock.unlink(missing_ok=True)
+    _console().print(
+        f"Removed the stale build lock of {op}, {lock}: no process builds there, and the lock is {age:.0f} s old. "
+        "Every run that needs this op would have waited for it for ever."
+    )
+    return True
+
+
+def _has_builder(folder: Path) -> bool:
+    """Whether a living process works in the build folder, other than this one and its ancestors (a shell)."""
+    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        # Of zombies, and of other users' processes, it cannot be read.
+        with suppress(psutil.Error, OSError):
+            if process.pid not in own and process.cwd() == os.path.realpath(folder):
+                return True
+    return False
 
 
 def _ensure(op: Op, quiet: bool) -> None:
-    torch_lock = build_folder(op) / "lock"
-    if not torch_lock.exists() and is_built(op):
+    if not (build_folder(op) / "lock").exists() and is_built(op):
         return
-    spec = OPS[op]
-    with Report(op, spec.used_by, spec.build_s, _log(op), quiet=quiet) as report:
-        lock = _lock(op)
-        while True:
+    lock = _lock(op)
+    with _progress(op, quiet) as show:
+        while not lock.is_locked:
             try:
                 lock.acquire(timeout=0)
-                break
             except Timeout:
-                report.waiting("another process builds it")
-            time.sleep(POLL_S)
+                show("Waiting for", ": another process builds it")
+                time.sleep(POLL_S)
         try:
-            while torch_lock.exists() and not _clear(op):
-                report.waiting(f"another run builds it, {_who(op)}")
+            while not remove_stale_lock(op):
+                show("Waiting for", ": another run builds it, or has just been killed")
                 time.sleep(POLL_S)
             if not is_built(op):
-                _build(op, report)
+                _build(op, show)
         finally:
             lock.release()
 
 
-def _build(op: Op, report: Report) -> None:
+def _build(op: Op, show: Callable[..., None]) -> None:
     """Compiles in a child process, so that this one can show progress, and clean up after Ctrl-C."""
-    report.building()
-    start = time.monotonic()
-    folder, log = build_folder(op), _log(op)
-    with log.open("wb") as output:
-        # The working directory makes it a builder by the rule of `clear_stale_lock` for as long as it lives.
-        child = subprocess.Popen(
-            _command(op),
-            cwd=folder,
-            env=toolchain.environment(),
+    start, log = time.monotonic(), _log(op)
+    # In the build folder, so that `remove_stale_lock` knows it for a builder for as long as it lives.
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [*COMPILE, OPS[op].builder],
+            cwd=build_folder(op),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-        )
+        ) as child,
+    ):
         try:
             while child.poll() is None:
-                report.progress()
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(POLL_S)
+                show("Building")
+                time.sleep(POLL_S)
         except BaseException:
-            _stop(child)
+            child.terminate()
+            child.wait()
             raise
-        finally:
-            if child.returncode != 0:
-                _clear(op, ours=True)
     if child.returncode != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\berror:", line)]
@@ -281,77 +278,34 @@ def _build(op: Op, report: Report) -> None:
             f"DeepSpeed's native op {op}, for {OPS[op].used_by}, could not be built "
             f"(exit {child.returncode}): {reason[:400].rstrip('.')}. The whole output is in {log}."
         )
-    report.done(time.monotonic() - start)
+    show("Built", f" in {time.monotonic() - start:.0f} s")
 
 
-def _stop(child: "subprocess.Popen[bytes]") -> None:
-    child.terminate()
-    try:
-        child.wait(15)
-    except subprocess.TimeoutExpired:
-        jobs = psutil.Process(child.pid).children(recursive=True)
-        for job in jobs:
-            with suppress(psutil.NoSuchProcess):
-                job.kill()
-        child.kill()
-        child.wait()
-        psutil.wait_procs(jobs, timeout=5)
+@contextmanager
+def _progress(op: Op, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Shows a build to whoever builds or waits: a line whenever something else happens, and on a terminal a bar."""
+    console, spec, shown = _console(), OPS[op], [""]
+    columns = TextColumn(f"  {op}"), BarColumn(30), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+    task = bar.add_task("", total=None, steps="")
+
+    def show(what: str, how: str = "") -> None:
+        line = f"{what} DeepSpeed's native op {op} ({spec.used_by}){how}"
+        if not quiet and line != shown[-1]:
+            shown.append(line)
+            console.print(line if what == "Built" else f"{line}; usually about {spec.build_s:.0f} s on 2 cores")
+        with suppress(OSError):
+            steps = re.findall(r"^\[(\d+)/(\d+)\] ", _log(op).read_text(errors="replace"), re.MULTILINE)
+            if steps:
+                done, total = map(int, steps[-1])
+                bar.update(task, completed=done, total=total, steps=f"{done} of {total} steps")
+
+    with bar:
+        yield show
 
 
-def _command(op: Op) -> list[str]:
-    # By its path: as a module it would load the whole package, and Accelerate, first.
-    script = Path(__file__).with_name("compile_op.py")
-    return [sys.executable, "-P", str(script), OPS[op].builder]
-
-
-def _clear(op: Op, *, ours: bool = False) -> bool:
-    """`clear_stale_lock` for the holder of our lock; `ours`: what left it was our build, which has ended."""
-    lock = build_folder(op) / "lock"
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return False
-    # A time stamp from the future (a clock that was set back) is not a young lock.
-    if _builders(op) or (not ours and 0 <= age < GRACE_S):
-        return False
-    lock.unlink(missing_ok=True)
-    if not ours:
-        console().print(
-            f"Removed the stale build lock of {op}, {lock}: no process builds there, and the lock is "
-            f"{duration(age)} old. Every run that needs this op would have waited for it for ever."
-        )
-    return True
-
-
-def _builders(op: Op) -> list[psutil.Process]:
-    """The living processes that work in the build folder; not this one or its ancestors (a shell)."""
-    folder = os.path.realpath(build_folder(op))
-    own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE and process.cwd() == folder:
-                found.append(process)
-    return found
-
-
-def _who(op: Op) -> str:
-    with suppress(psutil.Error):
-        for process in _builders(op):
-            return f"process {process.pid} ({process.name()})"
-    return "or has just been killed"
-
-
-def _check_tools(op: Op) -> None:
-    if (lacking := toolchain.lacking(libaio=op == "async_io")) is not None:
-        _missing(op, *lacking)
-
-
-def _missing(op: Op, what: str, install: str) -> NoReturn:
-    raise BackendError(
-        f"DeepSpeed's native op {op}, for {OPS[op].used_by}, is compiled on the machine that runs it, but "
-        f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
-    )
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 
 def build_folder(op: Op) -> Path:
@@ -395,8 +349,8 @@ def _accelerator() -> str:
 def came_with_deepspeed(op: Op) -> bool:
     """Whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1), for the device that is here."""
     deepspeed = find_spec("deepspeed")
-    if deepspeed is None or deepspeed.origin is None:
-        return False
+    assert deepspeed is not None
+    assert deepspeed.origin is not None
     facts = Path(deepspeed.origin).with_name("git_version_info_installed.py")
     # Run by itself: importing it would import all of DeepSpeed.
     values = runpy.run_path(str(facts)) if facts.is_file() else {}

@@ -12,46 +12,31 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def own_tools_first() -> None:
-    """Puts the folder of this Python and of its `ninja` package first on this process's PATH.
+def prepare() -> None:
+    """Sets what DeepSpeed and torch read when they load an op, for this process and its children.
 
-    torch calls `ninja` by name. `.venv/bin/accelerate launch` works without activating the environment, and
-    then there is none, or the system's. Where that is of another version it discards the log of ours, and
-    compiles everything again inside the run.
+    - This environment's `ninja` comes first on the PATH. torch calls it by name, and `.venv/bin/accelerate launch`
+      works without activating the environment. The system's, if it is of another version, discards the log of ours
+      and compiles everything again inside the run.
+    - Compiled ops are kept in the virtual environment, unless told where. torch's own default is one folder for all
+      environments of a user. Build commands name the environment, so two would compile each other's ops again and
+      again, and overwrite libraries that a run has loaded.
+    - py-cpuinfo keeps its answer. DeepSpeed asks it twice each time that it loads an op, and it starts processes and
+      measures clocks to answer: more than a second of every rank's processor each time.
     """
-    os.environ["PATH"] = environment()["PATH"]
+    from cpuinfo import cpuinfo
 
-
-def own_folder() -> None:
-    """Keeps compiled ops in the virtual environment, for this process and its children, unless told where.
-
-    torch's own default is one folder for all environments of a user. Build commands name the environment, so two
-    would compile each other's ops again and again, and overwrite libraries that a run has loaded.
-    """
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
-
-
-def look_once_at_the_processor() -> None:
-    """Has py-cpuinfo keep its answer, for this process.
-
-    DeepSpeed asks it twice each time that it loads an op, and it starts processes and measures clocks to answer: more
-    than a second of every rank's processor each time.
-    """
-    with suppress(ImportError):
-        from cpuinfo import cpuinfo
-
-        cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
-
-
-def environment() -> dict[str, str]:
     folders = [os.path.dirname(sys.executable)]
     with suppress(ImportError):
         import ninja
 
         folders.append(ninja.BIN_DIR)
-    path = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder not in folders]
-    return {**os.environ, "PATH": os.pathsep.join([*dict.fromkeys(filter(None, folders)), *path])}
+    folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(dict.fromkeys(folders))
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+    if not hasattr(cpuinfo.get_cpu_info_json, "cache_clear"):
+        cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
 
 
 def compiler() -> str:
@@ -82,7 +67,7 @@ def lacking(*, libaio: bool) -> tuple[str, str] | None:
     """
     if shutil.which(compiler()) is None:
         return f"there is no C++ compiler ({compiler()})", "apt-get install g++"
-    if shutil.which("ninja", path=environment()["PATH"]) is None:
+    if shutil.which("ninja") is None:
         return "there is no ninja", f"{sys.executable} -m pip install ninja"
     if not Path(python_headers(), "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

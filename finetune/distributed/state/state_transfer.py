@@ -89,7 +89,7 @@ def write(
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         whole = _loaded(load, f"{PARAMETER}/{name}", parameter.shape)
-        _local(parameter).copy_(tensor_shards.part_of(whole, parameter))
+        tensor_shards.local(parameter.detach()).copy_(tensor_shards.part_of(whole, parameter))
         for key in states[name]:
             whole = load(f"{key}/{name}")
             inner.state[parameter][key] = _placed(whole, key, name, parameter, groups[id(parameter)], launch.sharded)
@@ -281,7 +281,7 @@ def _placed(whole: torch.Tensor, key: str, name: str, parameter: Any, group: dic
     if whole.shape == parameter.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-        _local(like).copy_(tensor_shards.part_of(whole, parameter))
+        tensor_shards.local(like).copy_(tensor_shards.part_of(whole, parameter))
         return like
     if whole.ndim == 0:
         return _scalar(whole, key, group, parameter.device)
@@ -325,10 +325,3 @@ def _not_held(key: str, shape: Any, parameter: Any) -> CheckpointError:
 def _check_sharded(launch: Launch, name: str, parameter: Any) -> None:
     if launch.uses_fsdp and not hasattr(parameter, "full_tensor"):
         raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, in place."""
-    tensor = tensor.detach()
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

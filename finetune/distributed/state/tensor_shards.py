@@ -26,6 +26,12 @@ class Shard:
     """The whole tensor, on the device; all of these ranks must call it."""
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor, in place."""
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
 def undivided(tensor: torch.Tensor) -> Shard:
     """A tensor that each rank has all of."""
     whole = tensor.detach()
@@ -43,14 +49,14 @@ def of(tensor: Any) -> Shard:
     _, offset = _place(tensor)
     row = tensor.numel() // max(1, tensor.shape[0])
     ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
-    local = tensor.detach().to_local().reshape(-1)
+    piece = local(tensor.detach()).reshape(-1)
 
     def gather() -> torch.Tensor:
         # Shards that rest in host memory are gathered where the process group is.
         whole: torch.Tensor = tensor.detach().to(mesh.device_type).full_tensor()
         return whole
 
-    return Shard(tuple(tensor.shape), local, offset[0] * row, ranks, gather)
+    return Shard(tuple(tensor.shape), piece, offset[0] * row, ranks, gather)
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:

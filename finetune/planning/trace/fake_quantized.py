@@ -12,9 +12,6 @@ from finetune.models.quantization import Linear8bit
 from finetune.planning import model_shapes
 from finetune.utils.compat.torch_private import take_parameter
 
-# Elements that share a scale.
-_BLOCK = 64
-
 
 class Packed4bit(nn.Linear):
     """Allocates what bitsandbytes' module does on a GPU, where a weight is read back in one step for each product.
@@ -33,7 +30,9 @@ class Packed4bit(nn.Linear):
         return product.clone() if self.adapted else product
 
     def _read(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        scales = weight.new_empty(math.ceil(self.out_features * self.in_features / _BLOCK), dtype=torch.float32)
+        scales = weight.new_empty(
+            math.ceil(self.out_features * self.in_features / model_shapes.BLOCK), dtype=torch.float32
+        )
         whole = weight.new_empty((self.out_features, self.in_features), dtype=dtype)
         del scales  # there until the weight is
         return whole

@@ -11,16 +11,13 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
-from finetune.planning.candidates import Candidate, is_half
-from finetune.planning.model_shapes import Variant
+from finetune.planning.candidates import Candidate
+from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.planner import Plan
 from finetune.utils.errors import RecipeError
 
 # Parts of a cell's peak that come with the micro-batch.
 _OF_THE_BATCH = ("activations", "loss", "copies")
-
-
-RECOMMENDED = "recommended"
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def wanted(plan: Plan, names: str) -> list[Candidate]:
     Raises:
         RecipeError: If there is no such launch file.
     """
-    if names == RECOMMENDED:
+    if names == "recommended":
         if plan.advice.candidate is None:
             raise RecipeError(f"--trace: nothing is recommended, {plan.advice.reason} Name what to trace: --trace ddp.")
         return [plan.advice.candidate]
@@ -86,15 +83,11 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
         if candidate.memory is None or not isinstance(variant, Variant):
             found.append(_not(candidate, candidate.reason))
             continue
-        asked = {
-            "recipe": _settled(candidate, variant.recipe).model_dump(mode="json"),
-            "launch": asdict(fake_backend.stand_in(candidate.launch)),
-            "stored": stored,
-        }
-        job = json.dumps(asked)
+        recipe, launch = _settled(candidate, variant.recipe), fake_backend.stand_in(candidate.launch)
+        job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})
         if job not in taken:
             say(f"tracing {candidate.name} ({candidate.kind}) …")
-            taken[job] = _run(job, fake_backend.environment(fake_backend.stand_in(candidate.launch)))
+            taken[job] = _run(job, fake_backend.environment(launch))
         found.append(_read(candidate, taken[job]))
     return found
 
@@ -102,10 +95,10 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
 def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
     """Has a process of its own take a step."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, result = Path(folder) / "job.json", Path(folder) / "result.json"
-        asked.write_text(job, encoding="utf-8")
+        file, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        file.write_text(job, encoding="utf-8")
         ended = subprocess.run(
-            [sys.executable, "-m", "finetune.planning.trace.trace_step", str(asked), str(result)],
+            [sys.executable, "-m", "finetune.planning.trace.trace_step", str(file), str(result)],
             env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,

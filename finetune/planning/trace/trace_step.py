@@ -24,16 +24,62 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning import model_shapes
 from finetune.planning.trace import fake_quantized
-from finetune.planning.trace.allocation_tracker import Tracker
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils import atomic_files
 from finetune.utils.compat import transformers_private
 from finetune.utils.compat.torch_private import tensor_tables
-from finetune.utils.compat.torch_tracing_private import FakeTensorMode, replace_functional
+from finetune.utils.compat.torch_tracing_private import FakeTensorMode, MemoryKind, MemoryTracker, replace_functional
 from finetune.utils.errors import RecipeError
 
 # Of torch's own errors, the part that says something.
 _LONGEST = 300
+
+# What the tracker calls the parts of what is allocated.
+_PARTS = {
+    "parameters": MemoryKind.PARAM,
+    "buffers": MemoryKind.BUFFER,
+    "gradients": MemoryKind.GRAD,
+    "optimizer": MemoryKind.OPT,
+    "activations": MemoryKind.ACT,
+    "temporary": MemoryKind.TEMP,
+    "batch": MemoryKind.OTH,
+}
+
+
+class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
+    """torch's tracker, for one peak instead of one a module, which takes a fraction of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak: dict[str, int] = {}
+        """Bytes by part, when there were most."""
+        self.moment = ""
+        """When that was: forward, backward or optimizer."""
+        self.batch = 0
+        """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
+        self._most = 0
+
+    def begin(self) -> None:
+        """Forgets the peak so far."""
+        self.peak, self.moment, self.batch, self._most = {}, "", 0, 0
+
+    def now(self) -> dict[str, int]:
+        """Bytes by part."""
+        return self._parts(self.snapshot())
+
+    def lend(self) -> None:
+        """Counts what a backend has made beside the weights as gradients: buckets that these land in."""
+        self.relabel(MemoryKind.ACT, MemoryKind.GRAD)
+
+    def changed(self, snapshot: dict[Any, int]) -> None:
+        """Takes note of a new peak."""
+        self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
+        if snapshot["Total"] > self._most:
+            self._most, self.peak, self.moment = snapshot["Total"], self._parts(snapshot), self.phase
+
+    @staticmethod
+    def _parts(snapshot: dict[Any, int]) -> dict[str, int]:
+        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
 
 
 def main(job: Path, result: Path) -> None:
@@ -125,19 +171,13 @@ def local(value: Any) -> torch.Tensor | None:
 
 
 def build(recipe: Recipe, stored: str | None) -> nn.Module:
-    """The network that `networks.build_model` would build, without storage."""
-    plain = recipe.model_copy(update={"lora": None})
-    task = find_task(plain)
-    assert task.build_skeleton is not None
-    network = task.build_skeleton(plain, None)
+    """The network that is trained, without storage."""
+    network, packed = model_shapes.skeleton(recipe, stored)
     known = lora_adapters.transformer(network)
     if known is not None:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
-    quantised = recipe.model.quantization is not None
-    packs = [(m, m.weight.shape) for m in model_shapes.packable(network, recipe)] if quantised else []
-    network = model_shapes.trained_so(network, recipe, stored)
-    fake_quantized.stand_in(network, packs, recipe)
+    fake_quantized.stand_in(network, packed, recipe)
     if recipe.task.name == "causal_lm" and recipe.model.loss != "plain":
         chunked_loss.fuse(known)
     if known is not None:

@@ -7,29 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.modules import batchnorm, dropout
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as Dropout
 
 from finetune.utils.compat.tested import require
-
-__all__ = [
-    "GROWTH_TRACKER",
-    "BatchNorm",
-    "Dropout",
-    "GradBucket",
-    "build_directory",
-    "cpu_has_bf16",
-    "ddp_logging_data",
-    "default_store",
-    "num_compiled_graphs",
-    "prefixed_rendezvous",
-    "skips_nonfinite_steps",
-    "take_parameter",
-    "tensor_tables",
-]
 
 # Not `torch.distributed.rendezvous`, which is a function of that name.
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -45,6 +28,10 @@ require("torch", nn.Module, "_parameters", "_buffers")
 require("torch", nn.parallel.DistributedDataParallel, "_get_ddp_logging_data")
 require("torch", torch.optim.Adam, "_step_supports_amp_scaling")
 require("torch", torch.amp.GradScaler, GROWTH_TRACKER)
+
+BatchNorm = batchnorm._BatchNorm
+Dropout = dropout._DropoutNd
+GradBucket = _distributed_c10d.GradBucket
 
 
 def default_store() -> Store:

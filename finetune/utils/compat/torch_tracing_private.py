@@ -11,26 +11,15 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import Reducer
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._tools import mem_tracker
 from torch.distributed._tools.mem_tracker import MemTracker, _UpdateType
-from torch.distributed._tools.mem_tracker import _MemRefType as MemoryKind
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed import fake_pg
 from torch.utils.hooks import RemovableHandle
 
 from finetune.utils.compat.tested import require
-
-__all__ = [
-    "FakeTensorMode",
-    "MemoryKind",
-    "MemoryTracker",
-    "keep_buckets",
-    "let_fake_tensors_pass",
-    "replace_functional",
-    "start_fake_process_group",
-]
 
 require("torch", fake_tensor, "FakeTensorMode", "unset_fake_temporarily")
 require("torch", mem_tracker, "_MemRefType", "_UpdateType")
@@ -44,6 +33,9 @@ require("torch", fake_pg, "FakeStore")
 require("torch", Reducer, "_rebuild_buckets")
 require("torch", ddp, "_verify_param_shape_across_processes", "_sync_module_states")
 require("torch", _fsdp_init, "init_device_mesh")
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+MemoryKind = mem_tracker._MemRefType
 
 
 class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]

@@ -1,0 +1,577 @@
+"""A run's history, read from its directory: metrics over restarts, starts, checkpoints, samples, incidents, status.
+
+Everything that looks back at a run, finished or under way, reads it here. No torch: this starts at once.
+"""
+
+import json
+import socket
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import yaml
+
+from finetune.checkpoint import integrity
+from finetune.utils.errors import CheckpointError, RecipeError
+
+Status = Literal["running", "finished", "stopped", "diverged", "lost"]
+Series = npt.NDArray[np.float64]
+
+STATUSES: dict[Status, str] = {
+    "running": "its process is at work",
+    "finished": "it came to its last step",
+    "stopped": "it was asked to stop, and saved a checkpoint",
+    "diverged": "too many steps in a row were not finite",
+    "lost": "its process is gone, and did not say why: killed, crashed, or its machine went down",
+}
+"""What each status means."""
+
+TRAINING = (
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "tokens_per_s",
+    "step_s",
+    "data_s",
+    "forward_backward_s",
+    "optimizer_s",
+    "peak_memory_gib",
+    "mfu",
+    "skipped_steps",
+    "overflows",
+    "time",
+)
+EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
+
+# A run on another machine counts as running while it has written something within this time, or within so many
+# times what it takes between two lines.
+_QUIET_S = 600.0
+_QUIET_LINES = 5
+
+# A clock that was set meanwhile, and the second that `starts` is rounded to.
+_CLOCK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that the model wrote in training."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A step that was skipped."""
+
+    step: int
+    """Counted from 1."""
+    kind: str
+    """`nonfinite` or `overflow`."""
+    in_a_row: int
+    fatal: bool
+    """Whether the run ended by it."""
+    grad_norm: str
+    rows: tuple[int, ...]
+    """That the step read."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of the run: its first one, or a restart."""
+
+    time: float
+    """Seconds since 1970."""
+    end: float | None
+    """When it ended, as far as is known: for one that was killed, when it last wrote. None while it runs."""
+    host: str
+    pid: int
+    processes: int
+    from_step: int
+    to_step: int
+    """The last step that is known of it."""
+    resumed_from: str | None
+
+    def seconds(self, now: float) -> float:
+        """How long it has held its processes."""
+        return max(0.0, (now if self.end is None else self.end) - self.time)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is there."""
+
+    step: int
+    time: float
+    """When it was written; seconds since 1970."""
+    path: Path
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What a run's directory says of it."""
+
+    directory: Path
+    facts: dict[str, Any]
+    """`run.json`."""
+    recipe: dict[str, Any]
+    """`recipe.yaml`, as it ran; empty if it is missing."""
+    training: dict[str, Series]
+    """The keys of `TRAINING`, a value a logged step; NaN where there is none."""
+    evaluations: dict[str, Series]
+    """The keys of `EVALUATION`, a value an evaluation."""
+    samples: tuple[Sample, ...]
+    incidents: tuple[Incident, ...]
+    starts: tuple[Start, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
+    """In the order of steps."""
+    status: Status
+    damaged_lines: int
+    """Of `metrics.jsonl` and `incidents.jsonl` that cannot be read, but for a last one that is being written."""
+    read_at: float
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.resolve().name
+
+    @property
+    def step(self) -> int:
+        """The last step that is known."""
+        known = [int(self.training["step"][-1])] if len(self.training["step"]) else [0]
+        known += [start.from_step for start in self.starts[-1:]] + [saved.step for saved in self.checkpoints[-1:]]
+        return max(known)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole run."""
+        found = self.facts.get("length", {}).get("num_steps")
+        return int(found) if isinstance(found, int) else None
+
+    @property
+    def best_evaluation(self) -> tuple[int, float] | None:
+        """Step and loss of the evaluation with the lowest loss."""
+        losses = self.evaluations["validation_loss"]
+        if not np.isfinite(losses).any():
+            return None
+        best = int(np.nanargmin(losses))
+        return int(self.evaluations["step"][best]), float(losses[best])
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over all logged steps but the first of each start, which pays for what comes once."""
+        seconds, tokens = self._between(self.training["tokens"])
+        return tokens / seconds if seconds > 0 else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step, likewise."""
+        seconds, steps = self._between(self.training["step"])
+        return seconds / steps if steps > 0 else None
+
+    def _between(self, counts: Series) -> tuple[float, float]:
+        """Seconds in training, and what was counted meanwhile, but for first steps."""
+        steps = self.training["step"]
+        if len(steps) < 2:
+            return 0.0, 0.0
+        taken = np.diff(steps)
+        seconds = taken * self.training["step_s"][1:]
+        first = np.isin(steps[1:], [start.from_step + 1 for start in self.starts])
+        kept = np.isfinite(seconds) & np.isfinite(np.diff(counts)) & ~first
+        return float(seconds[kept].sum()), float(np.diff(counts)[kept].sum())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of training, at its mean speed; None if that is not known."""
+        speed = self.step_s
+        if speed is None or self.num_steps is None:
+            return None
+        return max(0, self.num_steps - self.step) * speed
+
+    @property
+    def training_seconds(self) -> Series:
+        """Seconds in training up to each logged step; evaluations, samples and lost steps are not counted."""
+        steps = self.training["step"]
+        taken = np.diff(steps, prepend=0.0)
+        return np.cumsum(np.nan_to_num(taken * self.training["step_s"]))
+
+    @property
+    def duration(self) -> float:
+        """Seconds from start to end, of all starts together, pauses left out."""
+        return sum(start.seconds(self.read_at) for start in self.starts)
+
+    @property
+    def process_hours(self) -> float:
+        """Hours x processes that all starts have held."""
+        return sum(start.processes * start.seconds(self.read_at) for start in self.starts) / 3600
+
+    @property
+    def launch(self) -> str:
+        """What it ran under: `ddp x 8`."""
+        launch, runs = self.facts.get("launch", {}), self.facts.get("runs", {})
+        kind = runs.get("kind") or launch.get("kind") or "?"
+        world = runs.get("world_size") or launch.get("num_processes")
+        return f"{kind} x {world}" if world and world != 1 else str(kind)
+
+
+class RunReader:
+    """Reads a run again and again while it goes; each time only what is new of its metrics."""
+
+    def __init__(self, directory: Path, *, only_outcome: bool = False) -> None:
+        """
+        Args:
+            only_outcome: Of the metrics read the evaluations, the training line before each, and the newest, which is
+                fast for any number of lines.
+        """
+        self._directory = directory
+        self._metrics = _Metrics(directory / "metrics.jsonl", only_outcome=only_outcome)
+        self._incidents = _Lines(directory / "incidents.jsonl")
+        self._skipped: dict[int, Incident] = {}
+
+    def read(self) -> RunHistory:
+        """The run as it is now.
+
+        Raises:
+            RecipeError: If there is none.
+            CheckpointError: If it cannot be read.
+        """
+        directory = self._directory
+        facts = read_facts(directory)
+        try:
+            self._metrics.refresh()
+            self._read_incidents()
+        except OSError as error:
+            raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
+        now = time.time()
+        training, evaluations = self._metrics.training.arrays(), self._metrics.evaluations.arrays()
+        incidents = tuple(self._skipped[step] for step in sorted(self._skipped))
+        last_written = _last_written(directory)
+        status = _status(facts, incidents, training, last_written, now)
+        return RunHistory(
+            directory=directory,
+            facts=facts,
+            recipe=_read_recipe(directory / "recipe.yaml"),
+            training=training,
+            evaluations=evaluations,
+            samples=tuple(self._metrics.samples),
+            incidents=incidents,
+            starts=_starts(facts, training, status, last_written),
+            checkpoints=_checkpoints(directory / "checkpoints"),
+            status=status,
+            damaged_lines=self._metrics.damaged + self._incidents.damaged,
+            read_at=now,
+        )
+
+    def _read_incidents(self) -> None:
+        if self._incidents.was_replaced():
+            self._skipped = {}
+        for line in self._incidents.new():
+            try:
+                found = _incident(json.loads(line))
+            except (ValueError, LookupError, TypeError):
+                self._incidents.damaged += 1
+                continue
+            self._skipped = {step: value for step, value in self._skipped.items() if step < found.step}
+            self._skipped[found.step] = found
+
+
+def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
+    """A run as its directory has it now.
+
+    Args:
+        only_outcome: As `RunReader` has it.
+
+    Raises:
+        RecipeError: If there is none.
+        CheckpointError: If it cannot be read.
+    """
+    return RunReader(directory, only_outcome=only_outcome).read()
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """The `run.json` of a run.
+
+    Raises:
+        RecipeError: If there is no run.
+        CheckpointError: If it cannot be read.
+    """
+    file = directory / "run.json"
+    try:
+        facts = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RecipeError(
+            f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune runs` "
+            "lists those that are here."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("starts"), list):
+        raise CheckpointError(f"{file} is not what a run of this toolkit writes: it lists no starts.")
+    return facts
+
+
+class _Lines:
+    """The whole lines of a file that grows, each given once."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._which: tuple[int, int] | None = None
+        self._offset = 0
+        self.damaged = 0
+
+    def was_replaced(self) -> bool:
+        """Whether the file is another one than at the last call, so that what was read of it counts no more."""
+        try:
+            facts = self._file.stat()
+        except FileNotFoundError:
+            which, size = None, 0
+        else:
+            which, size = (facts.st_dev, facts.st_ino), facts.st_size
+        # A restart replaces the file by one without the steps that are taken again.
+        replaced = self._which != which or size < self._offset
+        if replaced:
+            self._which, self._offset, self.damaged = which, 0, 0
+        return replaced
+
+    def new(self) -> Iterator[bytes]:
+        """Lines since the last time; one that is being written is left for the next."""
+        if self._which is None:
+            return
+        with self._file.open("rb") as handle:
+            handle.seek(self._offset)
+            for line in handle:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield line
+
+
+@dataclass
+class _Columns:
+    """Series that grow, by key."""
+
+    keys: tuple[str, ...]
+    columns: dict[str, "array[float]"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = {key: array("d") for key in self.keys}
+
+    def add(self, line: dict[str, Any]) -> None:
+        for key, column in self.columns.items():
+            value = line.get(key)
+            column.append(float("nan") if value is None else float(value))
+
+    def drop_from(self, step: float) -> None:
+        """Takes back what was logged of this step and of later ones."""
+        steps = self.columns["step"]
+        while steps and steps[-1] >= step:
+            for column in self.columns.values():
+                column.pop()
+
+    def arrays(self) -> dict[str, Series]:
+        return {key: np.array(column, dtype=np.float64) for key, column in self.columns.items()}
+
+
+class _Metrics:
+    """`metrics.jsonl`. Where a restart logs steps again, the later lines count."""
+
+    def __init__(self, file: Path, *, only_outcome: bool) -> None:
+        self._lines = _Lines(file)
+        self._only_outcome = only_outcome
+        self._clear()
+
+    def _clear(self) -> None:
+        self.training, self.evaluations = _Columns(TRAINING), _Columns(EVALUATION)
+        self.samples: list[Sample] = []
+
+    @property
+    def damaged(self) -> int:
+        return self._lines.damaged
+
+    def refresh(self) -> None:
+        if self._lines.was_replaced():
+            self._clear()
+        for line in self._outcome() if self._only_outcome else self._lines.new():
+            try:
+                self._add(json.loads(line))
+            except (ValueError, LookupError, TypeError, AttributeError):
+                self._lines.damaged += 1
+
+    def _outcome(self) -> Iterator[bytes]:
+        """Evaluations, and the newest training line before each of them and at the end."""
+        newest = None
+        for line in self._lines.new():
+            if b'"validation_loss"' in line:
+                if newest is not None:
+                    yield newest
+                yield line
+                newest = None
+            elif b'"grad_norm"' in line:
+                newest = line
+        if newest is not None:
+            yield newest
+
+    def _add(self, line: dict[str, Any]) -> None:
+        step = float(line["step"])
+        if "grad_norm" in line:
+            for columns in (self.training, self.evaluations):
+                columns.drop_from(step)
+            self._drop_samples(step)
+            self.training.add(line)
+        elif "validation_loss" in line:
+            self.evaluations.drop_from(step)
+            self.evaluations.add(line)
+        elif "sample" in line:
+            self._drop_samples(step)
+            self.samples.append(Sample(int(step), str(line["sample"])))
+
+    def _drop_samples(self, step: float) -> None:
+        while self.samples and self.samples[-1].step >= step:
+            self.samples.pop()
+
+
+def _incident(line: dict[str, Any]) -> Incident:
+    return Incident(
+        step=int(line["step"]),
+        kind=str(line["kind"]),
+        in_a_row=int(line["in_a_row"]),
+        fatal=bool(line.get("fatal", False)),
+        grad_norm=str(line.get("grad_norm", "")),
+        rows=tuple(int(row) for part in line["micro_batches"] for row in part["rows"]),
+    )
+
+
+def _read_recipe(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _checkpoints(root: Path) -> tuple[SavedCheckpoint, ...]:
+    found = []
+    for folder in integrity.list_checkpoints(root):
+        try:
+            # Written last: without it the checkpoint is none.
+            written = (folder / integrity.MANIFEST).stat().st_mtime
+        except OSError:
+            continue
+        found.append(SavedCheckpoint(integrity.step_of(folder) or 0, written, folder))
+    return tuple(reversed(found))
+
+
+def _last_written(directory: Path) -> float | None:
+    """When the run last wrote something that grows."""
+    times = []
+    for name in ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "run.json", "checkpoints"):
+        try:
+            times.append((directory / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times, default=None)
+
+
+def _status(
+    facts: dict[str, Any],
+    incidents: tuple[Incident, ...],
+    training: dict[str, Series],
+    last_written: float | None,
+    now: float,
+) -> Status:
+    if "finished" in facts:
+        return "finished"
+    if "stopped" in facts:
+        return "stopped"
+    if incidents and incidents[-1].fatal:
+        return "diverged"
+    start = facts["starts"][-1] if facts["starts"] else {}
+    if start.get("host") == socket.gethostname():
+        return "running" if _is_alive(start) else "lost"
+    times = training["time"][np.isfinite(training["time"])][-20:]
+    between = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    quiet = now - (last_written or 0.0)
+    return "running" if quiet <= max(_QUIET_S, _QUIET_LINES * between) else "lost"
+
+
+def _is_alive(start: dict[str, Any]) -> bool:
+    """Whether the process of a start on this machine is at work, and its number not another one's by now."""
+    begun = _seconds(start.get("time"))
+    try:
+        process = psutil.Process(int(start["pid"]))
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return begun is None or process.create_time() <= begun + _CLOCK_S
+    except (psutil.Error, LookupError, TypeError, ValueError):
+        return False
+
+
+def _starts(
+    facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float | None
+) -> tuple[Start, ...]:
+    told: list[dict[str, Any]] = facts["starts"]
+    steps, times = training["step"], training["time"]
+    logged = _last(times)
+    # Whole seconds, and so before the last line that was written in the same.
+    ended = _seconds(facts.get("finished")) or _seconds(facts.get("stopped"))
+    if ended is not None and logged is not None:
+        ended = max(ended, logged)
+    found = []
+    for number, start in enumerate(told):
+        last = number == len(told) - 1
+        begun = _seconds(start.get("time")) or 0.0
+        to_step = start.get("to_step")
+        if last:
+            end = None if status == "running" else ended or logged or last_written
+            to_step = int(steps[-1]) if len(steps) else None
+        else:
+            following = told[number + 1]
+            # One that was killed has said nothing after its last line.
+            end = start.get("last_logged") or _logged_before(training, begun, _seconds(following.get("time"))) or begun
+            end = max(end, _seconds(start.get("ended")) or end)
+            # Its last step need not be one that is logged.
+            to_step = max(to_step or 0, following.get("from_step", 0))
+        begun_at = int(start.get("from_step", 0))
+        found.append(
+            Start(
+                time=begun,
+                end=end if end is None else max(begun, float(end)),
+                host=str(start.get("host", "?")),
+                pid=int(start.get("pid", 0)),
+                processes=int(start.get("processes", 1)),
+                from_step=begun_at,
+                to_step=max(begun_at, begun_at if to_step is None else int(to_step)),
+                resumed_from=start.get("resumed_from"),
+            )
+        )
+    return tuple(found)
+
+
+def _last(times: Series) -> float | None:
+    """The last time of a series that may have gaps."""
+    known = times[np.isfinite(times)]
+    return float(known[-1]) if len(known) else None
+
+
+def _logged_before(training: dict[str, Series], begun: float, following: float | None) -> float | None:
+    times = training["time"]
+    inside = (times >= begun) & (times <= (following if following is not None else np.inf))
+    return float(times[inside].max()) if inside.any() else None
+
+
+def _seconds(text: Any) -> float | None:
+    """Seconds since 1970 of a local time with its offset, as `run.json` has them."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,133 @@
+"""`finetune runs`: the runs below a folder, with how each of them went."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from finetune.checkpoint.run_history import RunHistory, read_run
+from finetune.diagnostics.run_report import figures
+from finetune.utils.errors import FinetuneError, RecipeError
+
+COLORS = {"running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red", "lost": "red"}
+"""Of statuses, in a terminal."""
+
+# What a run directory holds need not be searched for more of them.
+_DEEPEST = 6
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A line of the list."""
+
+    run: str
+    """The directory, from where was looked."""
+    status: str
+    """`unreadable` where its files are damaged."""
+    step: int
+    num_steps: int | None
+    best_validation_loss: float | None
+    best_step: int | None
+    launch: str
+    precision: str
+    duration_s: float
+    started: float | None
+    """Seconds since 1970."""
+    restarts: int
+    problem: str | None = None
+    """Why it cannot be read."""
+
+
+def list_runs(directory: Path) -> list[RunSummary]:
+    """The runs in a folder or below it, the one that was started last at the end.
+
+    Raises:
+        RecipeError: If there is no such folder.
+    """
+    if not directory.is_dir():
+        raise RecipeError(
+            f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
+            "left out, it is `runs`."
+        )
+    found = [_summary(path, directory) for path in _run_directories(directory, 0)]
+    return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
+
+
+def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
+    if (directory / "run.json").is_file():
+        yield directory
+        return
+    if depth == _DEEPEST:
+        return
+    try:
+        inside = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for path in inside:
+        yield from _run_directories(Path(path), depth + 1)
+
+
+def _summary(path: Path, root: Path) -> RunSummary:
+    name = path.resolve().name if path == root else str(path.relative_to(root))
+    try:
+        run = read_run(path, only_outcome=True)
+    except FinetuneError as error:
+        return RunSummary(name, "unreadable", 0, None, None, None, "", "", 0.0, None, 0, " ".join(str(error).split()))
+    return summary_of(name, run)
+
+
+def summary_of(name: str, run: RunHistory) -> RunSummary:
+    """The line of a run."""
+    best = run.best_evaluation
+    return RunSummary(
+        run=name,
+        status=run.status,
+        step=run.step,
+        num_steps=run.num_steps,
+        best_validation_loss=best[1] if best else None,
+        best_step=best[0] if best else None,
+        launch=run.launch,
+        precision=str(run.facts.get("precision", "")),
+        duration_s=run.duration,
+        started=run.starts[0].time if run.starts else None,
+        restarts=max(0, len(run.starts) - 1),
+    )
+
+
+def table(found: list[RunSummary]) -> Table:
+    """For a terminal."""
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    shown.add_column("run", overflow="fold")
+    shown.add_column("status")
+    for name in ("step", "best val. loss", "launch", "time", "started"):
+        shown.add_column(name, justify="right" if name in ("step", "best val. loss", "time") else "left", no_wrap=True)
+    for one in found:
+        if one.problem is not None:
+            shown.add_row(Text(one.run), Text("unreadable", style="red"), "", "", "", "", "")
+            continue
+        of = f"/{one.num_steps:,}" if one.num_steps is not None else ""
+        best = (
+            "–"
+            if one.best_validation_loss is None
+            else f"{figures.number(one.best_validation_loss)} @{one.best_step:,}"
+        )
+        again = f" ↻{one.restarts}" if one.restarts else ""
+        shown.add_row(
+            Text(one.run),
+            Text(one.status, style=COLORS[one.status]),
+            f"{one.step:,}{of}",
+            best,
+            Text(f"{one.launch} {one.precision}".rstrip()),
+            f"{figures.duration(one.duration_s)}{again}",
+            figures.moment(one.started)[:16],
+        )
+    return shown
+
+
+def as_json(found: list[RunSummary]) -> str:
+    """For programs."""
+    return json.dumps([asdict(one) for one in found], indent=2)

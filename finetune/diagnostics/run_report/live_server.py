@@ -1,0 +1,211 @@
+"""`finetune report --live`: serves a run's page, which refreshes by itself.
+
+Whoever has the address, with its random token, sees the run; it changes nothing. Requests whose Host is a name that is
+not this machine's are refused: a web page elsewhere could have its own name resolve to this machine (DNS rebinding).
+"""
+
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint.run_history import RunReader
+from finetune.diagnostics.run_report import page
+from finetune.diagnostics.run_report.page import Content
+from finetune.diagnostics.run_report.write_report import check_extra, check_price, named, predicted_peak
+from finetune.utils.errors import FinetuneError, RecipeError
+
+LOOPBACK = "127.0.0.1"
+REFRESH_S = 5.0
+"""Between two looks at the run."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class LiveReport:
+    """What the server shows: runs, read again when someone asks and the last look is old enough."""
+
+    def __init__(self, directories: list[Path], price: float | None = None, refresh_s: float = REFRESH_S) -> None:
+        """
+        Raises:
+            FinetuneError: If a run cannot be read.
+        """
+        check_extra()
+        check_price(price)
+        self.refresh_s = refresh_s
+        self._readers = [(directory, RunReader(directory)) for directory in directories]
+        self._price = price
+        self._lock = threading.Lock()
+        self._predictions: list[str | int | None] = []
+        self.content()
+
+    def predict(self) -> None:
+        """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
+        if len(self._readers) == 1:
+            self._predictions = [predicted_peak(self._readers[0][1].read(), compute=True)]
+
+    def content(self) -> Content:
+        """What the page shows now.
+
+        Raises:
+            FinetuneError: If a run cannot be read.
+        """
+        with self._lock:
+            runs = named([(directory, reader.read()) for directory, reader in self._readers])
+            return page.content(runs, price=self._price, predictions=self._predictions, live=True)
+
+    def page(self) -> bytes:
+        """The page."""
+        return page.page(self.content(), refresh_s=self.refresh_s).encode()
+
+    def data(self) -> bytes:
+        """What a page that is open asks for."""
+        shown = self.content()
+        return json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False).encode()
+
+
+class LiveServer:
+    """The server; `url` has the token."""
+
+    def __init__(self, report: LiveReport, host: str | None = None, port: int | None = None) -> None:
+        """
+        Args:
+            host: The address to bind; the loopback address if left out.
+            port: One that is free if left out.
+
+        Raises:
+            RecipeError: If the address cannot be bound.
+        """
+        self.token = secrets.token_urlsafe(24)
+        bound = host or LOOPBACK
+        try:
+            kind = ipaddress.ip_address(bound)
+        except ValueError:
+            kind = None
+        server: type[ThreadingHTTPServer] = _Server6 if kind is not None and kind.version == 6 else _Server
+        if port is not None and not 0 <= port <= 65535:
+            raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
+        try:
+            self._server = server((bound, port or 0), _handler(self.token, report))
+        except OSError as error:
+            raise RecipeError(
+                f"--live: cannot serve on {bound}:{port or 0}: {error.strerror or error}. Give another --port, or an "
+                "address of this machine as --host."
+            ) from error
+        self.bound = bound
+        shown = f"[{bound}]" if kind is not None and kind.version == 6 else bound
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://{shown}:{self.port}/{self.token}/"
+
+    def serve(self) -> None:
+        """Serves until interrupted, or `close`d from another thread."""
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        """Ends `serve`."""
+        self._server.shutdown()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def is_own_host(host: str) -> bool:
+    """Whether the Host of a request names this machine: an address, `localhost`, or the machine's own name.
+
+    A name that an attacker owns is none of them. The port is not compared, since tunnels have others.
+    """
+    has_port = host.count(":") == 1 or (host.startswith("[") and "]:" in host)
+    name = host.rsplit(":", 1)[0] if has_port else host
+    name = name.removeprefix("[").removesuffix("]").lower().rstrip(".")
+    if name in ("localhost", socket.gethostname().lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _handler(token: str, report: LiveReport) -> type[BaseHTTPRequestHandler]:
+    answers: dict[str, tuple[str, Callable[[], bytes]]] = {
+        "": ("text/html; charset=utf-8", report.page),
+        "data": ("application/json", report.data),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        # A client that sends nothing does not hold a thread.
+        timeout = 20
+        server_version = "finetune"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            if not is_own_host(self.headers.get("Host", "")):
+                self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"This server is not the one of that name.\n")
+                return
+            given, _, what = self.path.removeprefix("/").partition("/")
+            if not secrets.compare_digest(given.encode(), token.encode()) or what not in answers:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"Not found. The address ends in /TOKEN/.\n")
+                return
+            kind, make = answers[what]
+            try:
+                body = make()
+            except FinetuneError as error:
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", f"{error}\n".encode())
+                return
+            self._send(HTTPStatus.OK, kind, body)
+
+        def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Silent: the address has the token."""
+
+    return Handler
+
+
+def serve_live(
+    directories: list[Path], say: Callable[[str], None], *, price: float | None, host: str | None, port: int | None
+) -> None:
+    """Serves runs until Ctrl-C.
+
+    Args:
+        say: Is told the address.
+
+    Raises:
+        FinetuneError: If a run cannot be read, or the address not be bound.
+    """
+    report = LiveReport(directories, price)
+    server = LiveServer(report, host, port)
+    threading.Thread(target=report.predict, name="prediction", daemon=True).start()
+    say(f"{server.url}\nThe page refreshes every {report.refresh_s:g} s. Ctrl-C ends it.")
+    if server.bound == LOOPBACK:
+        say(
+            f"From another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {socket.gethostname()}, and open the "
+            "address there."
+        )
+    else:
+        say("Whoever can reach this address and knows its token can read the run, over a connection in the clear.")
+    server.serve()

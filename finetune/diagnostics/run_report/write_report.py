@@ -1,0 +1,99 @@
+"""Writes the report of runs: the page, and pictures beside it."""
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from finetune.checkpoint.run_history import RunHistory, read_run
+from finetune.diagnostics.run_report import page
+from finetune.utils import atomic_files
+from finetune.utils.errors import RecipeError
+
+EXTRA = ("plotly", "matplotlib")
+
+
+def write_report(
+    directories: Sequence[Path], to: Path | None = None, *, price: float | None = None, predict: bool = True
+) -> list[Path]:
+    """Writes the report of one run, or of several over each other.
+
+    Args:
+        to: The page; for one run `RUN/report/report.html` if left out, for several `report.html` here.
+        price: Of a GPU (or a process on CPUs) and hour.
+        predict: Whether to compute the peak memory that a plan predicts, where the run has not written it.
+
+    Returns:
+        The files, the page first.
+
+    Raises:
+        FinetuneError: If a run cannot be read, or the page not be written.
+    """
+    check_extra()
+    check_price(price)
+    runs = named([(directory, read_run(directory)) for directory in directories])
+    file = to or (directories[0] / "report" / "report.html" if len(runs) == 1 else Path("report.html"))
+    _check_file(file)
+    predictions = [predicted_peak(run, compute=predict) for _, run in runs] if len(runs) == 1 else []
+    shown = page.content(runs, price=price, predictions=predictions)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_text(file, page.page(shown))
+        from finetune.diagnostics.run_report import png_charts
+
+        return [file, *png_charts.write(shown.charts, runs, file)]
+    except OSError as error:
+        raise RecipeError(
+            f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."
+        ) from error
+
+
+def named(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
+    """Runs by the names of their directories; by their paths where two are named alike."""
+    names = [run.name for _, run in found]
+    unique = len(set(names)) == len(names)
+    return [(run.name if unique else str(directory), run) for directory, run in found]
+
+
+def predicted_peak(run: RunHistory, *, compute: bool) -> "str | int | None":
+    """The peak that a plan predicts for a run, as the run has written it or computed now, or why there is none."""
+    told = run.facts.get("peak_memory") or {}
+    if told.get("predicted"):
+        return int(told["predicted"])
+    if not compute:
+        return None
+    from finetune.diagnostics.run_report.memory_prediction import predict_peak
+
+    return predict_peak(run)
+
+
+def check_extra() -> None:
+    """Raises RecipeError if what draws is not installed."""
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"finetune report needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed. Install the extra: pip install 'finetune[report]'. `finetune watch` and `finetune runs` work "
+            "without it."
+        )
+
+
+def check_price(price: float | None) -> None:
+    """Raises RecipeError if a price is none."""
+    if price is not None and not (math.isfinite(price) and price >= 0.0):
+        raise RecipeError(f"--price is {price}; give what a GPU, or a process on CPUs, costs an hour, such as 2.5.")
+
+
+def _check_file(file: Path) -> None:
+    """Only a report is replaced."""
+    if file.is_dir() or file.suffix.lower() not in (".html", ".htm"):
+        raise RecipeError(f"--to: {file} is not the name of a page. Give a file that ends in .html.")
+    try:
+        with file.open("rb") as there:
+            head = there.read(1024).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RecipeError(f"--to: {file} cannot be read: {error.strerror}. Name another file.") from error
+    if page.GENERATOR not in head:
+        raise RecipeError(f"--to: {file} is there, and is no report of this toolkit. Name another file, or remove it.")

@@ -1,0 +1,42 @@
+"""The files that ship with the package: launch files, what they name, recipes, and the versions that were tested."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+LAUNCH_FILES = "accelerate_configs"
+RECIPES = "recipes"
+
+
+def shipped(name: str) -> Path:
+    """A file or folder that ships: inside the package where it is installed, beside it in a checkout."""
+    inside = _PACKAGE / name
+    return inside if inside.exists() else _PACKAGE.parent / name
+
+
+def shipped_names(folder: str) -> list[str]:
+    """The names by which the YAML files of a shipped folder are found, sorted."""
+    return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
+
+
+def launch_folder() -> Path:
+    """The launch files to choose from: ./accelerate_configs where there is one, else the shipped ones."""
+    here = Path(LAUNCH_FILES)
+    return here if here.is_dir() else shipped(LAUNCH_FILES)
+
+
+def launch_file(word: str) -> str:
+    """A launch file's path: `word` itself, or the file of that name in ./accelerate_configs, or the shipped one."""
+    return _find(LAUNCH_FILES, word)
+
+
+def recipe_file(word: str) -> str:
+    """A recipe's path: `word` itself, or the file of that name in ./recipes, or the shipped one."""
+    return _find(RECIPES, word)
+
+
+def _find(folder: str, word: str) -> str:
+    # Whoever reads the file says that there is none.
+    if Path(word).suffix or Path(word).name != word or Path(word).exists():
+        return word
+    places = (Path(folder) / f"{word}.yaml", shipped(folder) / f"{word}.yaml")
+    return next((str(file) for file in places if file.is_file()), word)

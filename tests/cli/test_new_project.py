@@ -1,0 +1,113 @@
+"""`finetune init`: what it writes runs as it is, and it overwrites nothing."""
+
+from pathlib import Path
+
+import pytest
+import testdata
+import yaml
+from forkserver import ForkServer
+from harness import environment
+
+from finetune.config.recipe import load_recipe
+from finetune.distributed.gpu_specs import Gpu
+from finetune.distributed.launch import launch_file
+from finetune.distributed.resolve_config import derive_accumulation
+from finetune.planning import new_project
+from finetune.planning.new_project import TASKS, Project, write_project
+from finetune.planning.step_time import Machines
+from finetune.utils.errors import RecipeError
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_new_project_trains(task: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    lines = write_project(tmp_path / "project", Project(task))
+    command = lines[-1].split()
+    assert command[:3] == ["finetune", "launch", "--config_file"]
+    folder = tmp_path / "project"
+    assert (folder / "accelerate_configs" / f"{command[3]}.yaml").is_file()
+    words = ["-m", "finetune.training", command[4], "length={steps: 2}", "data.cache_dir=.cache"]
+    words += ["data.train.0.sample=300"] * (task != "custom")
+    code, output = fork_server.run(words, cwd=folder, env=environment())
+    assert code == 0, output[-3000:]
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert (folder / recipe.output.dir / "model").is_dir()
+    assert recipe.output.dir in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("adapters", ["lora", "qlora"])
+def test_a_project_of_a_pretrained_model(adapters: str, tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"text": "A cat."}\n' * 50)
+    write_project(tmp_path / "project", Project("lm", str(testdata.MODEL), str(data), adapters))
+    recipe = load_recipe(tmp_path / "project" / "recipe.yaml")
+    assert recipe.model.name == str(testdata.MODEL)
+    assert recipe.lora is not None
+    assert recipe.model.quantization == ("nf4" if adapters == "qlora" else None)
+    assert [source.path for source in recipe.data.train] == [str(data)]
+
+
+def test_its_launch_files_can_be_read_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_project(tmp_path / "project", Project())
+    monkeypatch.chdir("/")
+    files = sorted((tmp_path / "project" / "accelerate_configs").glob("*.yaml"))
+    assert {"single.yaml", "ddp.yaml", "fsdp.yaml", "zero2.yaml"} <= {file.name for file in files}
+    for file in files:
+        launch_file.read(str(file))
+        config = (yaml.safe_load(file.read_text()).get("deepspeed_config") or {}).get("deepspeed_config_file")
+        if config is not None:
+            assert launch_file.find(config, str(file)).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 8])
+@pytest.mark.parametrize("task", ["lm", "custom"])
+def test_the_batch_and_the_processes_fit_each_other(
+    task: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machines(Gpu("a GPU", "", 79.0, 989.0, 450.0, 700.0), gpus, 1, 50.0, 0.4)
+    monkeypatch.setattr(new_project, "this_machine", lambda: machine)
+    *_, config, _ = write_project(tmp_path / "project", Project(task))[-1].split()
+    written = yaml.safe_load((tmp_path / "project" / "accelerate_configs" / f"{config}.yaml").read_text())
+    assert written["num_processes"] == gpus
+    derive_accumulation(load_recipe(tmp_path / "project" / "recipe.yaml"), gpus)
+
+
+def test_what_has_to_change_for_it_to_fit_stands_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machines(Gpu("a small GPU", "", 1.045, 100.0, 32.0, 300.0), 1, 1, 50.0, 0.4)
+    monkeypatch.setattr(new_project, "this_machine", lambda: machine)
+    command = write_project(tmp_path / "project", Project())[-1].split()
+    assert "=" in command[-1]
+    load_recipe(tmp_path / "project" / "recipe.yaml", command[5:])
+
+
+def test_the_choice_follows_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machines(Gpu("too small", "", 0.0002, 1.0, 1.0, 100.0), 2, 1, 1.0, 0.4)
+    monkeypatch.setattr(new_project, "this_machine", lambda: machine)
+    with pytest.raises(RecipeError, match="On this machine"):
+        write_project(tmp_path / "project", Project())
+    assert not (tmp_path / "project").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(RecipeError, match=r"already holds recipe.yaml, README.md"):
+        write_project(tmp_path, Project())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "recipe.yaml"]
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("project", "says"),
+    [
+        (Project(adapters="lora"), "--lora trains adapters of a pretrained model"),
+        (Project(adapters="qlora"), "--qlora trains adapters"),
+        (Project("custom", model="x"), "leave --model and --data out"),
+        (Project("custom", data="x"), "leave --model and --data out"),
+    ],
+)
+def test_options_that_contradict_each_other(project: Project, says: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=says):
+        write_project(tmp_path / "project", project)
+    assert not (tmp_path / "project").exists()

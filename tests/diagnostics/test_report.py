@@ -1,0 +1,401 @@
+"""`finetune report`: the page in a browser, the pictures, and what is refused."""
+
+import html
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chromium import Page, chromium, needs_chromium
+from inside import Crash, copy, crash_after, mlp, run_here
+
+from finetune.checkpoint.run_history import read_run
+from finetune.diagnostics.run_report import charts, live_server, page, write_report
+from finetune.diagnostics.run_report.compare_runs import differences
+from finetune.diagnostics.run_report.downsample import MOST_POINTS, downsample, running_mean
+from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
+from finetune.utils.errors import RecipeError
+
+EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"
+
+
+def add_line(run: Path, **line: Any) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a skipped step, a restart, evaluations, and a sample."""
+    os.environ["TROUBLE"] = json.dumps({"loss": {"17": "nan"}})
+    try:
+        tree = mlp(
+            tmp_path_factory.mktemp("report") / "one",
+            task={"name": "troubled_task:mlp"},
+            eval={"every_steps": 5},
+            guard={"max_skipped_steps": 5},
+        )
+        with pytest.raises(Crash):
+            run_here(tree, crash_after(7))
+        done = run_here(tree)
+    finally:
+        del os.environ["TROUBLE"]
+    add_line(done.directory, step=20, sample=f"Once {EVIL}")
+    return done.directory
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another recipe, in another folder of the same name."""
+    tree = mlp(tmp_path_factory.mktemp("report") / "one", optim={"lr": 3e-2}, eval={"every_steps": 5})
+    return run_here(tree).directory
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as found:
+        yield found
+
+
+def written(tmp_path: Path, *runs: Path, **options: Any) -> Path:
+    return write_report.write_report(list(runs), tmp_path / "page.html", **options)[0]
+
+
+def data_of(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8").split('<script id="report-data" type="application/json">')[1]
+    return json.loads(text.split("</script>")[0])
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_a_run_in_a_browser(finished: Path, tmp_path: Path, browser: Page, width: int, theme: str) -> None:
+    shown = browser.open(written(tmp_path, finished, price=2.5), width=width, theme=theme)
+    assert shown.traces() == {
+        "loss": 2,
+        "learning-rate": 1,
+        "gradient-norm": 3,
+        "throughput": 1,
+        "step-time": 4,
+        "memory": 1,
+    }
+    assert shown.overflow() == 0
+    assert "training loss" in (told := shown.hover("loss")), told
+    assert any(f"{loss:.5g}" in told for loss in read_run(finished).training["loss"]), told
+    assert shown.js("return performance.getEntriesByType('resource').length") == 0
+    assert shown.js("return window.spoiled") is None
+    assert shown.console() == []
+
+
+@needs_chromium
+def test_dark_and_light(finished: Path, tmp_path: Path, browser: Page) -> None:
+    colors = (
+        "return [getComputedStyle(document.body).backgroundColor, "
+        "document.querySelector('[data-chart=loss] .xtick text').style.fill, "
+        "document.querySelector('[data-chart=loss] .js-line').style.stroke]"
+    )
+    file = written(tmp_path, finished)
+    light = browser.open(file, theme="light").js(colors)
+    browser.js("localStorage.clear()")
+    dark = browser.open(file, theme="dark").js(colors)
+    assert all(one != two for one, two in zip(light, dark, strict=True)), (light, dark)
+    browser.click("#theme")
+    assert browser.js(colors) == light
+    # The choice stays.
+    assert browser.open(file, theme="dark").js(colors) == light
+    browser.js("localStorage.clear()")
+
+
+@needs_chromium
+def test_buttons(finished: Path, tmp_path: Path, browser: Page) -> None:
+    shown = browser.open(written(tmp_path, finished))
+    last = "return document.querySelector('[data-chart=loss]').data[0].x.at(-1)"
+    run = read_run(finished)
+    assert shown.js(last) == 20
+    shown.click('[data-axis="tokens"]')
+    assert shown.js(last) == run.training["tokens"][-1]
+    shown.click('[data-axis="time"]')
+    assert shown.js(last) == pytest.approx(run.training_seconds[-1], rel=1e-4)
+    shown.click('[data-log="loss"]')
+    assert shown.js("return document.querySelector('[data-chart=loss]').layout.yaxis.type") == "log"
+    assert shown.console() == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, browser: Page, width: int) -> None:
+    shown = browser.open(written(tmp_path, finished, other), width=width)
+    assert set(shown.traces().values()) == {2}
+    legend = shown.js("return document.querySelector('[data-chart=loss] .legend').textContent")
+    assert str(finished) in legend
+    assert str(other) in legend
+    differing = shown.js("return [...document.querySelectorAll('#differences code')].map((c) => c.textContent)")
+    assert "optim.lr" in differing
+    assert "output.dir" not in differing
+    assert "seed" not in differing
+    assert shown.overflow() == 0
+    assert shown.js("return window.spoiled") is None
+    assert shown.console() == []
+
+
+@needs_chromium
+def test_a_live_page_refreshes(finished: Path, tmp_path: Path, browser: Page, served: Any) -> None:
+    run = copy(finished, tmp_path / "run")
+    server = served(run, refresh_s=0.2)
+    shown = browser.open(server.url)
+    points = "return document.querySelector('[data-chart=loss]').data[0].x.length"
+    assert shown.js(points) == 20
+    shown.click('[data-axis="tokens"]')
+    add_line(run, step=21, loss=0.5, grad_norm=1.0, tokens=168, step_s=0.1)
+    add_line(run, step=21, sample=f"Twice {EVIL}")
+    shown.wait(f"{points} === 21")
+    assert shown.js("return document.querySelector('[data-chart=loss]').data[0].x.at(-1)") == 168
+    assert shown.js("return document.querySelectorAll('[data-axis][aria-pressed=true]').length") == 1
+    assert "Twice <script>" in shown.js("return document.querySelector('#samples').textContent")
+    assert shown.js("return window.spoiled") is None
+    assert shown.console() == []
+
+
+# ---------------------------------------------------------------- the live server
+
+
+@pytest.fixture
+def served() -> Iterator[Any]:
+    running: list[tuple[LiveServer, threading.Thread]] = []
+
+    def serve(run: Path, **options: Any) -> LiveServer:
+        server = LiveServer(LiveReport([run], **options))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        running.append((server, thread))
+        return server
+
+    yield serve
+    for server, thread in running:
+        server.close()
+        thread.join(30)
+
+
+def ask(address: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_who_may_read_a_live_page(finished: Path, served: Any) -> None:
+    server = served(finished)
+    root = f"http://127.0.0.1:{server.port}"
+    assert server.bound == "127.0.0.1"
+    assert len(server.token) >= 32
+    assert ask(server.url) == ask(f"{server.url}data") == 200
+    wrong = server.token[:-1] + ("a" if server.token[-1] != "a" else "b")
+    for path in (
+        "",
+        "/",
+        f"/{wrong}/",
+        f"/{server.token[:-1]}/",
+        f"/{server.token}/run.json",
+        "/é/".replace("é", "%C3%A9"),
+    ):
+        assert ask(f"{root}{path}") == 404, path
+    assert ask(f"{root}/{server.token}/../../etc/passwd") == 404
+    assert ask(server.url, Host=f"evil.example:{server.port}") == 421
+    assert ask(server.url, Host=f"127.0.0.1.evil.example:{server.port}") == 421
+    assert ask(server.url, Host="localhost:9000") == 200
+    request = urllib.request.Request(server.url, data=b"x", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(request, timeout=30)
+
+
+def test_which_hosts_are_own() -> None:
+    for host in ("127.0.0.1", "127.0.0.1:80", "[::1]:80", "[::1]", "::1", "localhost", "LOCALHOST:1", "10.0.0.7:99"):
+        assert is_own_host(host), host
+    for host in ("", "evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.nip.io", "[evil]:80"):
+        assert not is_own_host(host), host
+
+
+def test_an_address_that_cannot_be_served(finished: Path, served: Any) -> None:
+    server = served(finished)
+    with pytest.raises(RecipeError, match=r"--live: cannot serve on 127\.0\.0\.1:"):
+        LiveServer(LiveReport([finished]), port=server.port)
+    with pytest.raises(RecipeError, match="--port is 70000"):
+        LiveServer(LiveReport([finished]), port=70000)
+
+
+def test_a_run_that_vanishes_is_said(finished: Path, tmp_path: Path, served: Any) -> None:
+    run = copy(finished, tmp_path / "run")
+    server = served(run)
+    (run / "run.json").unlink()
+    assert ask(f"{server.url}data") == 503
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_beside_the_page(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path / "run")
+    files = write_report.write_report([run])
+    assert files[0] == run / "report" / "report.html"
+    assert {file.name for file in files[1:]} >= {"report-loss.png", "report-gradient-norm.png", "report-step-time.png"}
+    for file in files[1:]:
+        assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert file.stat().st_size > 5_000
+    # Again: a report is replaced.
+    assert write_report.write_report([run]) == files
+
+
+def test_text_of_a_run_is_only_text(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts |= {"git_commit": EVIL, "command": [EVIL], "precision": EVIL}
+    facts["starts"][0]["host"] = EVIL
+    facts["runs"]["wrapper"] = EVIL
+    (run / "run.json").write_text(json.dumps(facts))
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("troubled_task:mlp", json.dumps(EVIL)))
+    text = written(tmp_path, run).read_text(encoding="utf-8")
+    assert EVIL not in text
+    assert "<script>window" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;window.spoiled" in text
+
+
+def test_text_in_chart_data_is_only_text(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path / "run")
+    incident = {"step": 3, "kind": EVIL, "in_a_row": 1, "fatal": False, "grad_norm": "nan", "micro_batches": []}
+    (run / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+    file = written(tmp_path, run)
+    assert EVIL not in file.read_text()
+    skipped = data_of(file)["charts"]["gradient-norm"]["curves"][-1]
+    # Plotly takes some HTML in texts, of which scripts and handlers are no part; `<` stands for itself here.
+    assert skipped["texts"] == [f"step 3 was skipped: {html.escape(EVIL)}, norm nan"]
+
+
+def test_the_page_names_no_other_place(finished: Path, tmp_path: Path) -> None:
+    shown = page.content([("one", read_run(finished))])
+    whole = page.page(shown)
+    own = whole.replace(page.plotly_script(), "")
+    assert "http://" not in own
+    assert "https://" not in own
+    assert "connect-src 'none'" in own
+    assert "default-src 'none'" in own
+
+
+def test_skipped_steps_and_restarts_are_marked(finished: Path, tmp_path: Path) -> None:
+    run = read_run(finished)
+    assert len(run.incidents) >= 1
+    norm = data_of(written(tmp_path, finished))["charts"]["gradient-norm"]
+    skipped = next(curve for curve in norm["curves"] if curve["name"] == "skipped step")
+    assert skipped["x"]["step"] == [incident.step for incident in run.incidents]
+    assert [mark["x"]["step"] for mark in norm["marks"]] == [5]
+
+
+def test_a_price(finished: Path, tmp_path: Path) -> None:
+    run = read_run(finished)
+    assert f"<b>{1e6 * run.process_hours:,.2f}</b>" in written(tmp_path, finished, price=1e6).read_text()
+    for price in (-1.0, float("nan")):
+        with pytest.raises(RecipeError, match="--price is"):
+            written(tmp_path, finished, price=price)
+
+
+def test_what_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="holds no run"):
+        written(tmp_path, tmp_path)
+    with pytest.raises(RecipeError, match=r"ends in \.html"):
+        write_report.write_report([finished], tmp_path / "page.pdf")
+    (tmp_path / "mine.html").write_text("<p>my own")
+    with pytest.raises(RecipeError, match="is no report of this toolkit"):
+        write_report.write_report([finished], tmp_path / "mine.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="--to: "):
+        write_report.write_report([finished], tmp_path / "file" / "page.html")
+    monkeypatch.setattr(write_report, "EXTRA", ("plotly", "not_there_at_all"))
+    with pytest.raises(RecipeError, match=r"not_there_at_all.*pip install 'finetune\[report\]'"):
+        written(tmp_path, finished)
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def test_extremes_survive_downsampling() -> None:
+    y = np.sin(np.arange(1_000_000) / 1e4)
+    y[123_456], y[654_321], y[500_000] = 50.0, -50.0, np.nan
+    chosen = downsample(y)
+    assert len(chosen) <= MOST_POINTS + 2
+    assert {0, 123_456, 654_321, len(y) - 1} <= set(chosen.tolist())
+    assert (np.diff(chosen) > 0).all()
+    assert downsample(y[:100]).tolist() == list(range(100))
+    assert len(downsample(np.full(10_000, np.nan))) <= MOST_POINTS + 2
+
+
+def test_running_mean() -> None:
+    y = np.array([1.0, np.nan, 3.0, 5.0])
+    np.testing.assert_allclose(running_mean(y, 2), [1.0, 1.0, 3.0, 4.0])
+    np.testing.assert_allclose(running_mean(y, 10), [1.0, 1.0, 2.0, 3.0])
+
+
+def test_a_long_run_gives_a_page_of_reasonable_size(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    line = next(line for line in lines if "grad_norm" in line)
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 60_001):
+            file.write(json.dumps({**line, "step": step, "loss": 2 + (step % 17) / 10, "tokens": 50 * step}) + "\n")
+    file = written(tmp_path, run)
+    # 4.8 MB of it are Plotly.
+    assert file.stat().st_size < 7_000_000
+    assert f"at most {MOST_POINTS:,} points" in file.read_text()
+    drawn = data_of(file)["charts"]["loss"]["curves"]
+    assert [curve["style"] for curve in drawn[:2]] == ["faint", "line"]
+
+
+def test_differences() -> None:
+    trees = [
+        {"a": {"b": 1, "c": 2}, "output": {"dir": "x"}},
+        {"a": {"b": 1, "c": 3}, "output": {"dir": "y"}, "d": None},
+    ]
+    assert differences(trees) == {"a.c": ["2", "3"]}
+    assert differences([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
+
+
+def test_a_run_without_a_step(finished: Path, tmp_path: Path) -> None:
+    run = copy(finished, tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    assert "No step is logged yet" in written(tmp_path, run).read_text()
+
+
+def test_what_a_plan_predicts(finished: Path, tmp_path: Path) -> None:
+    facts = json.loads((finished / "run.json").read_text())
+    assert not (facts["peak_memory"] or {}).get("predicted")  # no transformer
+    assert "No prediction: " in written(tmp_path, finished).read_text()
+    run = copy(finished, tmp_path / "run")
+    facts["peak_memory"] = {"of": "allocated", "measured": 2**30, "predicted": 3 * 2**30}
+    (run / "run.json").write_text(json.dumps(facts))
+    assert "3.00 GiB" in written(tmp_path, run).read_text()
+
+
+def test_time_units() -> None:
+    assert [charts.time_unit(seconds).name for seconds in (0, 199, 201, 12_001, 720_001)] == [
+        "s",
+        "s",
+        "min",
+        "h",
+        "days",
+    ]
+
+
+def test_live_options_need_live(finished: Path) -> None:
+    from finetune.cli.main import main
+
+    assert main(["report", str(finished), "--port", "1"]) == 2
+    assert main(["report", str(finished), "--live", "--to", "x.html"]) == 2
+    assert live_server.LOOPBACK == "127.0.0.1"
