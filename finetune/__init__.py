@@ -3,10 +3,116 @@
 The recipe says what is learned; the launch config says where it runs.
 """
 
+import importlib
 import logging
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import (
+        BatchSection as BatchSection,
+    )
+    from finetune.config.recipe_schema import (
+        ChatSection as ChatSection,
+    )
+    from finetune.config.recipe_schema import (
+        CheckpointSection as CheckpointSection,
+    )
+    from finetune.config.recipe_schema import (
+        ChecksSection as ChecksSection,
+    )
+    from finetune.config.recipe_schema import (
+        DataSection as DataSection,
+    )
+    from finetune.config.recipe_schema import (
+        EvalSection as EvalSection,
+    )
+    from finetune.config.recipe_schema import (
+        GuardSection as GuardSection,
+    )
+    from finetune.config.recipe_schema import (
+        LengthSection as LengthSection,
+    )
+    from finetune.config.recipe_schema import (
+        LogSection as LogSection,
+    )
+    from finetune.config.recipe_schema import (
+        LoraSection as LoraSection,
+    )
+    from finetune.config.recipe_schema import (
+        ModelSection as ModelSection,
+    )
+    from finetune.config.recipe_schema import (
+        OptimSection as OptimSection,
+    )
+    from finetune.config.recipe_schema import (
+        OutputSection as OutputSection,
+    )
+    from finetune.config.recipe_schema import (
+        Recipe as Recipe,
+    )
+    from finetune.config.recipe_schema import (
+        ResumeSection as ResumeSection,
+    )
+    from finetune.config.recipe_schema import (
+        SampleSection as SampleSection,
+    )
+    from finetune.config.recipe_schema import (
+        ScheduleSection as ScheduleSection,
+    )
+    from finetune.config.recipe_schema import (
+        Source as Source,
+    )
+    from finetune.config.recipe_schema import (
+        TaskSection as TaskSection,
+    )
+    from finetune.config.recipe_schema import (
+        TokenizerSection as TokenizerSection,
+    )
+    from finetune.export.load_model import LoadedModel as LoadedModel
+    from finetune.tasks.causal_lm import causal_lm_logits as causal_lm_logits
+    from finetune.tasks.task import Batch as Batch
+    from finetune.tasks.task import Rows as Rows
+    from finetune.tasks.task import Task as Task
+    from finetune.tasks.task import TaskData as TaskData
+    from finetune.training.api import (
+        Run as Run,
+    )
+    from finetune.training.api import (
+        Training as Training,
+    )
+    from finetune.training.api import (
+        launch as launch,
+    )
+    from finetune.training.api import (
+        load_recipe as load_recipe,
+    )
+    from finetune.training.api import (
+        start as start,
+    )
+    from finetune.training.api import (
+        train as train,
+    )
+    from finetune.training.loop import Step as Step
+    from finetune.utils.errors import FinetuneError as FinetuneError
 
 __version__ = "0.1.0"
+
+# What is public, by module; imported when it is asked for, so that `finetune --help` is instant.
+_PUBLIC = {
+    "finetune.config.recipe_schema": (
+        "BatchSection ChatSection CheckpointSection ChecksSection DataSection EvalSection GuardSection LengthSection "
+        "LogSection LoraSection ModelSection OptimSection OutputSection Recipe ResumeSection SampleSection "
+        "ScheduleSection Source TaskSection TokenizerSection"
+    ),
+    "finetune.export.load_model": "LoadedModel",
+    "finetune.tasks.causal_lm": "causal_lm_logits",
+    "finetune.tasks.task": "Batch Rows Task TaskData",
+    "finetune.training.api": "Run Training launch load_recipe start train",
+    "finetune.training.loop": "Step",
+    "finetune.utils.errors": "FinetuneError",
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 # torch reads this at its first tensor: whether it asks Linux for huge pages where a CPU tensor takes 2 MiB or more. A
 # step allocates and frees its activations, and to get them in pages of 4 KiB is up to a tenth of its time.
@@ -27,3 +133,13 @@ for _name, _value in {
 # for GPUs of some kinds and nothing here uses, and torch of enumerations that it registers.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'finetune' has no attribute '{name}'")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

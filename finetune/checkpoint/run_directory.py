@@ -191,6 +191,10 @@ class RunDirectory:
             write_json(self.path / "run.json", facts)
 
         self.on_main(backend, write)
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of the directory."""
         if self._lock is not None:
             self._lock.release()
 

@@ -372,7 +372,10 @@ class TaskSection(Section):
     """What the model is trained to do."""
 
     name: str = "causal_lm"
-    """`causal_lm`, `sequence_classification`, or your own as `package.module:object`."""
+    """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
+    loss: str | None = None
+    """A loss of your own, named likewise, in place of the task's: a function of network and batch that returns the sum
+    over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
     """Classes of `sequence_classification`. Left out: counted in the data."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -415,8 +418,8 @@ class OptimSection(Section):
 
     name: str = "AdamW"
     """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
-    `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class`.
-    AdamW runs fused."""
+    `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
+    `file.py:Class`. AdamW runs fused."""
     lr: Annotated[PositiveFloat, "rate"] = 3e-4
     """Peak learning rate at `reference_batch`, or at any batch where that is not given."""
     weight_decay: Annotated[NonNegativeFloat, "share of the rate"] = 0.1
@@ -499,6 +502,11 @@ class Recipe(Section):
     a GPU has it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63), "number"] = 0
     """Of the first weights, the order of rows, and dropout."""
+
+    @property
+    def loss_by_head(self) -> bool:
+        """Whether a language model's head may compute the loss, in chunks."""
+        return self.model.loss != "plain" and self.task.loss is None
 
     @field_validator("tokenizer", "checks", mode="before")
     @classmethod

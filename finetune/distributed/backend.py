@@ -25,7 +25,7 @@ from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.verify_launch import RuntimeReport
-from finetune.utils.compat import torch_private
+from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
 
@@ -379,6 +379,11 @@ class Backend:
         """Ends trackers and the process group; leaving without it makes gloo's exit noisy."""
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+
+    @staticmethod
+    def forget() -> None:
+        """Lets another run start in this process."""
+        accelerate_private.reset_state()
 
 
 @torch.no_grad()

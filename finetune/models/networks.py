@@ -48,7 +48,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     frozen_weights.cast_frozen(network, stored)
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
-    if head == "causal_lm" and section.loss != "plain":
+    if head == "causal_lm" and recipe.loss_by_head:
         chunked_loss.fuse(network)
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)

@@ -152,9 +152,8 @@ def activations(
 
 def computes_in_chunks(variant: Variant) -> bool:
     """Whether a language model's head computes the loss, some tokens at a time."""
-    model = variant.recipe.model
     fits = variant.recipe.task.name == "causal_lm" and variant.config is not None
-    return fits and model.loss != "plain" and not chunked_loss.changes_logits(variant.config)
+    return fits and variant.recipe.loss_by_head and not chunked_loss.changes_logits(variant.config)
 
 
 def _loss(

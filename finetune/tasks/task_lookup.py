@@ -18,11 +18,22 @@ from finetune.utils.import_object import import_object
 
 
 def find_task(recipe: Recipe) -> Task:
-    """The task that the recipe names.
+    """The task that the recipe names, with the loss that it names.
 
     Raises:
         RecipeError: If there is none, or it is not a `Task`.
     """
+    task = _find(recipe)
+    if recipe.task.loss is None:
+        return task
+    loss = import_object(recipe.task.loss, "task.loss")
+    if not callable(loss):
+        raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
+    # What counts hits computes the task's own loss by the way.
+    return replace(task, loss_sum=loss, loss_and_correct=None)
+
+
+def _find(recipe: Recipe) -> Task:
     name = recipe.task.name
     if name == "causal_lm":
         return CAUSAL_LM

@@ -129,6 +129,12 @@ class Run:
         """Takes the training rows from somewhere else."""
         self.data, self.prefetcher = replace(self.data, train=rows), Prefetcher(rows.batch)
 
+    def validation(self) -> dict[str, float] | None:
+        """The figures of the evaluation at this step, if there was one."""
+        if self.state.last_evaluation.get("step") != self.state.step:
+            return None
+        return {key: value for key, value in self.results.items() if key.startswith("validation_")}
+
     def row_order(self) -> dict[str, Any]:
         """How positions map to rows, for the ledger."""
         return {

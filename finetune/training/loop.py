@@ -1,7 +1,8 @@
-"""The loop. `train` takes a run's steps, `train_step` is one of them."""
+"""The loop. `steps` takes a run's steps, `train_step` is one of them."""
 
 import time
-from dataclasses import astuple
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,39 @@ from finetune.training.peak_memory import PeakMemoryMonitor
 from finetune.training.step_metrics import log_step
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step that was taken, with what is due at it done: evaluation, sample, checkpoint."""
+
+    step: int
+    """Counted from 1."""
+    metrics: dict[str, Any] | None
+    """The step's line of `metrics.jsonl`; None but at every `log.every_steps`."""
+    validation: dict[str, float] | None
+    """Figures of the evaluation at this step, named `validation_…`; None if there was none."""
+
+
 def train(run: Run) -> dict[str, Any]:
-    """Takes the steps that are left, and evaluates, saves and writes the model as the recipe says.
+    """Takes the steps that are left.
 
     Returns:
-        The results. After a request to stop it returns early: a checkpoint is written, and `stopped` says why.
+        The results; see `steps`.
+    """
+    for _ in steps(run):
+        pass
+    return run.results
+
+
+def steps(run: Run) -> Iterator[Step]:
+    """Takes the steps that are left, and evaluates, saves and writes the model as the recipe says.
+
+    The results are in `run.results` then. After a request to stop it ends early: a checkpoint is written, and
+    `stopped` of the results says why.
     """
     recipe, state, last = run.recipe, run.state, run.length.num_steps
     if run.resume.finished:
         run.reporter.say(f"Nothing is left to do: this run ended at step {last}. Raise its length to continue it.")
-        return run.results
+        return
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
         run.checkpoints.open(step=state.step, position=run.sampler.position(state.step), order=run.row_order())
@@ -46,13 +70,14 @@ def train(run: Run) -> dict[str, Any]:
             state.computed += sync.computed
             run.checkpoints.step_taken(output.step, sync)
             check_nonfinite(run, output)
-            log_step(run, lr, output)
+            metrics = log_step(run, lr, output)
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             if stopped or run.checkpoints.due(state.step, last, sync):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == last)
+            yield Step(state.step, metrics, run.validation())
         run.checkpoints.finish()
         if stopped:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
@@ -62,7 +87,6 @@ def train(run: Run) -> dict[str, Any]:
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
     run.directory.finish(run.backend, run.results, peak_memory=measured)
-    return run.results
 
 
 def train_step(run: Run, step: int) -> StepOutput:

@@ -9,8 +9,8 @@ from finetune.monitoring.step_sync import StepOutput
 from finetune.training.build_run import Run
 
 
-def log_step(run: Run, lr: float, output: StepOutput) -> None:
-    """Shows that a step is done, and on log steps writes its metrics; every rank must call it."""
+def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
+    """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it."""
     step = run.state.step
     due = step % run.recipe.log.every_steps == 0 or step in (1, run.length.num_steps)
     values = step_metrics(run, lr, output) if due else None
@@ -18,6 +18,7 @@ def log_step(run: Run, lr: float, output: StepOutput) -> None:
         run.reporter.log(values)
         run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
     run.reporter.step(step, values)
+    return values
 
 
 def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class CheckpointError(FinetuneError, OSError):
     """A checkpoint or model cannot be written or read."""
 
 
+class LaunchError(FinetuneError, RuntimeError):
+    """The processes of a launch failed; with their last words, where these were seen."""
+
+
 class DivergedError(FinetuneError, ArithmeticError):
     """Training cannot continue: step after step, a loss or gradient is not finite."""
 

@@ -1,25 +1,101 @@
-"""Imports an object named as `package.module:name`."""
+"""Objects that a recipe names: `package.module:name`, `file.py:name`, or what a caller in this process handed over."""
 
 import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import RecipeError
+
+# Of names that are known in one process only.
+_HANDED_OVER = "python:"
+
+_objects: dict[str, Any] = {}
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object at `package.module:name`.
+    """The object at `package.module:name` or `file.py:name`.
 
     Raises:
         RecipeError: If it cannot be imported, naming the recipe's `key`.
     """
-    module, _, name = path.partition(":")
+    if path in _objects:
+        return _objects[path]
+    if path.startswith(_HANDED_OVER):
+        raise RecipeError(
+            f"{key}: '{path}' stands for an object that a Python program handed over, and this process has none. "
+            "Hand it over here too, or put it into a file and name it as file.py:object."
+        )
+    place, _, name = path.rpartition(":")
     try:
-        found = importlib.import_module(module)
+        found: Any = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError, ValueError) as error:
         raise RecipeError(
             f"{key}: cannot import '{path}': {error}. It is read as package.module:object, from the working directory "
-            "and the installed packages."
+            "and the installed packages, or as file.py:object."
         ) from error
     return found
+
+
+def _module_of(file: Path) -> ModuleType:
+    """The module in a file, loaded once; those beside it can be imported by it."""
+    name = f"{file.stem}_{digest_of(str(file.resolve()))[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if (folder := str(file.resolve().parent)) not in sys.path:
+            sys.path.append(folder)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def name_of(thing: Any) -> str | None:
+    """The name by which another process can import a function or class, if it has one."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not thing:
+        return None
+    if module != "__main__":
+        return f"{module}:{name}"
+    # A program that is run; what is typed into a notebook or a shell is in no file.
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return f"{file}:{name}" if file and file.endswith(".py") else None
+
+
+@contextmanager
+def handed_over(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Has `import_object` find these objects meanwhile.
+
+    Args:
+        objects: By what they are for, such as `loss`.
+
+    Yields:
+        The name of each: where it can, one that other processes find as well.
+    """
+    names = {purpose: name_of(thing) or f"{_HANDED_OVER}{purpose}" for purpose, thing in objects.items()}
+    mine = {names[purpose]: thing for purpose, thing in objects.items()}
+    before = dict(_objects)
+    _objects.update(mine)
+    try:
+        yield names
+    finally:
+        _objects.clear()
+        _objects.update(before)

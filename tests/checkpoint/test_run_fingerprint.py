@@ -32,6 +32,7 @@ CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
 MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "task.name": ("own_task:mlp", {}),
+    "task.loss": ("own_task:smoothed", {}),
     "task.num_labels": (3, {}),
     "task.args": ({"width": 8}, {}),
     "model.config": ({**CONFIG, "hidden_size": 32}, {}),

@@ -31,7 +31,7 @@ WIDE = {"task": {"name": "own_task:mlp", "args": {"width": 128}}}
 
 # Each is refused where it is not a single process's path. Sides that two processes do not divide.
 LAYERWISE = {
-    "lars": {"name": "LARS", "lr": 5.0, "weight_decay": 0.01},
+    "lars": {"name": "LARS", "lr": 0.3, "weight_decay": 0.01},
     "lamb": {"name": "LAMB", "lr": 0.02, "weight_decay": 0.01},
 }
 OWN_RATES = {"name": "own_optimizers:TwoRates", "lr": 1e-2, "args": {"eps": 1e-6}}
@@ -203,7 +203,7 @@ def test_layerwise_optimisers_take_one_path(launcher: Launcher, alone: dict[str,
         first = 10 if name.endswith("_resumed") else 0
         assert len(result.check().steps) == 20 - first
         torch.testing.assert_close(
-            torch.from_numpy(result.series("loss")), torch.tensor(one.losses[first:]).double(), rtol=2e-5, atol=0
+            torch.from_numpy(result.series("loss")), torch.tensor(one.losses[first:]).double(), rtol=2e-6, atol=0
         )
         torch.testing.assert_close(result.weights, one.weights, rtol=1e-4, atol=1e-5)
 

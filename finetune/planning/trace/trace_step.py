@@ -178,7 +178,7 @@ def build(recipe: Recipe, stored: str | None) -> nn.Module:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
     fake_quantized.stand_in(network, packed, recipe)
-    if recipe.task.name == "causal_lm" and recipe.model.loss != "plain":
+    if recipe.task.name == "causal_lm" and recipe.loss_by_head:
         chunked_loss.fuse(known)
     if known is not None:
         activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)

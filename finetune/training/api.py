@@ -1,0 +1,394 @@
+"""Runs from Python: `load_recipe`, `train`, `start`, `launch`, and `Run`, which reads back what a run left.
+
+A custom task, loss or optimiser is handed over as it is; the recipe of the run then has its name. Data is handed over
+as records, which are written into the cache, so that the recipe names a file.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
+from finetune.config import recipe_paths
+from finetune.config.recipe import apply, dump_recipe, read, validate_recipe
+from finetune.config.recipe_schema import DataSection, Recipe, Section
+from finetune.utils.atomic_files import write_text
+from finetune.utils.errors import DataError, LaunchError, RecipeError
+from finetune.utils.exit_codes import REQUEUE
+from finetune.utils.import_object import handed_over, name_of
+from finetune.utils.shipped_files import launch_file, recipe_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from finetune.export.load_model import LoadedModel
+    from finetune.tasks.task import Batch, Task
+    from finetune.training.build_run import Run as _BuiltRun
+    from finetune.training.loop import Step
+
+    Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+Source = str | Path | Mapping[str, Any] | Recipe
+Records = Iterable[Mapping[str, Any] | str]
+
+
+class Objects(TypedDict, total=False):
+    """What a run can be handed over instead of naming it in its recipe."""
+
+    task: "Task | Callable[..., Task]"
+    """A `Task`, or a function of the recipe's `task.args` that returns one."""
+    loss: "Loss"
+    """In place of the task's: a function of network and batch, to the sum over the batch's targets; see `task.loss`."""
+    optimizer: "type[torch.optim.Optimizer]"
+    """A class of optimisers; the recipe's `optim` gives its arguments."""
+    train_data: Records | Callable[[], Records]
+    """Documents, or what returns them: texts, or mappings such as those of a `datasets.Dataset`."""
+    validation_data: Records | Callable[[], Records]
+
+
+# The recipe's key that names each object.
+_KEYS = {"task": "task.name", "loss": "task.loss", "optimizer": "optim.name"}
+
+
+def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapping[str, Any] | Any) -> Recipe:
+    """A recipe: a file's, one that ships, or one made here.
+
+    Args:
+        source: A YAML file, the name of a recipe that ships (`sample`), plain keys and values, or a recipe; left out:
+            the sections alone.
+        overrides: As on the command line: `"optim.lr=1e-3"`.
+        sections: Keys that change, by section: `optim={"lr": 1e-3}`, `optim=OptimSection(lr=1e-3)`, `seed=1`.
+
+    Raises:
+        RecipeError: With every problem that was found, each with its key.
+    """
+    tree, origin = _tree_of(source, overrides, sections)
+    return validate_recipe(tree, origin)
+
+
+def _tree_of(
+    source: Source, overrides: Sequence[str], sections: Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    """What is given: keys and values, and the file that they come from."""
+    origin = None
+    if isinstance(source, Recipe):
+        tree = source.model_dump(mode="json")
+    elif isinstance(source, Mapping):
+        tree = json.loads(json.dumps(_plain(source)))
+    elif source:
+        origin = recipe_file(str(source))
+        tree = read(origin)
+    else:
+        tree = {}
+    tree = _merged(tree, _plain(sections))
+    for override in overrides:
+        apply(tree, override)
+    return tree, origin
+
+
+def _plain(value: Any) -> Any:
+    """Keys and values as YAML has them; of sections, those that were given."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Two trees of keys; where both have a value, the second's."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def train(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpack[Objects]) -> "Run":
+    """Trains in this process, as one of a launch if it was started by one, else alone.
+
+    Args:
+        recipe: What `load_recipe` takes.
+        quiet: Whether to print errors only.
+
+    Returns:
+        The run, finished; or stopped, if it was asked to.
+
+    Raises:
+        FinetuneError: With what is wrong.
+    """
+    run = start(recipe, *overrides, quiet=quiet, **objects)
+    for _ in run.steps():
+        pass
+    return Run.open(run.directory)
+
+
+def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpack[Objects]) -> "Training":
+    """As `train`, up to the first step; `steps` of what is returned takes them.
+
+    Raises:
+        FinetuneError: With what is wrong.
+    """
+    from finetune.distributed.backend import Backend
+    from finetune.training.build_run import build_run
+    from finetune.utils.silence_libraries import silence_libraries
+
+    silence_libraries()
+    with _with_objects(recipe, overrides, objects) as (named, _):
+        recipe_paths.check(named)
+        try:
+            return Training(build_run(named, quiet=quiet))
+        except BaseException:
+            Backend.forget()
+            raise
+
+
+class Training:
+    """A run that is under way in this process."""
+
+    def __init__(self, run: "_BuiltRun") -> None:
+        self._run = run
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._run.recipe
+
+    @property
+    def directory(self) -> Path:
+        return self._run.directory.path
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self._run.length.num_steps
+
+    @property
+    def model(self) -> "nn.Module":
+        """The network that is trained; on a sharded backend, this rank's part of it."""
+        from finetune.models.forward_wrapper import unwrap
+
+        return unwrap(self._run.model)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What is known so far; `stopped` says why a run ended early."""
+        return self._run.results
+
+    def stop(self, reason: str = "stopped by its program") -> None:
+        """Asks the run to stop, on all ranks: the step that follows is its last, and a checkpoint is saved."""
+        self._run.shutdown.reason = self._run.shutdown.reason or reason
+
+    def steps(self) -> Iterator["Step"]:
+        """Takes the steps that are left, and yields each; evaluation, checkpoints and saving are part of it.
+
+        Leaving the loop early, by `break` or an exception, is `stop()`. On several ranks, all must loop; it is enough
+        that one of them leaves.
+
+        Raises:
+            FinetuneError: If the run cannot go on.
+        """
+        from finetune.training.loop import steps
+
+        taken = steps(self._run)
+        try:
+            try:
+                for step in taken:  # noqa: UP028 - `yield from` would end `taken` where the caller leaves
+                    yield step
+            except GeneratorExit:
+                self.stop()
+                for _ in taken:
+                    pass
+            self._run.backend.close()
+        finally:
+            self._run.directory.release()
+            self._run.backend.forget()
+
+
+def launch(
+    recipe: Source,
+    config: str | Path,
+    *overrides: str,
+    quiet: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **objects: Unpack[Objects],
+) -> "Run":
+    """Trains in processes of their own, as `finetune launch` does, and waits for them.
+
+    A program that calls this must do so behind `if __name__ == "__main__":` if it hands over functions of its own: the
+    processes import it to find them.
+
+    Args:
+        recipe: What `load_recipe` takes.
+        config: A launch file, or the name of one that ships, such as `ddp`.
+        options: Of `finetune launch`, such as `{"num_processes": 4}`.
+
+    Returns:
+        The run, finished; or stopped, if it was asked to.
+
+    Raises:
+        LaunchError: If it failed, with its last words.
+        RecipeError: If an object has no name by which the processes can import it.
+    """
+    with _with_objects(recipe, overrides, objects) as (named, names):
+        for purpose, name in names.items():
+            if name_of(objects[purpose]) is None:  # type: ignore[literal-required]
+                raise RecipeError(
+                    f"{purpose}: this object has no name ({name}) that the processes of a launch could import. Define "
+                    "it at the top level of a file, as a function or class, and hand that over; a task as a function "
+                    "that returns it. Or run in this process, by `train`."
+                )
+    with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        write_text(file, dump_recipe(named))
+        words = [f"--{name}={value}" for name, value in (options or {}).items()]
+        command = [sys.executable, "-m", "finetune", "launch", f"--config_file={launch_file(str(config))}", *words]
+        code, said = _run_command([*command, str(file)], quiet=quiet)
+    if code not in (0, REQUEUE):
+        raise LaunchError(said or f"The run ended with exit code {code}; the reason is printed above.")
+    return Run.open(named.output.dir)
+
+
+def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
+    """Runs a command; returns its exit code, and its last paragraph where it is seen here."""
+    paths = [path for path in (sys.path[0], os.environ.get("PYTHONPATH")) if path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if sys.stderr is sys.__stderr__ and not quiet:
+        return subprocess.run(command, env=env, check=False).returncode, ""
+    lines: list[str] = []
+    # A notebook shows what is written to `sys.stderr`, and not what a process writes.
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if not quiet:
+                sys.stderr.write(line)
+    paragraph = "".join(lines).strip().rpartition("\n\n")[2]
+    return process.returncode, paragraph.removeprefix("Error: ")
+
+
+@contextmanager
+def _with_objects(
+    source: Source, overrides: Sequence[str], objects: Objects
+) -> Iterator[tuple[Recipe, dict[str, str]]]:
+    """The recipe with the names of what is handed over, which can be imported meanwhile; and these names."""
+    unknown = sorted(objects.keys() - Objects.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(Objects.__annotations__)}")
+    tree, origin = _tree_of(source, overrides, {})
+    with handed_over({purpose: thing for purpose, thing in objects.items() if purpose in _KEYS}) as names:
+        for purpose, name in names.items():
+            apply(tree, f"{_KEYS[purpose]}={json.dumps(name)}")
+        cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
+        for side, given in (("train", objects.get("train_data")), ("validation", objects.get("validation_data"))):
+            if given is not None:
+                apply(tree, f"data.{side}={json.dumps([{'path': str(_write_records(given, cache))}])}")
+        yield validate_recipe(tree, origin), names
+
+
+def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
+    """A file with these documents in the cache, named by what it holds."""
+    folder = cache / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    content = hashlib.sha256()
+    records = given() if callable(given) else given
+    with tempfile.NamedTemporaryFile("wb", dir=folder, suffix=".part", delete=False) as file:
+        part = Path(file.name)
+        try:
+            for number, record in enumerate(records, start=1):
+                try:
+                    line = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
+                except (TypeError, ValueError) as error:
+                    raise DataError(
+                        f"Record {number} of what was handed over cannot be written as JSON: {error}. Give a text, or "
+                        "a mapping of texts, numbers and lists."
+                    ) from error
+                content.update(line.encode())
+                content.update(b"\n")
+                file.write(line.encode() + b"\n")
+        except BaseException:
+            part.unlink()
+            raise
+    return part.replace(folder / f"{content.hexdigest()[:32]}.jsonl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left in its directory, finished or under way."""
+
+    history: RunHistory
+    """All of it, as `finetune report` reads it."""
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Run":
+        """The run in a directory, as it is now.
+
+        Raises:
+            RecipeError: If there is none.
+            CheckpointError: If it cannot be read.
+        """
+        return cls(read_run(Path(directory)))
+
+    @property
+    def directory(self) -> Path:
+        return self.history.directory
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe that ran, defaults included."""
+        return load_recipe(self.directory / "recipe.yaml")
+
+    @property
+    def status(self) -> Status:
+        """`running`, `finished`, `stopped`, `diverged` or `lost`."""
+        return self.history.status
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The final figures; empty until the run ends."""
+        found: dict[str, Any] = self.history.facts.get("results", {})
+        return found
+
+    @property
+    def metrics(self) -> dict[str, Series]:
+        """Of training, an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
+        return self.history.training
+
+    @property
+    def evaluations(self) -> dict[str, Series]:
+        """An array a key (`step`, `validation_loss`, …), a value an evaluation."""
+        return self.history.evaluations
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return self.history.samples
+
+    @property
+    def checkpoints(self) -> tuple[SavedCheckpoint, ...]:
+        """Those that are there, in the order of steps."""
+        return self.history.checkpoints
+
+    @property
+    def exports(self) -> tuple[Path, ...]:
+        """The folders that `finetune export` has written into the run's directory."""
+        folder = self.directory / "exports"
+        return tuple(sorted(path for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else ()
+
+    def load_model(self, *, step: int | None = None) -> "LoadedModel":
+        """The trained model and its tokenizer, for inference; of a checkpoint, if `step` is given.
+
+        Raises:
+            FinetuneError: If there is none, or the run trained no causal language model.
+        """
+        from finetune.export.load_model import load_model
+
+        return load_model(str(self.directory), step=step)
