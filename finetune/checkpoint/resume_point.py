@@ -76,8 +76,8 @@ class ResumePoint:
             return []
         state = self.state
         lines = [
-            f"resumed at step {self.step} from {self.checkpoint.folder}, saved by {state['processes']} process(es) "
-            f"under {state['backend']} in {state['precision']}"
+            f"resumed at step {self.step} from {self.checkpoint.folder}, saved under "
+            f"{state['backend']} x {state['processes']} in {state['precision']}"
         ]
         if self.changed:
             lines.append(f"changed since then, as resume.allow says: {', '.join(self.changed)}")

@@ -131,13 +131,18 @@ class RunDirectory:
             return (self.path / "ledger.jsonl").exists()  # `run.json` is gone, which is older than this
         return "first_checkpoint" in before or "stopped" in before or max(steps) > steps[0]
 
+    def facts(self) -> dict[str, Any]:
+        """`run.json` as it is now."""
+        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        return facts
+
     def note_checkpoint(self, step: int) -> None:
         """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
 
         Raises:
             OSError: If it cannot be written.
         """
-        facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        facts = self.facts()
         if "first_checkpoint" not in facts:
             write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
 
@@ -184,8 +189,7 @@ class RunDirectory:
         """
 
         def write() -> None:
-            facts = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            facts |= more
+            facts = self.facts() | more
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             write_json(self.path / "run.json", facts)

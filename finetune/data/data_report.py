@@ -1,5 +1,6 @@
 """What the data turned out to be, for people and as JSON, and the bounds that a recipe sets."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -130,12 +131,28 @@ class DataReport:
                 lines.extend(_split_lines(name, split))
         return lines
 
+    def start_lines(self) -> list[str]:
+        """The report in a line, and in a second one what in the data is to be looked at, if anything."""
+        parts: list[str] = []
+        counted: Counter[str] = Counter()
+        for name, split in (("train", self.train), ("validation", self.validation)):
+            if split is None:
+                continue
+            kind = "conversations" if split.chat is not None else "documents"
+            rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
+            parts.append(rows if not parts else f"{name} {split.rows:,} rows")
+            counted.update({what: count for count, what in _notes(split) if count})
+            counted.update({WORDS[found.kind]: found.count for found in split.findings})
+        lines = ["; ".join(parts)] if parts else []
+        if counted:
+            (what, count), *more = counted.most_common()
+            others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
+            lines.append(f"{count:,} {what}{others}; see `finetune data`")
+        return lines
 
-def _split_lines(name: str, split: SplitReport) -> list[str]:
-    lines = [
-        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.rows:,} rows, "
-        f"useful share {split.useful_share:.1%}"
-    ]
+
+def _notes(split: SplitReport) -> list[tuple[int, str]]:
+    """What was found in the documents, counted."""
     notes = [
         (split.duplicates, "duplicate documents"),
         (split.empty, "empty documents"),
@@ -147,7 +164,6 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
     ]
     if split.chat is not None:
-        lines.append(_chat_line(split.chat))
         notes += [
             (split.chat.unsupervised, "conversations left out (nothing to learn)"),
             (split.chat.too_long, "conversations left out as too long"),
@@ -156,7 +172,17 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             (split.chat.tools_dropped, "conversations without their tools"),
             (split.chat.shared, "answers that begin inside a token of the prompt"),
         ]
-    found = [f"{count:,} {what}" for count, what in notes if count]
+    return notes
+
+
+def _split_lines(name: str, split: SplitReport) -> list[str]:
+    lines = [
+        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.rows:,} rows, "
+        f"useful share {split.useful_share:.1%}"
+    ]
+    if split.chat is not None:
+        lines.append(_chat_line(split.chat))
+    found = [f"{count:,} {what}" for count, what in _notes(split) if count]
     if found:
         lines.append(f"    {', '.join(found)}")
     for finding in split.findings:

@@ -46,6 +46,8 @@ class Backend:
     optimizer: Any = None
     num_weights: int = 0
     """Of the prepared model, each packed one counted."""
+    num_trained: int = 0
+    """Of these, those that are trained."""
     unverified: bool = True
     """Whether nobody has looked yet at the gradients of a micro-batch."""
 
@@ -124,6 +126,7 @@ class Backend:
         sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
         packed = [getattr(p, "packed_weights", None) for p in model.parameters()]
         self.num_weights = sum(size if inside is None else inside for size, inside in zip(sizes, packed, strict=True))
+        self.num_trained = sum(size for size, p in zip(sizes, model.parameters(), strict=True) if p.requires_grad)
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
             deepspeed_config.fit_to_model(
@@ -171,7 +174,7 @@ class Backend:
             init_accelerator.REDUCED[self.reduce_dtype],
             rehearse,
         )
-        return replace(report, num_parameters=self.num_weights)
+        return replace(report, num_parameters=self.num_weights, num_trained=self.num_trained)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
         """What this rank holds from step to step; see `held_memory.measure`."""

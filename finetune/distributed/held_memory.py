@@ -27,16 +27,11 @@ class Memory:
 
     def line(self) -> str:
         """One line for people."""
-        parts = {
-            "frozen": self.frozen,
-            "trained": self.trained,
-            "gradients": self.gradients,
-            "optimiser": self.optimizer,
-        }
-        total = sum(parts.values())
-        unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-        shown = ", ".join(f"{name} {held / size:,.2f}" for name, held in parts.items())
-        return f"memory of a rank in {unit}: {shown}, together {total / size:,.2f}; activations come on top"
+        weights = self.frozen + self.trained
+        unit, size = ("GiB", 2**30) if weights + self.gradients + self.optimizer >= 2**30 else ("MiB", 2**20)
+        held = {"weights": weights, "gradients": self.gradients, "optimiser": self.optimizer}
+        shown = ", ".join(f"{name} {number / size:.3g}" for name, number in held.items())
+        return f"{shown} {unit} a rank"
 
 
 def measure(launch: Launch, model: nn.Module, accumulation: int, state_bytes: float) -> Memory:

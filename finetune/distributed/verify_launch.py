@@ -57,6 +57,8 @@ class RuntimeReport:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
+    num_trained: int = 0
+    """Of the full model's parameters, those that are trained."""
     due: tuple[float, float] | None = None
     """FSDP2: the shares of parameters and of optimiser state that are this rank's by its rule, which is by whole rows;
     of thin tensors some ranks hold more than others, or nothing."""
@@ -74,23 +76,19 @@ class RuntimeReport:
         return next((self.output_dtypes[name] for name in _MATRIX_MODULES if name in self.output_dtypes), None)
 
     def line(self) -> str:
-        """One line for people."""
-        parts = [
-            f"{self.kind} x{self.world_size}",
-            f"{self.wrapper} on {self.device}" + (f"/{self.communication}" if self.communication else ""),
-            f"{self.num_parameters:,} parameters, {self.parameter_fraction:.0%} here",
-            f"optimiser {self.optimizer_fraction:.0%} here",
-            f"master weights {'+'.join(self.parameter_dtypes)}",
-            f"weights computed with {'+'.join(self.model_dtypes)}",
-            f"gradients summed in {self.reduce_dtype}",
-            f"products in {self.compute_dtype or 'a dtype not seen'}, loss in {self.output_dtypes.get('loss')}",
-            f"accumulation {self.accumulation}",
-        ]
-        if (self.offload_params, self.offload_optimizer) != ("none", "none"):
-            parts.append(f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}")
+        """Where it runs, in a few words."""
+        over = f" ({self.communication})" if self.communication else ""
+        ranks = f" x {self.world_size}" if self.world_size != 1 else ""
+        return f"{self.kind}{ranks} on {self.device}{over}"
+
+    def offload(self) -> str:
+        """What rests elsewhere than on the device; empty if nothing does."""
+        if (self.offload_params, self.offload_optimizer) == ("none", "none"):
+            return ""
+        said = f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}"
         if "nvme" in (self.offload_params, self.offload_optimizer):
-            parts.append("on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk))
-        return ", ".join(parts)
+            said += ", on disk {:.0%} and {:.0%} (shards under 1 MiB stay in memory)".format(*self.on_disk)
+        return said
 
 
 def verify(

@@ -9,6 +9,7 @@ from huggingface_hub import metadata_load
 
 from finetune.checkpoint import row_ledger
 from finetune.config.recipe import dump_recipe
+from finetune.export import loss_plot
 from finetune.export.find_weights import WeightSource
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -16,21 +17,25 @@ _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validatio
 
 
 def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None) -> None:
-    """Writes README.md.
+    """Writes README.md, and a plot of the losses beside it.
 
     Args:
+        kind: What the weights are exported as; `model` for what a run writes.
         proof: What was proved of the weights.
         base_folder: Where the base's own card would lie.
 
     Raises:
         OSError: If it cannot be written.
     """
-    lines = ["---", *_head(source, kind, base_folder), "---", "", f"# {source.run.resolve().name}", ""]
     recipe, facts = source.recipe, source.facts
+    head = [] if ":" in recipe.task.name else ["---", *_head(source, kind, base_folder), "---", ""]
+    lines = [*head, f"# {source.run.resolve().name}", ""]
     lines += [_origin(source, kind), ""]
     lines += ["## Data", "", *[f"- {_place(s)}" for s in recipe.data.train], ""]
     lines += [f"- {key}: {value}" for key, value in _counts(facts).items()]
     lines += ["", "## Figures", ""]
+    if (plot := loss_plot.write(folder, source.run, source.step)) is not None:
+        lines += [f"![Losses over steps]({plot})", ""]
     results = facts.get("results", {})
     lines += [f"- {key}: {results[key]:.5g}" for key in _FIGURES if isinstance(results.get(key), (int, float))]
     lines += [f"- {key}: {facts[key]}" for key in ("precision", "finished") if key in facts]
@@ -38,13 +43,15 @@ def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_
     if skipped:
         lines += ["", "## Skipped steps", "", "They changed no weight, since a loss or gradient was not finite.", ""]
         lines += [f"- {step.line()}" for step in skipped]
-    lines += ["", "## Proof", "", *[f"- {line}" for line in proof]]
+    if proof:
+        lines += ["", "## Proof", "", *[f"- {line}" for line in proof]]
     lines += ["", "## Recipe", "", "```yaml", dump_recipe(recipe).rstrip(), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str]:
-    facts: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    adapter = kind == "adapter" or (kind == "model" and source.recipe.lora is not None)
+    facts: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     name, notes = source.recipe.model.name, []
     # The hub refuses a card whose base is a folder of somebody's machine.
     if name is not None and _ON_HUB.fullmatch(name) and not Path(name).exists():
@@ -54,7 +61,7 @@ def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str
     facts["pipeline_tag"] = "text-generation" if source.recipe.task.name == "causal_lm" else "text-classification"
     licence = _licence(base_folder)
     if not licence:
-        notes.append("# license: say which; the base's card names none")
+        notes.append("# license: say which" + ("; the base's card names none" if name is not None else ""))
     return [*yaml.safe_dump({**facts, **licence}, sort_keys=False).rstrip().splitlines(), *notes]
 
 
@@ -72,14 +79,14 @@ def _licence(base_folder: Path | None) -> dict[str, Any]:
 
 def _origin(source: WeightSource, kind: str) -> str:
     recipe = source.recipe
-    base = (
-        f"`{recipe.model.name}`" if recipe.model.name else f"a {(recipe.model.config or {}).get('model_type')} network"
-    )
+    own = (recipe.model.config or {}).get("model_type") or f"`{recipe.task.name}`"
+    base = f"`{recipe.model.name}`" if recipe.model.name else f"a {own} network"
     how = "All weights of" if recipe.lora is None else f"A LoRA adapter of rank {recipe.lora.rank} for"
     if recipe.model.quantization is not None:
         how = f"A QLoRA adapter of rank {recipe.lora.rank if recipe.lora else 0} ({recipe.model.quantization}) for"
-    written = {"adapter": "as an adapter", "merged": "merged, in fp32", "merged-16bit": "merged, in 16 bits"}[kind]
-    return f"{how} {base}, trained for {source.step} steps with finetune. Written {written}."
+    written = {"adapter": "as an adapter", "merged": "merged, in fp32", "merged-16bit": "merged, in 16 bits"}.get(kind)
+    end = f" Written {written}." if written else ""
+    return f"{how} {base}, trained for {source.step} steps with finetune.{end}"
 
 
 def _place(origin: Any) -> str:

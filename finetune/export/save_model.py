@@ -1,6 +1,7 @@
 """Writes the trained network so that plain transformers opens it."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,12 @@ def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
 
 
 def save_model(
-    backend: Backend, model: nn.Module, skeleton: nn.Module | None, tokenizer: Any | None, directory: Path
+    backend: Backend,
+    model: nn.Module,
+    skeleton: nn.Module | None,
+    tokenizer: Any | None,
+    directory: Path,
+    add_card: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Gathers the weights on rank 0, one tensor at a time, and writes them as safetensors with what belongs to them.
 
@@ -49,6 +55,7 @@ def save_model(
     Args:
         skeleton: The same network on the meta device; it is filled and written with `save_pretrained`. None for a
             network that is no Hugging Face model: its tensors are written under their own names.
+        add_card: Describes the model in the folder that it is given.
 
     Raises:
         CheckpointError: On every rank, if the folder cannot be written.
@@ -60,7 +67,7 @@ def save_model(
     problem: str | None = None
     if backend.is_main:
         try:
-            _write(network, tensors, skeleton, tokenizer, directory)
+            _write(network, tensors, skeleton, tokenizer, directory, add_card)
         except CheckpointError as error:
             problem = str(error)  # an OSError too, but it has said what is wrong
         except (OSError, SafetensorError) as error:
@@ -78,6 +85,7 @@ def _write(
     skeleton: nn.Module | None,
     tokenizer: Any,
     directory: Path,
+    add_card: Callable[[Path], None],
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
     remove(staging)
@@ -97,6 +105,7 @@ def _write(
             save_file(tensors, staging / "model.safetensors")
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
+    add_card(staging)
     sync_files(staging)
     remove(directory)
     staging.rename(directory)

@@ -38,6 +38,7 @@ class Reporter:
         self._journal = Journal(directory / "metrics.jsonl")
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
+        self._validation: float | None = None
         if self.console.is_terminal and not self._quiet and num_steps:
             self._progress = Progress(
                 TextColumn("training"),
@@ -67,6 +68,7 @@ class Reporter:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         if (reason := self._journal.write({**finite, "time": round(time.time(), 3)})) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
+        self._validation = values.get("validation_loss", self._validation)
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         if self._backend.accelerator.trackers:
             self._backend.accelerator.log(numbers, step=int(values["step"]))
@@ -75,7 +77,8 @@ class Reporter:
         """Shows that a step is done; `values` on log steps."""
         if self._progress is not None:
             if values is not None:
-                figures = f"loss {values['loss']:.4f}  {self._rate(values)}"
+                validation = "" if self._validation is None else f"validation {self._validation:.4f}  "
+                figures = f"loss {values['loss']:.4f}  {validation}{self._rate(values)}"
                 self._progress.update(self._task, figures=figures)
             self._progress.update(self._task, completed=step)
         elif values is not None:

@@ -16,7 +16,7 @@ def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
         validation=prepared.validation,
         tokenizer=prepared.tokenizer,
         report=prepared.report.to_dict(),
-        report_lines=tuple(prepared.report.lines()),
+        report_lines=tuple(prepared.report.start_lines()),
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,

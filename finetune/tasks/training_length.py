@@ -48,21 +48,3 @@ def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
         assert length.tokens is not None
         steps = math.ceil(length.tokens / (size * recipe.data.sequence_length))
     return Length(num_steps=steps, epoch_rows=epoch_rows, left_out=left_out)
-
-
-def describe_length(recipe: Recipe, length: Length, *, world: int, accumulation: int) -> list[str]:
-    """Lines for people: the arithmetic of batch, micro-batch and epoch."""
-    if not length.num_steps:
-        return ["evaluation only: 0 steps"]
-    batch = recipe.batch
-    lines = [
-        f"{length.num_steps} steps of {batch.global_size} rows = {world} process(es) x {batch.micro_size} rows "
-        f"x {accumulation} micro-batch(es); {length.epoch_rows:,} rows an epoch"
-    ]
-    if length.left_out:
-        lines.append(f"{length.left_out} row(s) an epoch do not fill a global batch and are left out of it")
-    elif length.epoch_rows % batch.global_size:
-        lines.append(
-            f"the last {length.epoch_rows % batch.global_size} row(s) of an epoch share a batch with the next epoch's"
-        )
-    return lines

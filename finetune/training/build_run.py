@@ -36,9 +36,10 @@ from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.task import Rows, Task, TaskData
 from finetune.tasks.task_lookup import check_task_weights, find_task
-from finetune.tasks.training_length import Length, describe_length, measure_length
+from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
+from finetune.training.start_lines import start_lines
 from finetune.utils.compat.accelerate_private import unsplit_classes
 
 # How long ranks wait for rank 0 to read the base's files.
@@ -227,15 +228,9 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     if slow := slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     for line in (
-        *data.report_lines,
         *(inputs.weights.lines if inputs.weights is not None else ()),
         *micro.lines,
-        *describe_length(recipe, length, world=backend.world, accumulation=backend.accumulation),
-        *((sums.line(backend.accumulation),) if sums is not None else ()),
-        runtime.line(),
-        memory.line(),
-        *resume.lines(),
-        *((", ".join(f"{name}: {kernel}" for name, kernel in kernels.items()),) if kernels else ()),
+        *start_lines(recipe, backend, data, length, runtime, memory, resume),
     ):
         reporter.say(line)
     if recipe.log.trackers:

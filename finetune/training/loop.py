@@ -3,13 +3,16 @@
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.checkpoint import row_ledger
-from finetune.export import save_model
+from finetune.export import merge, model_card, save_model
+from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
@@ -260,6 +263,12 @@ def save_final_model(run: Run) -> None:
     build = run.task.build_skeleton
     with run.backend.loading(pretrained=False):
         skeleton = build(run.recipe, run.data) if build is not None else None
-        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path)
+        save_model.save_model(run.backend, run.model, skeleton, run.data.tokenizer, path, partial(_write_card, run))
     run.results["model"] = str(path)
     run.reporter.say(f"model written to {path}")
+
+
+def _write_card(run: Run, folder: Path) -> None:
+    facts = {**run.directory.facts(), "results": run.results}
+    source = WeightSource(run.directory.path, folder, run.state.step, run.recipe, facts)
+    model_card.write(folder, source, "model", [], merge.base_folder(run.recipe))

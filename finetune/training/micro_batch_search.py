@@ -122,17 +122,6 @@ class GradientSumChoice:
     room: int
     """Bytes that a rank can have."""
 
-    def line(self, accumulation: int) -> str:
-        """One line for people."""
-        how = "summed over ranks after each" if self.each else "held whole, and summed over ranks after the last,"
-        why = "as the launch says"
-        if self.room:
-            why = "whole ones cannot be forecast"
-        if self.needed is not None:
-            fits, gib = "would not fit" if self.each else "fit", 2**30
-            why = f"whole ones {fits}: {self.needed / gib:,.2f} of {self.room / gib:,.2f} GiB by the forecast"
-        return f"gradients are {how} of {accumulation} micro-batches ({why})"
-
 
 def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
     """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.

@@ -36,7 +36,7 @@ def recipe_file(word: str) -> str:
 
 def _find(folder: str, word: str) -> str:
     # Whoever reads the file says that there is none.
-    if Path(word).suffix or Path(word).name != word or Path(word).exists():
+    if Path(word).suffix or Path(word).name != word or Path(word).is_file():
         return word
     places = (Path(folder) / f"{word}.yaml", shipped(folder) / f"{word}.yaml")
     return next((str(file) for file in places if file.is_file()), word)

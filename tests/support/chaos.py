@@ -133,7 +133,7 @@ class Victim:
     def tensors(self) -> dict[str, bytes | str]:
         """The final model's files, and the digests of what the last checkpoint holds."""
         files: dict[str, bytes | str] = {}
-        files |= {file.name: file.read_bytes() for file in (self.directory / "model").iterdir()}
+        files |= {file.name: file.read_bytes() for file in (self.directory / "model").iterdir() if file.suffix != ".md"}
         manifest = integrity.read_manifest(self.checkpoints / integrity.name_of(self.steps))
         files |= {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name != integrity.STATE}
         return files

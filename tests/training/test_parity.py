@@ -77,7 +77,7 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
     assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
     assert runs["reshards"] == {"fsdp": True, "fsdp_grad_op": False, "hsdp": True}.get(backend)
     assert runs["accumulation"] == (1 if backend == "hsdp" else 2)
-    assert f"{kind} x{runs['world_size']}, {wrapper}" in run.output
+    assert f"launch    {kind} x {runs['world_size']} on cpu (gloo), fp32" in run.output
 
 
 @pytest.mark.parametrize("backend", EVERY)

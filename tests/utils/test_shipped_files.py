@@ -12,6 +12,7 @@ from finetune.utils import shipped_files
 
 def test_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "fsdp").mkdir()  # an output folder, say
     assert Path(shipped_files.launch_file("fsdp")) == ROOT / "accelerate_configs" / "fsdp.yaml"
     assert Path(shipped_files.recipe_file("sample")) == ROOT / "recipes" / "sample.yaml"
 

@@ -1,0 +1,82 @@
+"""The losses of a run as a small SVG for its model card; `finetune report` draws all else."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from finetune.checkpoint.run_history import Series, read_run
+from finetune.utils.errors import FinetuneError
+
+# Pixels: the picture, and what is left around the curves for their scales.
+_WIDTH, _HEIGHT = 720, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 40
+
+# Colours that can be told apart on white and on black.
+_TRAINING, _VALIDATION, _GREY = "#4c8dff", "#e07b00", "#8a929c"
+
+
+def write(folder: Path, run: Path, last_step: int | None) -> str | None:
+    """Writes `loss.svg`, and returns its name; None if the run has no two losses to draw.
+
+    Args:
+        last_step: Of the weights; what came after it is left out.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    try:
+        history = read_run(run)
+    except FinetuneError:
+        return None  # weights of which no history is left
+    curves = []
+    for name, color, steps, losses in (
+        ("training loss", _TRAINING, history.training["step"], history.training["loss"]),
+        ("validation loss", _VALIDATION, history.evaluations["step"], history.evaluations["validation_loss"]),
+    ):
+        kept = np.isfinite(losses) & (steps <= (math.inf if last_step is None else last_step))
+        if kept.any():
+            curves.append((name, color, steps[kept], losses[kept]))
+    if not curves or len(curves[0][2]) < 2:
+        return None
+    (folder / "loss.svg").write_text("\n".join(_svg(curves)) + "\n", encoding="utf-8")
+    return "loss.svg"
+
+
+def _svg(curves: Sequence[tuple[str, str, Series, Series]]) -> Iterator[str]:
+    every_x, every_y = (np.concatenate([curve[part] for curve in curves]) for part in (2, 3))
+    x_ticks, y_ticks = _ticks(0.0, float(every_x.max())), _ticks(float(every_y.min()), float(every_y.max()))
+    low, high = min(y_ticks[0], float(every_y.min())), max(y_ticks[-1], float(every_y.max()))
+
+    def x(step: float) -> float:
+        return _LEFT + step / float(every_x.max()) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(loss: float) -> float:
+        return _TOP + (high - loss) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    for tick in y_ticks:
+        yield f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_GREY}" opacity="0.3"/>'
+        yield f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="{_GREY}">{tick:g}</text>'
+    for tick in x_ticks:
+        yield f'<text x="{x(tick):.1f}" y="{_HEIGHT - 18}" text-anchor="middle" fill="{_GREY}">{tick:,g}</text>'
+    yield f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end" fill="{_GREY}">step</text>'
+    for number, (name, color, steps, losses) in enumerate(curves):
+        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(steps, losses, strict=True))
+        yield f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>'
+        yield f'<circle cx="{x(steps[-1]):.1f}" cy="{y(losses[-1]):.1f}" r="3" fill="{color}"/>'
+        said = f"{name}, {losses[-1]:.4g} at the end"
+        yield f'<text x="{_LEFT + number * 260}" y="18" fill="{color}">{said}</text>'
+    yield "</svg>"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers between two others, or from one of them on if these are equal."""
+    span = (high - low) or abs(high) or 1.0
+    unit = 10 ** math.floor(math.log10(span / 4))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= span / 5)
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor((low + span) / step + 1e-9) - first + 1
+    return [round((first + number) * step, 12) for number in range(count)]
