@@ -1,7 +1,7 @@
 """Builds the docs site into build/docs: `make docs`.
 
-Pages link to each other, and to other files of the repository, as they lie there, so that they can be read as plain Markdown.
-Here they are put together in build/pages with the files that they link to, and Zensical makes a site of them (mkdocs.yml).
+Pages link to each other, and to other files of the repository, as they lie there: they can be read as plain Markdown.
+Here they are put together in build/pages with the files that they link to, and Zensical makes a site of them.
 A link to a file, heading or docstring that is not there ends the build, as does a page that the navigation lacks.
 """
 

@@ -20,9 +20,9 @@ from harness import ROOT, environment, run
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 LOOSELY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# What commands that are only shown begin with, or hold.
+# What commands that are only shown begin with, or name.
 ELSEWHERE = re.compile(
-    r"^(vllm|curl|python convert_hf_to_gguf\.py|llama-|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank|--nodes"
+    r"^(vllm|curl|python convert_hf_to_gguf\.py|llama-\w+|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank"
 )
 
 
