@@ -66,7 +66,8 @@ def _put(path: Path) -> set[Path]:
         if fenced is not None:
             parts.append(fenced[0])
             end = fenced.end()
-    page = "".join(parts)
+    # A bar in the code of a table is escaped for GitHub, and shown as it is by Zensical.
+    page = re.sub(r"`[^`\n]+`", lambda code: code[0].replace(r"\|", "|"), "".join(parts))
     if path == DOCS / "cli.md":
         page = page.replace("<!-- commands -->", _commands())
     place.write_text(page, encoding="utf-8")

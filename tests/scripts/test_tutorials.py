@@ -28,7 +28,9 @@ ELSEWHERE = re.compile(
 
 def follow(text: str, folder: Path) -> int:
     """Does what a tutorial says in a folder; returns how many blocks of commands it has."""
-    env = environment(PATH=f"{_commands(folder)}:{os.environ['PATH']}", WHERE=str(folder / "where"), COLUMNS="100")
+    path = f"{_commands(folder)}:{os.environ['PATH']}"
+    # A laptop: no GPU. What `rich` prints is as wide as a terminal.
+    env = environment(PATH=path, WHERE=str(folder / "where"), CUDA_VISIBLE_DEVICES="", COLUMNS="100")
     place, printed, count = folder / "user", None, 0
     place.mkdir()
     for block in BLOCK.finditer(text):
