@@ -3,7 +3,8 @@
 How a block opens says what it is:
 
     ```bash             commands; they must not fail, and the next block goes on in the folder where they ended
-    ```text             right behind `bash`: what the commands print, with `...` for what varies
+    ```text             right behind `bash`: what the commands print, with `...` for what is left out or varies;
+                        figures such as 4.21 and 1,024 may be others
     ```KIND title="F"   the file F
     anything else       is only shown: `sh` what needs another machine, the hub or another program
 """
@@ -20,6 +21,7 @@ from harness import ROOT, environment, run
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 LOOSELY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+FIGURE = re.compile(r"\d[\d,]*\.\d+(e[-+]\d+)?|\d+(,\d{3})+|\d+e-\d+")
 # What commands that are only shown begin with, or name.
 ELSEWHERE = re.compile(
     r"^(vllm|curl|python convert_hf_to_gguf\.py|llama-\w+|ollama|rsync|ssh|sbatch|pip) |meta-llama/|--machine_rank"
@@ -44,7 +46,7 @@ def follow(text: str, folder: Path) -> int:
             continue
         elif kind == "text":
             assert printed is not None, f"no commands stand before:\n{body}"
-            fits = doctest.OutputChecker().check_output(body, printed, LOOSELY)
+            fits = doctest.OutputChecker().check_output(FIGURE.sub("#", body), FIGURE.sub("#", printed), LOOSELY)
             assert fits, f"said to print:\n{body}\nprinted:\n{printed[-6000:]}"
         printed = None
     return count
@@ -81,6 +83,7 @@ def test_only_what_cannot_run_here_is_only_shown(tutorial: Path) -> None:
         ("```bash\nfalse | true\ntrue\n```\n", "ended with 1"),
         ("```bash\necho one\n```\n\n```text\ntwo\n```\n", "said to print"),
         ("```bash\necho one; echo two\n```\n```text\n...\none\n```\n", "said to print"),
+        ("```bash\necho step 3, 4.5 s\n```\n```text\nstep 4, 4.5 s\n```\n", "said to print"),
         ("```bash\necho one\n```\n```yaml\na: 1\n```\n```text\none\n```\n", "no commands stand before"),
         ('```yaml title="a.yaml"\na: 1\n```\n```bash\ngrep 2 a.yaml\n```\n', "ended with 1"),
     ],
@@ -92,7 +95,7 @@ def test_a_broken_tutorial_is_seen(text: str, says: str, tmp_path: Path) -> None
 
 def test_a_tutorial_that_is_right(tmp_path: Path) -> None:
     text = (
-        '```bash\nmkdir a\ncd a\n```\n\n```yaml title="b"\nc: 1\n```\n\n```bash\ncat b\necho it took 3 s\n```\n\n'
-        "```text\nc: 1\n...took ... s\n```\n\n```sh\nfalse\n```\n"
+        '```bash\nmkdir a\ncd a\n```\n\n```yaml title="b"\nc: 1\n```\n\n```bash\ncat b\necho step 2: loss 3.25\n```\n\n'
+        "```text\nc: 1\nstep 2: loss 3.31...\n```\n\n```sh\nfalse\n```\n"
     )
     assert follow(text, tmp_path) == 2
