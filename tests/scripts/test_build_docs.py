@@ -65,18 +65,20 @@ def test_in_a_browser(tree: Path, theme: str, width: int, scheme: str) -> None:
             # What cannot be loaded is an error there, and nothing can be from the network.
             assert page.console() == [], name
             assert page.js("return document.body.dataset.mdColorScheme") == scheme
-        assert "Measure links" in found(page, "bandwidth")
+        search(page, "bandwidth", "Measure links")
 
 
-def found(page: Page, word: str) -> str:
-    """What the search shows for a word."""
+def search(page: Page, word: str, title: str) -> None:
+    """Searches for a word, and waits until the page of this title is found."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     page.js("document.querySelector('[data-md-toggle=search]').click()")
     shown = "[...document.querySelectorAll('*')].map((e) => e.shadowRoot).find((r) => r?.querySelector('input'))"
     page.wait(f"return {shown}?.activeElement?.tagName === 'INPUT'")
     ActionChains(page.driver).send_keys(word).perform()
-    return str(page.wait(f"return {shown}.querySelector('mark') && {shown}.textContent"))
+    # The words before the last letter find other pages.
+    page.wait(f"return {shown}.querySelector('mark')?.textContent.toLowerCase() === arguments[0]", word)
+    page.wait(f"return {shown}.textContent.includes(arguments[0])", title)
 
 
 @pytest.mark.parametrize(
