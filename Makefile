@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test test-wheel test-resume test-chaos check ops format clean
+.PHONY: help setup demo demo-qlora test test-wheel test-resume test-chaos check docs ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ check: setup  ## Format, lint, types and import rules
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict finetune/
 	$(PY) -m pytest -q tests/utils/test_imports.py
+
+docs: setup  ## Build the docs site into build/docs; a broken link fails
+	$(PY) scripts/build_docs.py
 
 ops: setup  ## Build DeepSpeed's native ops ahead of the first run (about 4 minutes on 2 cores)
 	@.venv/bin/finetune ops
