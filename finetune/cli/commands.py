@@ -46,7 +46,8 @@ def launch(parsed: argparse.Namespace) -> None:
     from finetune.distributed.launch.launcher import launch as run
 
     options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
-    run(parsed.config_file, options, [parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)
+    quiet = ["--quiet"] if parsed.quiet else []
+    run(parsed.config_file, options, [*quiet, parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)
 
 
 def init(parsed: argparse.Namespace) -> None:

@@ -60,6 +60,7 @@ def _add_recipe_commands(verbs: Any) -> None:
     _launch_arguments(verb, required=True)
     add_recipe_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
+    verb.add_argument("--quiet", action="store_true", help="print errors only")
     verb = verbs.add_parser("explain", help="show where each value comes from, what it overrides, and what it means")
     _launch_arguments(verb, required=False)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")

@@ -252,6 +252,8 @@ def launch(
         write_text(file, dump_recipe(named))
         words = [f"--{name}={value}" for name, value in (options or {}).items()]
         command = [sys.executable, "-m", "finetune", "launch", f"--config_file={launch_file(str(config))}", *words]
+        if quiet:
+            command.append("--quiet")
         code, said = _run_command([*command, str(file)], quiet=quiet)
     if code not in (0, REQUEUE):
         raise LaunchError(said or f"The run ended with exit code {code}; the reason is printed above.")
