@@ -84,7 +84,7 @@ def test_one_table_of_all_backends_and_a_broken_one_is_caught(launched: Any) -> 
 
 
 def test_only_rank_0_reports(launched: Any) -> None:
-    assert launched[2].count("fsdp x2, FSDPForwardWrapper") == 1
+    assert launched[2].count("launch    fsdp x 2 on cpu (gloo), fp32") == 1
 
 
 def test_finished_runs_are_compared_alike(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
