@@ -1,5 +1,6 @@
 """Causal language modelling: the next token of each token. Letters as in `task`."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -36,10 +37,25 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
     return _outputs(network, batch).logits  # type: ignore[no-any-return]
 
 
-def _outputs(network: nn.Module, batch: Batch) -> Any:
+def next_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
+    """The likeliest token behind each row, (B,); rows are padded at their end, behind `lengths` tokens, (B,).
+
+    Where a network can leave out the logits of other tokens, it does.
+    """
+    rows, last = torch.arange(len(batch["lengths"]), device=batch["lengths"].device), batch["lengths"] - 1
+    inner = lora_adapters.transformer(network)
+    if inner is not None and "logits_to_keep" in inspect.signature(type(inner).forward).parameters:
+        kept, places = torch.unique(last, return_inverse=True)
+        scores = _outputs(network, batch, logits_to_keep=kept).logits[rows, places]
+    else:
+        scores = causal_lm_logits(network, batch)[rows, last]
+    return scores.float().argmax(-1)  # type: ignore[no-any-return]
+
+
+def _outputs(network: nn.Module, batch: Batch, **more: Any) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
     told = attention.told_by(lora_adapters.transformer(network), batch)
-    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told, **more)
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
