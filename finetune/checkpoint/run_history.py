@@ -171,8 +171,9 @@ class RunHistory:
 
     @property
     def best_by(self) -> str:
-        """What tells the best evaluation: `checkpoint.keep_best_by`, or the loss where that names none."""
-        return (self.recipe.get("checkpoint") or {}).get("keep_best_by") or "validation_loss"
+        """What tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
+        named = (self.recipe.get("checkpoint") or {}).get("keep_best_by")
+        return named if isinstance(named, str) and ranking(named)[0] in self.evaluations else "validation_loss"
 
     @property
     def best_name(self) -> str:

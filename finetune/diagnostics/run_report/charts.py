@@ -52,6 +52,7 @@ class Mark:
 
     x: dict[str, float]
     label: str
+    sign: str = "↻"
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _best(run: RunHistory, unit: TimeUnit) -> tuple[Mark, ...]:
     if (best := run.best_evaluation) is None:
         return ()
     x = _x(run, unit, np.array([float(best[0])]))
-    return (Mark({axis: float(values[0]) for axis, values in x.items()}, f"best {run.best_name}"),)
+    return (Mark({axis: float(values[0]) for axis, values in x.items()}, f"best {run.best_name}", "★"),)
 
 
 def _evaluation_curve(name: str, run: RunHistory, unit: TimeUnit, color: str, key: str) -> Curve:
@@ -276,7 +277,7 @@ def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> 
                 "unit": chart.unit,
                 "logarithmic": chart.logarithmic,
                 "fromZero": chart.from_zero,
-                "marks": [{"x": mark.x, "label": mark.label} for mark in chart.marks],
+                "marks": [{"x": mark.x, "label": mark.label, "sign": mark.sign} for mark in chart.marks],
                 "curves": [
                     {
                         "name": escape(curve.name),
