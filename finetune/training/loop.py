@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.checkpoint import best_evaluation, row_ledger
+from finetune.checkpoint import best_evaluation, integrity, row_ledger
 from finetune.export import save_model
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
@@ -56,8 +56,7 @@ def train(run: Run) -> dict[str, Any]:
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
         run.checkpoints.finish()
         if state.best.ends_run(recipe) and state.step < last and not stopped:
-            run.results["ended_early"] = {"step": state.step, "best": state.best.to_dict()}
-            run.reporter.say(f"This run {best_evaluation.sentence(run.results['ended_early'])}.")
+            _end_early(run)
         if stopped:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
         elif recipe.output.save_model and last:
@@ -67,6 +66,14 @@ def train(run: Run) -> dict[str, Any]:
     measured = peak_memory.compare(recipe)
     run.directory.finish(run.backend, run.results, peak_memory=measured)
     return run.results
+
+
+def _end_early(run: Run) -> None:
+    best = run.state.best
+    ended = run.results["ended_early"] = {"step": run.state.step, "best": best.to_dict()}
+    kept = run.directory.checkpoints / integrity.name_of(best.step or 0)
+    where = f"The best checkpoint is {kept}" if kept.exists() else "No checkpoint was saved at the best step"
+    run.reporter.say(f"This run {best_evaluation.sentence(ended)}. {where}.")
 
 
 def _nothing_left(run: Run) -> str:
