@@ -17,6 +17,8 @@ from finetune.utils.import_object import import_object
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TAKEN = ("loss", "perplexity", "targets")
+# Of torchmetrics.
+_ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def check_metrics(recipe: Recipe) -> None:
@@ -25,7 +27,7 @@ def check_metrics(recipe: Recipe) -> None:
     Raises:
         RecipeError: With what to install.
     """
-    needing = [name for name in recipe.eval.metrics if name.startswith("rouge") or name == "f1_macro"]
+    needing = [name for name in recipe.eval.metrics if name in _ROUGE]
     if needing and find_spec("torchmetrics") is None:
         raise RecipeError(
             f"eval.metrics: {', '.join(needing)} cannot be computed without torchmetrics, which is not installed. "
@@ -39,14 +41,17 @@ def try_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[Pr
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
-    names, best_by = recipe.eval.metrics, recipe.checkpoint.keep_best_by
+    best_by = recipe.checkpoint.keep_best_by
+    # Their library takes seconds to load, and they do not fail.
+    rouge = [name for name in recipe.eval.metrics if name in _ROUGE]
+    names = [name for name in recipe.eval.metrics if name not in rouge]
     check_metrics(recipe)
     known = ["loss", "perplexity" if task.text else "accuracy"] if data.validation is not None else []
-    if names and task.text:
+    if recipe.eval.metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
-        known += scores(names, [prompts[0].references[0]], [prompts[0].references])
-    elif names:
+        known += [*rouge, *scores(names, [prompts[0].references[0]], [prompts[0].references])]
+    elif recipe.eval.metrics:
         if data.validation is None:
             raise RecipeError("eval.metrics: there are no validation rows to compute them of. Name data.validation.")
         if task.loss_and_correct is None:
@@ -142,20 +147,16 @@ def _accuracy(_: str, predictions: Sequence[str], references: Sequence[str]) -> 
 
 
 def _f1_macro(_: str, predictions: Sequence[str], references: Sequence[str]) -> float:
-    import torch
-    from torchmetrics.functional.classification import multiclass_f1_score
-
-    classes = sorted({*predictions, *references})
-    found, wanted = (torch.tensor([classes.index(one) for one in side]) for side in (predictions, references))
-    return float(multiclass_f1_score(found, wanted, num_classes=len(classes), average="macro"))
+    """The mean over all classes that are predicted or true, as scikit-learn's `f1_score` has it."""
+    hits = Counter(one for one, other in zip(predictions, references, strict=True) if one == other)
+    sizes = Counter(predictions) + Counter(references)
+    return sum(2 * hits[name] / size for name, size in sizes.items()) / len(sizes)
 
 
 _BUILT_IN: dict[str, Callable[[str, Any, Any], float]] = {
     "exact_match": _of_words,
     "f1": _of_words,
-    "rouge1": _rouge,
-    "rouge2": _rouge,
-    "rougeL": _rouge,
+    **dict.fromkeys(_ROUGE, _rouge),
     "accuracy": _accuracy,
     "f1_macro": _f1_macro,
 }

@@ -66,7 +66,14 @@ def test_classes_by_hand() -> None:
     predicted, true = ["a", "a", "b", "c"], ["a", "b", "b", "d"]
     assert scores(["accuracy"], predicted, true) == {"accuracy": 0.5}
     # a: 2/3, b: 2/3, c and d: 0.
-    assert scores(["f1_macro"], predicted, true) == {"f1_macro": pytest.approx(1 / 3)}
+    found = scores(["f1_macro"], predicted, true)
+    assert found == {"f1_macro": pytest.approx(1 / 3)}
+    from torchmetrics.functional.classification import multiclass_f1_score
+
+    numbers = [torch.tensor(["abcd".index(name) for name in side]) for side in (predicted, true)]
+    theirs = multiclass_f1_score(*numbers, num_classes=4, average="macro")
+    assert found["f1_macro"] == pytest.approx(float(theirs))
+    assert scores(["accuracy", "f1_macro"], ["a"], ["a"]) == {"accuracy": 1.0, "f1_macro": 1.0}
 
 
 def test_own_functions() -> None:
@@ -105,7 +112,7 @@ def texts(**section: Any) -> dict[str, Any]:
     """Evaluates a model that has learned stories, on texts that it writes."""
     tree = base(data={"train": []}, length={"steps": 0}, model={"name": MODEL, "config": None}, tokenizer={})
     metrics = [*TEXTS, *OWN]
-    tree["eval"] = {"metrics": metrics, "prompts": [{"sample": 21}], "max_new_tokens": 10, **section}
+    tree["eval"] = {"metrics": metrics, "prompts": [{"sample": 21}], "max_new_tokens": 24, **section}
     return tree
 
 
@@ -274,7 +281,7 @@ def test_what_is_written_of_texts(launcher: Launcher) -> None:
     run = launcher.many("single", JOBS)["texts"].check()
     lines, found = predictions(run), values(run)
     assert len(lines) == found["validation_prompts"] == 21
-    assert len({line["prediction"] for line in lines}) > 10
+    assert len({line["prediction"] for line in lines}) > 5
     assert set(lines[0]) == {"step", "prompt", "prediction", "references"}
     again = scores(TEXTS, [line["prediction"] for line in lines], [line["references"] for line in lines])
     assert again == {key: found[f"validation_{key}"] for key in TEXTS}
@@ -286,7 +293,7 @@ def test_what_is_written_of_texts(launcher: Launcher) -> None:
     network, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
     for line in lines[:3]:
         ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(line["prompt"], add_special_tokens=False)]])
-        theirs = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        theirs = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True).strip() == line["prediction"]
 
 
