@@ -32,7 +32,8 @@ def make(root: Path, step: int, loss: float | None = None) -> Path:
     }
     (staging / "state.json").write_text(json.dumps(state))
     files = integrity.describe_file(staging, staging / "state.json")
-    integrity.seal(staging, target, files, {"step": step, "validation_loss": loss})
+    evaluated = dict.fromkeys(("validation_loss", "validation_wer", "validation_f1"), loss)
+    integrity.seal(staging, target, files, {"step": step, **evaluated})
     return target
 
 
@@ -44,21 +45,22 @@ def left(root: Path) -> list[int]:
 @given(
     losses=st.lists(st.none() | st.floats(0, 9) | st.just(math.nan), min_size=1, max_size=6),
     keep=st.integers(1, 4),
-    keep_best=st.booleans(),
+    best_by=st.sampled_from([None, "validation_loss", "-validation_wer", "validation_f1"]),
 )
 def test_the_newest_and_the_best_stay(
-    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, keep_best: bool
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, best_by: str | None
 ) -> None:
     root = tmp_path_factory.mktemp("rotation")
     for number, loss in enumerate(losses, start=1):
         make(root, number, loss)
-    save_checkpoint.prune(root, keep=keep, keep_best=keep_best)
+    save_checkpoint.prune(root, keep=keep, best_by=best_by)
     numbers = range(1, len(losses) + 1)
     staying = set(numbers[-keep:])
     scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
-    if keep_best and scored:
+    if best_by is not None and scored:
+        wanted = (max if best_by == "validation_f1" else min)(scored.values())
         # Of equal ones the newest.
-        staying.add(max(n for n in scored if scored[n] == min(scored.values())))
+        staying.add(max(n for n in scored if scored[n] == wanted))
     assert left(root) == sorted(staying, reverse=True)
     assert len(list(root.iterdir())) == len(staying)
     shutil.rmtree(root)
