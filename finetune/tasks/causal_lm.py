@@ -1,6 +1,5 @@
 """Causal language modelling: the next token of each token. Letters as in `task`."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -37,25 +36,28 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
     return _outputs(network, batch).logits  # type: ignore[no-any-return]
 
 
-def next_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """The likeliest token behind each row, (B,); rows are padded at their end, behind `lengths` tokens, (B,).
+def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
+    """The likeliest token behind one row, (1,).
 
-    Where a network can leave out the logits of other tokens, it does.
+    Args:
+        kept: Empty at first; then the keys and values of the tokens before, if the network hands them out, so that it
+            is only given the last token.
     """
-    rows, last = torch.arange(len(batch["lengths"]), device=batch["lengths"].device), batch["lengths"] - 1
     inner = lora_adapters.transformer(network)
-    if inner is not None and "logits_to_keep" in inspect.signature(type(inner).forward).parameters:
-        kept, places = torch.unique(last, return_inverse=True)
-        scores = _outputs(network, batch, logits_to_keep=kept).logits[rows, places]
-    else:
-        scores = causal_lm_logits(network, batch)[rows, last]
-    return scores.float().argmax(-1)  # type: ignore[no-any-return]
+    ids = batch["input_ids"][:, -1:] if kept else batch["input_ids"]
+    told = attention.told_by(inner, {"input_ids": ids})
+    if "position_ids" in told:
+        told["position_ids"] = told["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
+    outputs = network(input_ids=ids, use_cache=inner is not None, **told, **kept)
+    if getattr(outputs, "past_key_values", None) is not None:
+        kept["past_key_values"] = outputs.past_key_values
+    return outputs.logits[:, -1].float().argmax(-1)  # type: ignore[no-any-return]
 
 
-def _outputs(network: nn.Module, batch: Batch, **more: Any) -> Any:
+def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
     told = attention.told_by(lora_adapters.transformer(network), batch)
-    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told, **more)
+    return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
 
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:

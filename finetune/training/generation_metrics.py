@@ -1,10 +1,8 @@
-"""Texts that a model in training generates for the recipe's prompts, and metrics of these or of classes.
-
-Letters: B rows, T tokens, V vocabulary.
-"""
+"""Texts that a model in training generates for the recipe's prompts, and metrics of these or of classes."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from torch import nn
 
 from finetune.distributed.backend import Backend
 from finetune.tasks import metrics
-from finetune.tasks.causal_lm import next_tokens
+from finetune.tasks.causal_lm import next_token
 from finetune.tasks.task import Rows
 from finetune.training.build_run import Run
 from finetune.training.evaluation import send, without_training
@@ -21,10 +19,6 @@ from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
 
 PREDICTIONS = "predictions.jsonl"
-
-# Prompts in one forward pass. A constant, and prompts are dealt by their lengths alone: so which ones share a pass, and
-# with it the last bit of a score, depends neither on the number of processes nor on the size of micro-batches.
-_GROUP = 8
 
 
 def generate(
@@ -39,8 +33,8 @@ def generate(
 ) -> list[list[int]] | None:
     """The likeliest tokens behind each prompt, one after the other, without the token that ends a text.
 
-    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in
-    them. Rows of a pass are filled at their end, which no token before it sees.
+    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in them.
+    A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
 
     Args:
         longest: Tokens of a prompt and its text together, at most.
@@ -50,41 +44,32 @@ def generate(
     Returns:
         Tokens by prompt, the same on every rank; None if a rank was asked to stop.
     """
-    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
-    groups = [order[first : first + _GROUP] for first in range(0, len(order), _GROUP)]
     # One more than each token, and 0 where there is none.
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
     with without_training(model):
-        for first in range(0, len(groups), backend.world):
-            mine = groups[first + backend.rank] if first + backend.rank < len(groups) else []
-            rows = {number: list(prompts[number]) for number in mine}
+        for number in range(backend.rank, len(prompts) + backend.rank, backend.world):
+            row = list(prompts[number]) if number < len(prompts) else []
+            kept: dict[str, Any] = {}
             while True:
-                told = torch.tensor([float(bool(rows)), float(stopping())], device=backend.device)
+                told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
                 unfinished, stop = backend.sum(told).tolist()
                 if stop:
                     return None
                 if not unfinished:
                     break
-                batch = _filled(list(rows.values()) or [prompts[0][:1]], backend.device)
-                tokens = model(next_tokens, batch).tolist()
-                for number, token in zip(list(rows), tokens[: len(rows)], strict=True):
-                    row = rows[number]
-                    place = len(row) - len(prompts[number])
-                    row.append(token)
-                    if token not in ends:
-                        written[number, place] = token + 1
-                    if token in ends or place + 1 == max_new_tokens or len(row) == longest:
-                        del rows[number]
+                # Who has finished goes along with the others.
+                ids = send(torch.tensor([row or prompts[0][:1]]), backend.device)
+                token = int(model(partial(next_token, kept=kept if row else {}), {"input_ids": ids}).item())
+                if not row:
+                    continue
+                place = len(row) - len(prompts[number])
+                row.append(token)
+                if token not in ends:
+                    written[number, place] = token + 1
+                if token in ends or place + 1 == max_new_tokens or len(row) == longest:
+                    row = []
     gathered: list[list[int]] = backend.sum(written.to(backend.device)).tolist()
     return [[token - 1 for token in row if token] for row in gathered]
-
-
-def _filled(rows: list[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    lengths = [len(row) for row in rows]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row)
-    return {"input_ids": send(ids, device), "lengths": send(torch.tensor(lengths), device)}
 
 
 def of_texts(run: Run) -> dict[str, float] | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from harness import Launcher, Result
 from inside import run_here
 from recipes_for_tests import base
 from testdata import MODEL
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.recipe import load_recipe, validate_recipe
-from finetune.tasks.causal_lm import next_tokens
+from finetune.models import attention
+from finetune.tasks.causal_lm import next_token
 from finetune.tasks.metrics import check_metrics, scores
 from finetune.tasks.prompt_set import read_prompts
+from finetune.training import generation_metrics
 from finetune.utils.errors import DataError, RecipeError
 
 TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
@@ -232,16 +235,63 @@ def test_prompts_that_are_refused(tmp_path: Path, record: Any, chat: bool, said:
 # ---------------------------------------------------------------- generation
 
 
-def test_padding_changes_no_token() -> None:
-    network = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 300}
+KINDS = {
+    "llama": {},
+    "gpt2": {"n_positions": 64},
+    # Counts positions from its mask.
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "bloom": {},
+    "mistral": {"sliding_window": 8, "num_key_value_heads": 2, "intermediate_size": 64},
+    "gemma2": {"sliding_window": 8, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64},
+    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4},
+    # Keeps a state, and no keys and values.
+    "mamba": {"state_size": 8},
+}
+
+
+class _Wrapped(torch.nn.Module):
+    """As `ForwardWrapper` calls a network."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, function: Any, batch: Any) -> Any:
+        return function(self.network, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_a_cache(kind: str) -> None:
+    network = AutoModelForCausalLM.from_config(config_of(kind)).eval()
+    for parameter in network.parameters():
+        parameter.data.mul_(4)  # so that texts are not one token again and again
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 500, (length,), generator=generator) for length in (3, 17, 17, 60)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    with torch.no_grad():
-        together = next_tokens(network, {"input_ids": padded, "lengths": lengths})
-        alone = [int(network(input_ids=row[None]).logits[0, -1].argmax()) for row in rows]
-    assert together.tolist() == alone
+    prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (1, 5, 20)]
+    backend: Any = SimpleNamespace(world=1, rank=0, device=torch.device("cpu"), sum=lambda values: values)
+    ends = {7}
+    found = generation_metrics.generate(
+        backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
+    )
+    for prompt, text in zip(prompts, found or [], strict=True):
+        row: list[int] = []
+        while len(row) < 16 and len(prompt) + len(row) < 30:
+            with torch.no_grad():
+                ids = torch.tensor([prompt + row])
+                token = int(network(input_ids=ids, use_cache=False).logits[0, -1].argmax())
+            if token in ends:
+                break
+            row.append(token)
+        assert text == row
+    assert len({token for text in found or [] for token in text}) > 2
+
+
+def config_of(kind: str) -> Any:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **SMALL, **KINDS[kind], bos_token_id=None, eos_token_id=None)
+    chosen = attention.choose("auto", config, AutoModelForCausalLM, told=True)
+    config._attn_implementation = chosen
+    return config
 
 
 JOBS = {
@@ -317,7 +367,7 @@ def test_a_request_to_stop_ends_generation(tmp_path: Path) -> None:
         forward = run.model.forward
 
         def stop_at_fifth(function: Any, batch: Any) -> Any:
-            if function is next_tokens:
+            if getattr(function, "func", None) is next_token:
                 asked.append(1)
                 if len(asked) == 5:
                     run.shutdown.reason = "a test"
