@@ -1,6 +1,7 @@
 """Runs `accelerate launch`, and ends with the workers' exit code instead of the launcher's traceback.
 
-`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes.
+`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes,
+which without GPUs are forks of this one (`forked_workers`).
 Workers keep the terminal, so what they print is live. They find the launch file by reading this command line.
 """
 
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.utils.exit_codes import REQUEUE
+from finetune.utils.hub_access import go_offline_if_unreachable
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -70,10 +73,15 @@ def command(
 
 def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
+    # Before anything imports the hub's client, here or in a fork.
+    go_offline_if_unreachable()
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    if not torch.cuda.is_available():
+    from finetune.distributed.launch.forked_workers import forked_workers
+
+    forks = not torch.cuda.is_available()
+    if forks:
         # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # It reports every worker that ends, whose own last words are on the terminal already.
@@ -87,7 +95,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, _pass_on)
     _kill_hung_workers_sooner()
     try:
-        return _run(launch_command, parsed, marker)
+        with forked_workers() if forks else nullcontext():
+            return _run(launch_command, parsed, marker)
     finally:
         shutil.rmtree(marker.parent, ignore_errors=True)
 
