@@ -176,7 +176,7 @@ def _recipe(parts: Parts, spec: dict[str, Any], place: Path) -> Path:
             "packing": "padded",
             "cache_dir": spec["tokens"] + "-ours",
         },
-        "batch": {"global_size": 4, "micro_size": 4},
+        "batch": {"global_size": 4, "micro_size": 4 // (2 if parts.launch == "fsdp" else 1)},
         "length": {"steps": 100},
         "optim": {"lr": 1e-3},
         "precision": parts.precision,
