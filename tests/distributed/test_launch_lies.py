@@ -189,7 +189,7 @@ def test_torchrun_without_a_launch_file_is_ddp(place: Place) -> None:
     assert code == 0, output
     facts = json.loads((place.folder / "run" / "run.json").read_text())
     assert (facts["runs"]["kind"], facts["runs"]["world_size"], facts["launch"]["file"]) == ("ddp", 2, None)
-    assert "ddp x2" in output
+    assert "launch    ddp x 2 on cpu (gloo)" in output
 
 
 # ---------------------------------------------------------------- what runs is looked at
