@@ -82,7 +82,7 @@ def _summary(path: Path, root: Path) -> RunSummary:
 
 def summary_of(name: str, run: RunHistory) -> RunSummary:
     """The line of a run."""
-    best = run.best_evaluation
+    best = run.best("validation_loss")
     return RunSummary(
         run=name,
         status=run.status,

@@ -97,7 +97,7 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
     rate = last["tokens_per_s"][-1] if len(last["step"]) else math.nan
     cells = [
         ("training loss", figures.number(float(losses[-1])) if len(losses) else "–"),
-        ("validation loss", f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
+        (run.best_name, f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
         ("targets / s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
         ("gradient norm", figures.number(float(last["grad_norm"][-1])) if len(last["step"]) else "–"),
         ("targets learned", figures.count(float(last["tokens"][-1])) if len(last["step"]) else "–"),
