@@ -166,8 +166,18 @@ class RunHistory:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The keys of `evaluations` beyond loss, perplexity and what counts."""
-        return tuple(key for key in self.evaluations if key not in EVALUATION or key == "validation_accuracy")
+        """The keys of `evaluations` that have a value, beyond loss, perplexity and what counts."""
+        return tuple(
+            key
+            for key, values in self.evaluations.items()
+            if (key not in EVALUATION or key == "validation_accuracy") and np.isfinite(values).any()
+        )
+
+    @property
+    def ended_early(self) -> dict[str, Any] | None:
+        """Step and best evaluation of a run that `eval.patience` ended, as `run.json` has them."""
+        found = self.facts.get("results", {}).get("ended_early") if self.status == "finished" else None
+        return found if isinstance(found, dict) else None
 
     @property
     def best_by(self) -> str:

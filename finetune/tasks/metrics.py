@@ -5,6 +5,7 @@ import string
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from finetune.tasks.prompt_set import Prompt
 from finetune.tasks.task import Task, TaskData
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
+
+Metric = Callable[[list[str], Any], float | Mapping[str, float]]
+"""A function of all predictions and all references (of each text a list, of each row the name of its class) to a
+number, or to numbers by name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TAKEN = ("loss", "perplexity", "targets")
@@ -35,29 +40,32 @@ def check_metrics(recipe: Recipe) -> None:
         )
 
 
-def try_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[Prompt]) -> None:
-    """Tries all metrics on one example, so that what cannot be computed is refused before the first step.
+def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[Prompt]) -> dict[str, Metric]:
+    """The functions of `eval.metrics` by name, each tried on one example: what fails is refused before the first step.
 
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
+    check_metrics(recipe)
+    metrics = find_metrics(recipe.eval.metrics)
     best_by = recipe.checkpoint.keep_best_by
     # Their library takes seconds to load, and they do not fail.
-    rouge = [name for name in recipe.eval.metrics if name in _ROUGE]
-    names = [name for name in recipe.eval.metrics if name not in rouge]
-    check_metrics(recipe)
-    known = ["loss", "perplexity" if task.text else "accuracy"] if data.validation is not None else []
-    if recipe.eval.metrics and task.text:
+    rouge = [name for name in metrics if name in _ROUGE]
+    tried = {name: metric for name, metric in metrics.items() if name not in rouge}
+    known = []
+    if data.validation is not None:
+        known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
+    if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
-        known += [*rouge, *scores(names, [prompts[0].references[0]], [prompts[0].references])]
-    elif recipe.eval.metrics:
+        known += [*rouge, *scores(tried, [prompts[0].references[0]], [prompts[0].references])]
+    elif metrics:
         if data.validation is None:
             raise RecipeError("eval.metrics: there are no validation rows to compute them of. Name data.validation.")
         if task.loss_and_correct is None:
             raise RecipeError("eval.metrics: the task neither writes text nor tells classes (`loss_and_correct`).")
         label = data.label_names[0] if data.label_names else "0"
-        known += scores(names, [label], [label])
+        known += scores(tried, [label], [label])
     keys = [f"validation_{name}" for name in known]
     # The default may name what a run without validation rows has not; nothing is kept by it then.
     meant = best_by is not None and (best_by != "validation_loss" or recipe.eval.patience is not None)
@@ -66,15 +74,29 @@ def try_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[Pr
             f"checkpoint.keep_best_by: evaluations of this recipe have no '{best_by.removeprefix('-')}'; they have "
             f"{', '.join(keys) or 'nothing, without validation rows or eval.metrics'}. Name one of these."
         )
+    return metrics
+
+
+def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """The functions that names of `eval.metrics` stand for.
+
+    Raises:
+        RecipeError: If one's own cannot be imported.
+    """
+    return {
+        name: import_object(name, "eval.metrics") if ":" in name else partial(_BUILT_IN[name], name) for name in names
+    }
 
 
 def scores(
-    names: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]] | Sequence[str]
+    metrics: Mapping[str, Metric],
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]] | Sequence[str],
 ) -> dict[str, float]:
     """The values of some metrics over a whole set, by name.
 
     Args:
-        names: As `eval.metrics` has them.
+        metrics: By their names in `eval.metrics`.
         predictions: Generated texts, or names of predicted classes.
         references: Of each text all references; or the names of the true classes.
 
@@ -82,13 +104,8 @@ def scores(
         RecipeError: If one's own function fails, or returns what is no number.
     """
     found: dict[str, float] = {}
-    for name in names:
-        values = (
-            _own(name, predictions, references)
-            if ":" in name
-            else {name: _BUILT_IN[name](name, predictions, references)}
-        )
-        for key, value in values.items():
+    for name, metric in metrics.items():
+        for key, value in _computed(name, metric, predictions, references).items():
             if not _NAME.fullmatch(key) or key in (*found, *_TAKEN):
                 raise RecipeError(
                     f"eval.metrics: '{name}' calls a metric '{key}'. A name has at most 64 letters, digits, `_` and "
@@ -98,16 +115,15 @@ def scores(
     return found
 
 
-def _own(path: str, predictions: Any, references: Any) -> dict[str, float]:
-    function = import_object(path, "eval.metrics")
+def _computed(name: str, metric: Metric, predictions: Any, references: Any) -> dict[str, float]:
     try:
-        found = function(list(predictions), [one if isinstance(one, str) else list(one) for one in references])
-        named = found if isinstance(found, Mapping) else {re.split(r"[:.]", path)[-1]: found}
+        found = metric(list(predictions), [one if isinstance(one, str) else list(one) for one in references])
+        named = found if isinstance(found, Mapping) else {re.split(r"[:.]", name)[-1]: found}
         return {str(key): float(value) for key, value in named.items()}
     except Exception as error:  # whatever a user's function does
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(
-            f"eval.metrics: '{path}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
+            f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
             f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
             "references, and returns a number, or a dict of numbers."
         ) from error

@@ -48,8 +48,7 @@ class _PromptForm(RecordForm):
         if "prompt" in given and len(given) > 1:
             return self._pair_of(given, where)
         if self.chat:
-            said = super().read(record, where)
-            return self._last_answer(Conversation.from_json(said), where) if said else ""
+            return self._last_answer(Conversation.from_json(super().read(record, where)), where)
         has = ", ".join(map(str, record)) if isinstance(record, Mapping) else kind_of(record)
         raise DataError(
             f"{where}: a record of eval.prompts has a text `prompt` and a text `reference` or a list `references`; the "
@@ -86,7 +85,9 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
         DataError: If a record has no prompt or reference, the template refuses it, or it leaves no room for an answer.
     """
     chat, room = recipe.chat, recipe.data.sequence_length
-    if recipe.eval.prompts and tokenizer is None:
+    if not recipe.eval.prompts:
+        return ()
+    if tokenizer is None:
         raise DataError("eval.prompts: the task has no tokenizer to read them with. Remove them.")
     template = find_template(tokenizer, chat.template, chat.template_args) if chat is not None else None
     found = []
@@ -104,7 +105,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
                     "for an answer. Shorten or remove the record, or raise data.sequence_length."
                 )
             found.append(Prompt(text, tuple(ids), tuple(record["references"])))
-    if recipe.eval.prompts and not found:
+    if not found:
         raise DataError("eval.prompts: its sources hold no records. Name others.")
     return tuple(found)
 
@@ -117,7 +118,8 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
         roles=chat.roles if chat is not None else {},
         text_field=source.text_field,
         strip=recipe.data.strip,
-        tolerance=Tolerance(lenient=recipe.checks.max_broken > 0),
+        # A set of prompts is whole: of other prompts, a metric is another one.
+        tolerance=Tolerance(lenient=False),
         chat=chat is not None,
     )
     if source.sample is not None:
@@ -126,8 +128,7 @@ def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], s
             yield json.loads(form.read(made, where)), where
         return
     for document in open_source(source, labelled=False, form=form).documents():
-        if document.text:  # else it is broken, and that is tolerated
-            yield json.loads(document.text), document.where
+        yield json.loads(document.text), document.where
 
 
 def _sample(count: int, *, chat: bool) -> Iterator[dict[str, Any]]:

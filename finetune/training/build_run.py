@@ -35,7 +35,7 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
-from finetune.tasks.metrics import try_metrics
+from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Rows, Task, TaskData
 from finetune.tasks.task_lookup import check_task_weights, find_task
@@ -107,6 +107,8 @@ class Run:
     data: TaskData
     prompts: tuple[Prompt, ...]
     """That evaluation generates texts for."""
+    metrics: dict[str, Metric]
+    """That evaluation computes, by their names in `eval.metrics`."""
     length: Length
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
@@ -164,6 +166,7 @@ class _Inputs:
     directory: RunDirectory
     data: TaskData
     prompts: tuple[Prompt, ...]
+    metrics: dict[str, Metric]
     length: Length
     weights: Weights | None
     """The files of the pretrained model."""
@@ -251,6 +254,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         task=inputs.task,
         data=data,
         prompts=inputs.prompts,
+        metrics=inputs.metrics,
         length=length,
         model=model,
         optimizer=optimizer,
@@ -298,14 +302,14 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
         # Refused before the first step, not after the last.
         sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
     prompts = read_prompts(recipe, data.tokenizer)
-    try_metrics(recipe, task, data, prompts)
+    metrics = build_metrics(recipe, task, data, prompts)
     length = measure_length(recipe, data.train)
     weights = check_task_weights(recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identify(recipe, data, length, base)
     resume_point.compare(recipe, directory, identity)
-    return _Inputs(task, directory, data, prompts, length, weights, base, identity)
+    return _Inputs(task, directory, data, prompts, metrics, length, weights, base, identity)
 
 
 def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:

@@ -246,7 +246,7 @@ def _evaluate(run: Run) -> bool:
     figures: dict[str, float] | None = {}
     if rows is not None:
         micro, classes = recipe.eval.micro_size or recipe.batch.rows, None
-        if recipe.eval.metrics and not run.task.text:
+        if run.metrics and not run.task.text:
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         figures = evaluation.evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
         if figures is not None and classes is not None:

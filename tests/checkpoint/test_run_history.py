@@ -104,7 +104,7 @@ def test_metrics_are_columns(finished: Path, tmp_path: Path) -> None:
         file.write(json.dumps({"step": 24, "validation_f1": "many"}) + "\n")
     for only_outcome in (True, False):
         run = read_run(directory, only_outcome=only_outcome)
-        assert run.metrics == ("validation_accuracy", "validation_f1")
+        assert run.metrics == ("validation_f1",)
         assert run.evaluations["step"].tolist() == [5, 10, 15, 20, 21, 22, 23]
         np.testing.assert_equal(run.evaluations["validation_f1"], [np.nan] * 4 + [0.25, 0.5, np.nan])
         assert {len(column) for column in run.evaluations.values()} == {7}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.models import attention
 from finetune.tasks.causal_lm import next_token
-from finetune.tasks.metrics import check_metrics, scores
+from finetune.tasks.metrics import check_metrics, find_metrics
+from finetune.tasks.metrics import scores as scores_of
 from finetune.tasks.prompt_set import read_prompts
 from finetune.training import generation_metrics
 from finetune.utils.errors import DataError, RecipeError
@@ -26,6 +28,10 @@ TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
 OWN = ("own_metrics:num_words", "own_metrics:several")
 
 # ---------------------------------------------------------------- values
+
+
+def scores(names: Sequence[str], predictions: Sequence[str], references: Sequence[Any]) -> dict[str, float]:
+    return scores_of(find_metrics(names), predictions, references)
 
 
 def test_words_by_hand() -> None:

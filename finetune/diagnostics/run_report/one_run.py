@@ -52,8 +52,7 @@ def status_line(run: RunHistory) -> str:
     if run.status == "diverged":
         last = run.incidents[-1]
         return f"diverged at step {last.step:,}{of}: {last.in_a_row} steps in a row were not finite"
-    ended = run.facts.get("results", {}).get("ended_early")
-    return sentence(ended) if run.status == "finished" and ended else f"{run.status} at {at}"
+    return sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
 
 
 def _what(run: RunHistory) -> str:
