@@ -226,7 +226,7 @@ def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
         if name not in known and name not in own:
             yield (
                 f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
-                "or your own function as package.module:function"
+                "or your own function as package.module:function or file.py:function"
             )
     if section.metrics and not section.prompts and task == "causal_lm":
         yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"

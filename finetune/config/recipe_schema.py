@@ -183,7 +183,8 @@ class EvalSection(Section):
     """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
     metrics: tuple[str, ...] = ()
     """What is computed beside the loss. Of texts that are generated for `prompts`: `exact_match`, `f1`, `rouge1`,
-    `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function`."""
+    `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or
+    `file.py:function`."""
     prompts: tuple[Source, ...] = ()
     """Prompts with references, for metrics of generated texts: records with `prompt` and `reference` or `references`;
     with a `chat` section also conversations, whose last answer is the reference."""

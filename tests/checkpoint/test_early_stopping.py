@@ -1,5 +1,6 @@
 """`eval.patience` and `checkpoint.keep_best_by`: where a run ends, stopped or not, and what is kept of it."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -7,45 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Launcher
-from inside import Crash, Done, copy, crash_after, mlp, run_here, stop_after
+from inside import Crash, Done, copy, crash_after, early_stopping, run_here, stop_after
+from rich.console import Console
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.best_evaluation import BestEvaluation, sentence, still_ended
 from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.diagnostics import watch
+from finetune.diagnostics.list_runs import list_runs, table
 from finetune.diagnostics.run_report import charts, one_run
 from finetune.utils.errors import RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("early")]
 
-# Its validation loss is lowest at step 8 of 60.
+# Of the run that `early_stopping` describes.
 PATIENCE, BEST, END = 3, 8, 14
-
-
-def job(directory: Path, **sections: Any) -> dict[str, Any]:
-    """Evaluates every 2 steps and saves every 4."""
-    tree = mlp(
-        directory,
-        length={"steps": 60},
-        optim={"lr": 0.1},
-        schedule={"name": "constant", "warmup_steps": 0},
-        eval={"every_steps": 2, "patience": PATIENCE},
-        checkpoint={"every_steps": 4, "keep": 1},
-    )
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    return tree
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return run_here(job(tmp_path_factory.mktemp("early") / "run"))
+    return run_here(early_stopping(tmp_path_factory.mktemp("early") / "run"))
 
 
 def recipe(**sections: Any) -> Recipe:
-    return validate_recipe(job(Path("run"), **sections))
+    return validate_recipe(early_stopping(Path("run"), **sections))
 
 
 # ---------------------------------------------------------------- counting
@@ -117,7 +105,7 @@ def lines(done: Done) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("step", [3, 5, 8, 9, 10, 12, 13, 14])
 @pytest.mark.parametrize("how", [crash_after, stop_after])
 def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, ended: Done, step: int, how: Any) -> None:
-    tree = job(tmp_path / "run")
+    tree = early_stopping(tmp_path / "run")
     if how is crash_after:
         with pytest.raises(Crash):
             run_here(tree, crash_after(step))
@@ -135,24 +123,24 @@ def test_a_resumed_run_ends_where_it_would_have_ended(tmp_path: Path, ended: Don
 def test_started_again_it_says_why_and_goes_on_with_more_patience(tmp_path: Path, ended: Done) -> None:
     directory = copy(ended.directory, tmp_path / "run")
     before = (directory / "run.json").read_bytes()
-    again = run_here(job(directory))
+    again = run_here(early_stopping(directory))
     assert "Nothing is left to do: this run ended early at step 14: no better validation_loss" in again.said
     assert "Raise eval.patience, or set it to null, to continue it." in again.said
     assert (directory / "run.json").read_bytes() == before
-    straight = run_here(job(tmp_path / "straight", eval={"patience": 5}))
-    more = run_here(job(directory, eval={"patience": 5}))
+    straight = run_here(early_stopping(tmp_path / "straight", eval={"patience": 5}))
+    more = run_here(early_stopping(directory, eval={"patience": 5}))
     assert more.losses == straight.losses
     assert len(more.losses) > END
     assert more.results.get("ended_early") == straight.results.get("ended_early")
     # Longer, but out of patience: it takes no step.
-    longer = run_here(job(copy(ended.directory, tmp_path / "longer"), length={"steps": 80}))
+    longer = run_here(early_stopping(copy(ended.directory, tmp_path / "longer"), length={"steps": 80}))
     assert longer.losses == ended.losses
     assert "ended early at step 14" in longer.said
 
 
 def test_patience_without_what_it_looks_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"keep_best_by: evaluations of this recipe have no 'validation_rouge1'"):
-        run_here(job(tmp_path / "run", checkpoint={"keep_best_by": "validation_rouge1"}))
+        run_here(early_stopping(tmp_path / "run", checkpoint={"keep_best_by": "validation_rouge1"}))
 
 
 def test_the_report_says_so(ended: Done) -> None:
@@ -162,12 +150,17 @@ def test_the_report_says_so(ended: Done) -> None:
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
     assert f"step {BEST}" in one_run.summary("run", run, None, live=False)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero3"])
-def test_all_ranks_end_together(launcher: Launcher, ended: Done, backend: str) -> None:
-    run = launcher.one(backend, job(Path("set by the launcher"))).check()
-    found = run.facts["results"]["ended_early"]
-    assert (found["step"], found["best"]["step"]) == (END, BEST)
-    assert found["best"]["value"] == pytest.approx(ended.results["ended_early"]["best"]["value"], rel=1e-4)
-    assert "finished" in run.facts
+    (listed,) = list_runs(ended.directory)
+    assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
+        True,
+        "finished",
+        BEST,
+        "validation_loss",
+    )
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(table([listed]), watch.screen(run, 200))
+    said_here = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ended early  14/60" in said_here
+    assert f"@{BEST}" in said_here
+    assert said in said_here
+    assert "validation accuracy" not in said_here

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Launcher, Result
-from inside import run_here
+from inside import early_stopping, run_here
 from recipes_for_tests import base
 from testdata import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -306,6 +306,8 @@ JOBS = {
     "classes": classes(),
     "classes_micro_3": classes(micro_size=3),
 }
+# Launched together.
+ALL = {**JOBS, "early": early_stopping(Path("set by the launcher"))}
 
 
 def predictions(run: Result) -> list[dict[str, Any]]:
@@ -316,11 +318,12 @@ def values(run: Result) -> dict[str, float]:
     return {key: value for key, value in run.facts["results"].items() if key.startswith("validation_")}
 
 
-@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("backend", ["single", "fsdp", "zero3"])
 @pytest.mark.xdist_group("metrics")
 def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
-    single, other = (launcher.many(name, JOBS) for name in ("single", backend))
-    for name, run in other.items():
+    single, other = (launcher.many(name, ALL) for name in ("single", backend))
+    for name in JOBS:
+        run = other[name]
         wanted = single[name.partition("_micro")[0]]
         assert predictions(run) == predictions(wanted)
         counted = ("validation_loss", "validation_perplexity")
@@ -332,9 +335,19 @@ def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
         )
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+@pytest.mark.xdist_group("metrics")
+def test_all_ranks_end_together(launcher: Launcher, backend: str) -> None:
+    wanted, found = (
+        launcher.many(name, ALL)["early"].check().facts["results"]["ended_early"] for name in ("single", backend)
+    )
+    assert (found["step"], found["best"]["step"]) == (wanted["step"], wanted["best"]["step"]) == (14, 8)
+    assert found["best"]["value"] == pytest.approx(wanted["best"]["value"], rel=1e-4)
+
+
 @pytest.mark.xdist_group("metrics")
 def test_what_is_written_of_texts(launcher: Launcher) -> None:
-    run = launcher.many("single", JOBS)["texts"].check()
+    run = launcher.many("single", ALL)["texts"].check()
     lines, found = predictions(run), values(run)
     assert len(lines) == found["validation_prompts"] == 21
     assert len({line["prediction"] for line in lines}) > 5
@@ -355,7 +368,7 @@ def test_what_is_written_of_texts(launcher: Launcher) -> None:
 
 @pytest.mark.xdist_group("metrics")
 def test_what_is_written_of_classes(launcher: Launcher) -> None:
-    run = launcher.many("single", JOBS)["classes"].check()
+    run = launcher.many("single", ALL)["classes"].check()
     lines, found = predictions(run), values(run)
     assert [line["row"] for line in lines] == list(range(30))
     assert len({line["references"][0] for line in lines}) > 3
