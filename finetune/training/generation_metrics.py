@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,15 +81,17 @@ def of_texts(run: Run) -> dict[str, float] | None:
     """
     recipe, tokenizer = run.recipe, run.data.tokenizer
     assert tokenizer is not None
-    found = generate(
-        run.backend,
-        run.model,
-        [prompt.ids for prompt in run.prompts],
-        longest=recipe.data.sequence_length,
-        max_new_tokens=recipe.eval.max_new_tokens,
-        ends={tokenizer.eos_token_id, *run.data.ends},
-        stopping=lambda: run.shutdown.requested,
-    )
+    # Compiled, layers would be compiled anew for lengths that no step has.
+    with torch.compiler.set_stance("force_eager") if recipe.model.compile else nullcontext():
+        found = generate(
+            run.backend,
+            run.model,
+            [prompt.ids for prompt in run.prompts],
+            longest=recipe.data.sequence_length,
+            max_new_tokens=recipe.eval.max_new_tokens,
+            ends={tokenizer.eos_token_id, *run.data.ends},
+            stopping=lambda: run.shutdown.requested,
+        )
     if found is None:
         return None
     texts = [_text(tokenizer, prompt.ids, ids) for prompt, ids in zip(run.prompts, found, strict=True)]

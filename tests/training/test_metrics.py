@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Launcher, Result
+from harness import ROOT, Launcher, Result
 from inside import early_stopping, run_here
 from recipes_for_tests import base
 from testdata import MODEL
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
-from finetune.models import attention
 from finetune.tasks.causal_lm import next_token
 from finetune.tasks.metrics import check_metrics, find_metrics
 from finetune.tasks.metrics import scores as scores_of
@@ -241,19 +245,9 @@ def test_prompts_that_are_refused(tmp_path: Path, record: Any, chat: bool, said:
 # ---------------------------------------------------------------- generation
 
 
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 300}
-KINDS = {
-    "llama": {},
-    "gpt2": {"n_positions": 64},
-    # Counts positions from its mask.
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "bloom": {},
-    "mistral": {"sliding_window": 8, "num_key_value_heads": 2, "intermediate_size": 64},
-    "gemma2": {"sliding_window": 8, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64},
-    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4},
-    # Keeps a state, and no keys and values.
-    "mamba": {"state_size": 8},
-}
+# Windows, experts, positions counted from a mask or added to the scores; a state instead of keys and values; a cache
+# that gives other tokens.
+KINDS = ("llama", "gpt2", "opt", "bloom", "mistral", "gemma2", "mixtral", "mamba", "moshi")
 
 
 class _Wrapped(torch.nn.Module):
@@ -269,11 +263,9 @@ class _Wrapped(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_without_a_cache(kind: str) -> None:
-    network = AutoModelForCausalLM.from_config(config_of(kind)).eval()
-    for parameter in network.parameters():
-        parameter.data.mul_(4)  # so that texts are not one token again and again
+    network = script.network_of(kind)
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (1, 5, 20)]
+    prompts = [torch.randint(100, script.VOCABULARY, (length,), generator=generator).tolist() for length in (1, 5, 20)]
     backend: Any = SimpleNamespace(world=1, rank=0, device=torch.device("cpu"), sum=lambda values: values)
     ends = {7}
     found = generation_metrics.generate(
@@ -290,14 +282,6 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
             row.append(token)
         assert text == row
     assert len({token for text in found or [] for token in text}) > 2
-
-
-def config_of(kind: str) -> Any:
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **SMALL, **KINDS[kind], bos_token_id=None, eos_token_id=None)
-    chosen = attention.choose("auto", config, AutoModelForCausalLM, told=True)
-    config._attn_implementation = chosen
-    return config
 
 
 JOBS = {
