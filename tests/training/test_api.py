@@ -189,7 +189,7 @@ def test_metrics_and_prompts_are_handed_over(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"eval\.metrics: 'python:metrics\.1:Longest' stands for an object"):
         train(run.recipe, "length.steps=2", quiet=True)
     with pytest.raises(RecipeError, match=r"metrics\.0:Longest: this object has no name"):
-        launch(tree, "ddp", prompts=prompts, metrics=[Longest()])
+        launch(tree, "ddp", train_data=STORIES, prompts=prompts, metrics=[Longest()])
 
 
 def test_records_are_read_as_a_file_of_them(tmp_path: Path) -> None:
