@@ -56,7 +56,7 @@ class Bench:
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
-        options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "keep_best": False}
+        options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "best_by": None}
         self.saver = CheckpointWriter(folder, run.backend, **options)
 
     def take_step(self) -> None:

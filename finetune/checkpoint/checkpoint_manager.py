@@ -55,7 +55,7 @@ class CheckpointManager:
             adapter_keys=adapter_keys,
             describe=describe,
             keep=section.keep,
-            keep_best=section.keep_best,
+            best_by=section.keep_best_by,
             broken=refused,
             infinite=infinite,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
+from finetune.checkpoint.best_evaluation import still_ended
 from finetune.checkpoint.load_checkpoint import Checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
@@ -176,6 +177,7 @@ def choose(
     own = load_checkpoint.find(directory.checkpoints, backend, unnamed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
+    finished = finished and still_ended(recipe, before["results"])
     found = own
     if own is None and previous is not None:
         if finished:

@@ -42,6 +42,7 @@ _LEFT = (
     "metrics.jsonl",
     "ledger.jsonl",
     "incidents.jsonl",
+    "predictions.jsonl",
     "model",
     "checkpoints",
     "exports",

@@ -4,10 +4,11 @@ Everything that looks back at a run, finished or under way, reads it here. No to
 """
 
 import json
+import re
 import socket
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 import yaml
 
 from finetune.checkpoint import integrity
+from finetune.config.recipe_schema import ranking
 from finetune.utils.errors import CheckpointError, RecipeError
 
 Status = Literal["running", "finished", "stopped", "diverged", "lost"]
@@ -52,6 +54,10 @@ TRAINING = (
     "time",
 )
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
+"""Of an evaluation, always; keys of metrics, which begin with `validation_` too, follow where there are some."""
+
+# What may stand in names of files and on a page.
+_METRIC = re.compile(r"validation_[A-Za-z0-9_-]{1,64}")
 
 # A run on another machine counts as running while it has written something within this time, or within so many
 # times what it takes between two lines.
@@ -129,7 +135,7 @@ class RunHistory:
     training: dict[str, Series]
     """The keys of `TRAINING`, a value a logged step; NaN where there is none."""
     evaluations: dict[str, Series]
-    """The keys of `EVALUATION`, a value an evaluation."""
+    """The keys of `EVALUATION` and those of metrics, a value an evaluation; NaN where there is none."""
     samples: tuple[Sample, ...]
     incidents: tuple[Incident, ...]
     starts: tuple[Start, ...]
@@ -159,13 +165,44 @@ class RunHistory:
         return int(found) if isinstance(found, int) else None
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """The keys of `evaluations` that have a value, beyond loss, perplexity and what counts."""
+        return tuple(
+            key
+            for key, values in self.evaluations.items()
+            if (key not in EVALUATION or key == "validation_accuracy") and np.isfinite(values).any()
+        )
+
+    @property
+    def ended_early(self) -> dict[str, Any] | None:
+        """Step and best evaluation of a run that `eval.patience` ended, as `run.json` has them."""
+        found = self.facts.get("results", {}).get("ended_early") if self.status == "finished" else None
+        return found if isinstance(found, dict) else None
+
+    @property
+    def best_by(self) -> str:
+        """What tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
+        named = (self.recipe.get("checkpoint") or {}).get("keep_best_by")
+        return named if isinstance(named, str) and ranking(named)[0] in self.evaluations else "validation_loss"
+
+    @property
+    def best_name(self) -> str:
+        """The same in words."""
+        return ranking(self.best_by)[0].replace("_", " ")
+
+    @property
     def best_evaluation(self) -> tuple[int, float] | None:
-        """Step and loss of the evaluation with the lowest loss."""
-        losses = self.evaluations["validation_loss"]
-        if not np.isfinite(losses).any():
+        """Step and value of the best evaluation."""
+        return self.best(self.best_by)
+
+    def best(self, best_by: str) -> tuple[int, float] | None:
+        """Step and value of the evaluation that is best by a key; None if no evaluation has it."""
+        key, sign = ranking(best_by)
+        values = self.evaluations.get(key, np.array([]))
+        if not np.isfinite(values).any():
             return None
-        best = int(np.nanargmin(losses))
-        return int(self.evaluations["step"][best]), float(losses[best])
+        best = int(np.nanargmax(np.where(np.isfinite(values), sign * values, np.nan)))
+        return int(self.evaluations["step"][best]), float(values[best])
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -366,10 +403,14 @@ class _Columns:
     def __post_init__(self) -> None:
         self.columns = {key: array("d") for key in self.keys}
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: dict[str, Any], more: Iterable[str] = ()) -> None:
+        """Adds a line's values; of `more` keys too, which are columns from now on."""
+        # All of them first: a line that is damaged must leave no column longer than another.
+        values = {key: float("nan") if line.get(key) is None else float(line[key]) for key in {*self.columns, *more}}
+        for key in more:
+            self.columns.setdefault(key, array("d", [float("nan")] * len(self.columns["step"])))
         for key, column in self.columns.items():
-            value = line.get(key)
-            column.append(float("nan") if value is None else float(value))
+            column.append(values[key])
 
     def drop_from(self, step: float) -> None:
         """Takes back what was logged of this step and of later ones."""
@@ -411,7 +452,7 @@ class _Metrics:
         """Evaluations, and the newest training line before each of them and at the end."""
         newest = None
         for line in self._lines.new():
-            if b'"validation_loss"' in line:
+            if b'"validation_' in line:
                 if newest is not None:
                     yield newest
                 yield line
@@ -428,9 +469,9 @@ class _Metrics:
                 columns.drop_from(step)
             self._drop_samples(step)
             self.training.add(line)
-        elif "validation_loss" in line:
+        elif found := [key for key in line if _METRIC.fullmatch(key)]:
             self.evaluations.drop_from(step)
-            self.evaluations.add(line)
+            self.evaluations.add(line, found)
         elif "sample" in line:
             self._drop_samples(step)
             self.samples.append(Sample(int(step), str(line["sample"])))

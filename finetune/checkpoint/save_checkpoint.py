@@ -24,6 +24,7 @@ from torch import nn
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.snapshot import Files, Snapshot
+from finetune.config.recipe_schema import ranking
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
 from finetune.utils.atomic_files import remove, sync
@@ -54,7 +55,7 @@ class CheckpointWriter:
         adapter_keys: dict[str, str] | None,
         describe: Callable[[Path], None],
         keep: int,
-        keep_best: bool,
+        best_by: str | None,
         broken: Collection[str] = (),
         infinite: Collection[str] = (),
     ) -> None:
@@ -66,7 +67,7 @@ class CheckpointWriter:
             infinite: Buffers that may hold infinities, such as causal masks.
         """
         self._root, self._backend, self._describe = root, backend, describe
-        self._keep_newest, self._keep_best = keep, keep_best
+        self._keep_newest, self._best_by = keep, best_by
         self._snapshot = Snapshot(backend, adapter_keys, infinite)
         self._broken = set(broken)
         self._thread: threading.Thread | None = None
@@ -100,7 +101,7 @@ class CheckpointWriter:
 
         Args:
             network: The network inside the prepared model.
-            state: Goes into `state.json`; `step` names the folder, and pruning reads `validation_loss`.
+            state: Goes into `state.json`; `step` names the folder, and pruning reads what begins with `validation_`.
         """
         assert not self.active
         self._step, self._state = int(state["step"]), state
@@ -197,10 +198,11 @@ class CheckpointWriter:
         for part in parts:
             part.unlink()
         sync(model)
-        integrity.seal(staging, self._target, files, {key: self._state[key] for key in ("step", "validation_loss")})
+        facts = {key: value for key, value in self._state.items() if key == "step" or key.startswith("validation_")}
+        integrity.seal(staging, self._target, files, facts)
         self._broken.discard(self._target.name)
         try:
-            prune(self._root, keep=self._keep_newest, keep_best=self._keep_best, broken=self._broken)
+            prune(self._root, keep=self._keep_newest, best_by=self._best_by, broken=self._broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
             warn(f"An old checkpoint cannot be deleted: {error}")
@@ -224,13 +226,14 @@ class CheckpointWriter:
         return NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
 
 
-def prune(root: Path, *, keep: int, keep_best: bool, broken: Collection[str] = ()) -> None:
-    """Deletes all checkpoints but the newest `keep` and, if asked, the one with the lowest validation loss.
+def prune(root: Path, *, keep: int, best_by: str | None, broken: Collection[str] = ()) -> None:
+    """Deletes all checkpoints but the newest `keep` and, if asked, the one that is best by an evaluation's value.
 
     Only complete ones count and only complete ones are deleted; one that is being read stays until the next time.
     Call it from one process, after a checkpoint was sealed.
 
     Args:
+        best_by: As `checkpoint.keep_best_by` has it.
         broken: Names of folders whose content was found damaged: they do not count either.
 
     Raises:
@@ -238,10 +241,10 @@ def prune(root: Path, *, keep: int, keep_best: bool, broken: Collection[str] = (
     """
     whole = list(integrity.list_complete(root, broken))
     staying = {folder for folder, _ in whole[:keep]}
-    scored = [(m["validation_loss"], folder) for folder, m in whole if m.get("validation_loss") is not None]
-    scored = [(loss, folder) for loss, folder in scored if math.isfinite(loss)]
-    if keep_best and scored:
-        staying.add(min(scored, key=lambda pair: pair[0])[1])
+    if best_by is not None:
+        key, sign = ranking(best_by)
+        scored = [(sign * m[key], folder) for folder, m in whole if m.get(key) is not None and math.isfinite(m[key])]
+        staying |= {max(scored, key=lambda pair: pair[0])[1]} if scored else set()
     for folder, _ in whole:
         if folder not in staying:
             _delete(folder)

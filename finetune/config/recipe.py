@@ -18,10 +18,21 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune.config.provenance import Origin
-from finetune.config.recipe_schema import Recipe, Section
+from finetune.config.recipe_schema import Recipe, Section, ranking
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
+
+METRICS = {
+    "causal_lm": ("exact_match", "f1", "rouge1", "rouge2", "rougeL"),
+    "sequence_classification": ("accuracy", "f1_macro"),
+}
+"""The names that `eval.metrics` may have, by task."""
+
+# Keys of earlier versions, and what to write instead.
+_RENAMED = {
+    "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -106,7 +117,17 @@ def read(path: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
     # So that an override changes one place only, where the file repeats a part by an alias.
-    return _long(json.loads(json.dumps(tree, default=str)))
+    tree = _long(json.loads(json.dumps(tree, default=str)))
+    return _renewed(tree) if (file.parent / "run.json").is_file() else tree
+
+
+def _renewed(tree: dict[str, Any]) -> dict[str, Any]:
+    """The recipe that a run of an earlier version has left, in today's keys."""
+    section = tree.get("checkpoint")
+    if isinstance(section, dict) and "keep_best" in section:
+        kept = section.pop("keep_best")
+        section.setdefault("keep_best_by", "validation_loss" if kept else None)
+    return tree
 
 
 def validate_recipe(tree: Mapping[str, Any], origin: Origin | str | None = None) -> Recipe:
@@ -192,7 +213,42 @@ def _conflicts(recipe: Recipe) -> Iterable[str]:
         yield "data.packing: sequence_classification reads one document a row; set `padded`"
     if recipe.sample is not None and recipe.task.name == "sequence_classification":
         yield "sample: a classifier writes no text; remove the section"
+    yield from _evaluation_conflicts(recipe)
     yield from _chat_conflicts(recipe)
+
+
+def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
+    """Problems between metrics, prompts and what the best is told by."""
+    section, best_by, task = recipe.eval, recipe.checkpoint.keep_best_by, recipe.task.name
+    known = METRICS.get(task, (*METRICS["causal_lm"], *METRICS["sequence_classification"]))
+    own = [name for name in section.metrics if ":" in name]
+    for name in section.metrics:
+        if name not in known and name not in own:
+            yield (
+                f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
+                "or your own function as package.module:function or file.py:function"
+            )
+    if section.metrics and not section.prompts and task == "causal_lm":
+        yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"
+    if section.prompts and task == "sequence_classification":
+        yield "eval.prompts: a classifier writes no text, its metrics are of the validation rows; remove it"
+    elif section.prompts and not section.metrics:
+        yield f"eval.prompts: without `eval.metrics` nothing is generated; name some of {', '.join(known)}"
+    for number, source in enumerate(section.prompts):
+        if source.weight != 1.0:
+            yield f"eval.prompts.{number}.weight: every prompt counts once; remove it (`limit` reads fewer)"
+    if section.patience is not None and best_by is None:
+        yield "eval.patience: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
+    if section.patience is not None and section.every_steps is None:
+        yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
+    if best_by is not None and not own and task in METRICS:
+        also = "perplexity" if task == "causal_lm" else "accuracy"
+        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", also, *section.metrics))]
+        if ranking(best_by)[0] not in keys:
+            yield (
+                f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "
+                f"{', '.join(keys)}, with more in `eval.metrics`"
+            )
 
 
 def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
@@ -260,6 +316,8 @@ def _problem(item: Any) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location) or "recipe"
     kind, message = item["type"], str(item["msg"])
+    if kind == "extra_forbidden" and key in _RENAMED:
+        return f"{key}: {_RENAMED[key]}"
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
         return f"{key}: unknown key{hint(location[-1], known)} (allowed: {', '.join(known)})"

@@ -32,17 +32,6 @@ class Section(BaseModel):
     )
 
 
-class EvalSection(Section):
-    """Exact evaluation: every validation document once, weighted by tokens."""
-
-    every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
-    """Steps between evaluations during the run."""
-    at_end: bool = True
-    """Evaluate after the last step."""
-    micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
-    """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
-
-
 class SampleSection(Section):
     """Text that the model writes during the run, to be looked at."""
 
@@ -95,10 +84,17 @@ class CheckpointSection(Section):
     """Save after the last step, so that a longer run can resume from it."""
     keep: Annotated[PositiveInt, "checkpoints"] = 2
     """How many of the newest stay."""
-    keep_best: bool = True
-    """Keep the one with the lowest validation loss as well. Only those saved at a step that was evaluated count."""
+    keep_best_by: str | None = "validation_loss"
+    """Keep the one that is best by this key of `metrics.jsonl` as well, such as `validation_rouge1`. Lower is better
+    for loss, perplexity, and a key with a `-` before it. Only those saved at a step that was evaluated count."""
     asynchronous: bool = True
     """Write behind the training. It costs host memory: each process keeps a copy of its share."""
+
+
+def ranking(best_by: str) -> tuple[str, int]:
+    """The key that a `keep_best_by` names, and what to multiply its values by so that the highest is the best."""
+    key = best_by.removeprefix("-")
+    return key, -1 if key != best_by or key in ("validation_loss", "validation_perplexity") else 1
 
 
 class ResumeSection(Section):
@@ -174,6 +170,29 @@ class Source(Section):
         if len(given) != 1:
             raise ValueError(f"give exactly one of sample, path and hub (got {', '.join(given) or 'none'})")
         return self
+
+
+class EvalSection(Section):
+    """Exact evaluation: every validation document once, weighted by tokens; and metrics of what the model puts out."""
+
+    every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
+    """Steps between evaluations during the run."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
+    """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
+    metrics: tuple[str, ...] = ()
+    """What is computed beside the loss. Of texts that are generated for `prompts`: `exact_match`, `f1`, `rouge1`,
+    `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or
+    `file.py:function`."""
+    prompts: tuple[Source, ...] = ()
+    """Prompts with references, for metrics of generated texts: records with `prompt` and `reference` or `references`;
+    with a `chat` section also conversations, whose last answer is the reference."""
+    max_new_tokens: Annotated[PositiveInt, "tokens"] = 100
+    """Tokens at most that are generated for a prompt; fewer if the model ends the text, or prompt and text fill
+    `data.sequence_length`."""
+    patience: Annotated[PositiveInt | None, "evaluations"] = None
+    """End the run after so many evaluations in a row without a better value of `checkpoint.keep_best_by`."""
 
 
 class DataSection(Section):

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.checkpoint.run_history import RunHistory, read_run
+from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import figures
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -30,8 +31,13 @@ class RunSummary:
     """`unreadable` where its files are damaged."""
     step: int
     num_steps: int | None
-    best_validation_loss: float | None
+    best_by: str
+    """The run's `checkpoint.keep_best_by`."""
     best_step: int | None
+    best_value: float | None
+    best_validation_loss: float | None
+    ended_early: bool
+    """Whether `eval.patience` ended it."""
     launch: str
     precision: str
     duration_s: float
@@ -76,20 +82,24 @@ def _summary(path: Path, root: Path) -> RunSummary:
     try:
         run = read_run(path, only_outcome=True)
     except FinetuneError as error:
-        return RunSummary(name, "unreadable", 0, None, None, None, "", "", 0.0, None, 0, " ".join(str(error).split()))
+        problem = " ".join(str(error).split())
+        return RunSummary(name, "unreadable", 0, None, "", None, None, None, False, "", "", 0.0, None, 0, problem)
     return summary_of(name, run)
 
 
 def summary_of(name: str, run: RunHistory) -> RunSummary:
     """The line of a run."""
-    best = run.best_evaluation
+    best, lowest = run.best_evaluation, run.best("validation_loss")
     return RunSummary(
         run=name,
         status=run.status,
         step=run.step,
         num_steps=run.num_steps,
-        best_validation_loss=best[1] if best else None,
+        best_by=run.best_by,
         best_step=best[0] if best else None,
+        best_value=best[1] if best else None,
+        best_validation_loss=lowest[1] if lowest else None,
+        ended_early=run.ended_early is not None,
         launch=run.launch,
         precision=str(run.facts.get("precision", "")),
         duration_s=run.duration,
@@ -103,22 +113,19 @@ def table(found: list[RunSummary]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("run", overflow="fold")
     shown.add_column("status")
-    for name in ("step", "best val. loss", "launch", "time", "started"):
-        shown.add_column(name, justify="right" if name in ("step", "best val. loss", "time") else "left", no_wrap=True)
+    for name in ("step", "best validation", "launch", "time", "started"):
+        shown.add_column(name, justify="right" if name in ("step", "best validation", "time") else "left", no_wrap=True)
     for one in found:
         if one.problem is not None:
             shown.add_row(Text(one.run), Text("unreadable", style="red"), "", "", "", "", "")
             continue
         of = f"/{one.num_steps:,}" if one.num_steps is not None else ""
-        best = (
-            "–"
-            if one.best_validation_loss is None
-            else f"{figures.number(one.best_validation_loss)} @{one.best_step:,}"
-        )
+        key = ranking(one.best_by)[0].removeprefix("validation_")
+        best = "–" if one.best_value is None else f"{key} {figures.number(one.best_value)} @{one.best_step:,}"
         again = f" ↻{one.restarts}" if one.restarts else ""
         shown.add_row(
             Text(one.run),
-            Text(one.status, style=COLORS[one.status]),
+            Text("ended early" if one.ended_early else one.status, style=COLORS[one.status]),
             f"{one.step:,}{of}",
             best,
             Text(f"{one.launch} {one.precision}".rstrip()),

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger
 from finetune.config.recipe import load_recipe
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
 from finetune.diagnostics.parity.finished_run import read_facts
 from finetune.optim import lr_schedule
@@ -163,6 +163,8 @@ def _recipe(directory: Path, facts: dict[str, Any], start: Path | None, folder: 
         ),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "sample": None,
+        "eval": EvalSection(),
+        "checkpoint": CheckpointSection(),
         # What `auto` was there.
         "precision": facts["precision"],
     }

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from finetune.checkpoint.best_evaluation import sentence
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series
 from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report import figures
@@ -52,6 +53,8 @@ def screen(run: RunHistory, width: int) -> RenderableType:
     if plot is not None:
         parts += [Text(), plot]
     parts += [Text(), _figures(run, width)]
+    if run.ended_early is not None:
+        parts += [Text(), Text(sentence(run.ended_early))]
     if run.samples:
         last = run.samples[-1]
         parts += [Text(), Text(f"sample at step {last.step:,}", style="dim"), _lines(last.text, width, _SAMPLE_LINES)]
@@ -97,17 +100,24 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
     rate = last["tokens_per_s"][-1] if len(last["step"]) else math.nan
     cells = [
         ("training loss", figures.number(float(losses[-1])) if len(losses) else "–"),
-        ("validation loss", f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
+        (run.best_name, f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
         ("targets / s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
         ("gradient norm", figures.number(float(last["grad_norm"][-1])) if len(last["step"]) else "–"),
         ("targets learned", figures.count(float(last["tokens"][-1])) if len(last["step"]) else "–"),
         ("learning rate", figures.number(float(last["lr"][-1]), 3) if len(last["step"]) else "–"),
         ("time" if run.status != "running" else "time so far", figures.duration(run.duration)),
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
+        *((key.replace("_", " "), _newest(run, key)) for key in run.metrics),
     ]
     for first in range(0, len(cells), abreast):
         rows.add_row(*itertools.chain.from_iterable(cells[first : first + abreast]))
     return rows
+
+
+def _newest(run: RunHistory, key: str) -> str:
+    values = run.evaluations[key]
+    last = np.flatnonzero(np.isfinite(values))[-1]
+    return f"{figures.number(float(values[last]))} (step {int(run.evaluations['step'][last]):,})"
 
 
 def _lines(text: str, width: int, most: int) -> Text:

@@ -36,6 +36,30 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
     return _outputs(network, batch).logits  # type: ignore[no-any-return]
 
 
+# With a cache, BLT and xLSTM fail, Bamba and, behind its window, Moshi choose other tokens. Source: 189 architectures
+# of transformers 5.23 in a tiny size, each token compared with that of a pass without a cache.
+_UNCACHED = {"bamba", "blt", "moshi", "xlstm"}
+
+
+def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
+    """The likeliest token behind one row, (1,).
+
+    Args:
+        kept: Empty at first; then the keys and values of the tokens before, if the network hands them out, so that it
+            is only given the last token.
+    """
+    inner = lora_adapters.transformer(network)
+    cached = inner is not None and inner.config.model_type not in _UNCACHED
+    ids = batch["input_ids"][:, -1:] if kept else batch["input_ids"]
+    told = attention.told_by(inner, {"input_ids": ids})
+    if "position_ids" in told:
+        told["position_ids"] = told["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
+    outputs = network(input_ids=ids, use_cache=cached, **told, **kept)
+    if getattr(outputs, "past_key_values", None) is not None:
+        kept["past_key_values"] = outputs.past_key_values
+    return outputs.logits[:, -1].float().argmax(-1)  # type: ignore[no-any-return]
+
+
 def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
     told = attention.told_by(lora_adapters.transformer(network), batch)

@@ -68,7 +68,9 @@ def _class_loss(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
     scores = _class_scores(network, batch)
-    return torch.stack((_class_loss(scores, batch), (scores.argmax(-1) == batch["targets"]).sum().float()))
+    predicted = scores.argmax(-1)
+    sums = torch.stack((_class_loss(scores, batch), (predicted == batch["targets"]).sum().float()))
+    return torch.cat((sums, predicted.float()))
 
 
 SEQUENCE_CLASSIFICATION = Task(

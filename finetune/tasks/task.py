@@ -66,7 +66,8 @@ class Task:
     """The loss summed over the batch's targets, a scalar in fp32."""
     loss_and_correct: Callable[[nn.Module, Batch], torch.Tensor] | None = None
     """What `loss_sum` returns and how many targets were predicted right, (2,) in fp32, by one forward pass: evaluation
-    then reports `accuracy`."""
+    then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
+    of these, and of the batch's `targets`."""
     build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False

@@ -24,7 +24,7 @@ from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import DataError, LaunchError, RecipeError
 from finetune.utils.exit_codes import REQUEUE
-from finetune.utils.import_object import handed_over, name_of
+from finetune.utils.import_object import HANDED_OVER, handed_over
 from finetune.utils.shipped_files import launch_file, recipe_file
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from finetune.export.load_model import LoadedModel
+    from finetune.tasks.metrics import Metric
     from finetune.tasks.task import Batch, Task
     from finetune.training.build_run import Run as _BuiltRun
     from finetune.training.loop import Step
@@ -54,6 +55,10 @@ class Objects(TypedDict, total=False):
     train_data: Records | Callable[[], Records]
     """Documents, or what returns them: texts, or mappings such as those of a `datasets.Dataset`."""
     validation_data: Records | Callable[[], Records]
+    prompts: Records | Callable[[], Records]
+    """Prompts with references, in place of `eval.prompts`."""
+    metrics: "Sequence[Metric]"
+    """Functions or callable objects, beside what `eval.metrics` names."""
 
 
 # The recipe's key that names each object.
@@ -241,7 +246,7 @@ def launch(
     """
     with _with_objects(recipe, overrides, objects) as (named, names):
         for purpose, name in names.items():
-            if name_of(objects[purpose]) is None:  # type: ignore[literal-required]
+            if name.startswith(HANDED_OVER):
                 raise RecipeError(
                     f"{purpose}: this object has no name ({name}) that the processes of a launch could import. Define "
                     "it at the top level of a file, as a function or class, and hand that over; a task as a function "
@@ -287,13 +292,24 @@ def _with_objects(
     if unknown:
         raise TypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(Objects.__annotations__)}")
     tree, origin = _tree_of(source, overrides, {})
-    with handed_over({purpose: thing for purpose, thing in objects.items() if purpose in _KEYS}) as names:
-        for purpose, name in names.items():
-            apply(tree, f"{_KEYS[purpose]}={json.dumps(name)}")
+    own = {
+        f"metrics.{number}:{getattr(metric, '__name__', type(metric).__name__)}": metric
+        for number, metric in enumerate(objects.get("metrics", ()))
+    }
+    with handed_over({purpose: thing for purpose, thing in objects.items() if purpose in _KEYS} | own) as names:
+        for purpose in names.keys() - own.keys():
+            apply(tree, f"{_KEYS[purpose]}={json.dumps(names[purpose])}")
+        if own:
+            named = (tree.get("eval") or {}).get("metrics") or []
+            apply(tree, f"eval.metrics={json.dumps(list(dict.fromkeys([*named, *map(names.__getitem__, own)])))}")
         cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
-        for side, given in (("train", objects.get("train_data")), ("validation", objects.get("validation_data"))):
+        for key, given in (
+            ("data.train", objects.get("train_data")),
+            ("data.validation", objects.get("validation_data")),
+            ("eval.prompts", objects.get("prompts")),
+        ):
             if given is not None:
-                apply(tree, f"data.{side}={json.dumps([{'path': str(_write_records(given, cache))}])}")
+                apply(tree, f"{key}={json.dumps([{'path': str(_write_records(given, cache))}])}")
         yield validate_recipe(tree, origin), names
 
 

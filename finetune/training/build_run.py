@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import resume_point
+from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
@@ -34,6 +35,8 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
+from finetune.tasks.metrics import Metric, build_metrics
+from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Rows, Task, TaskData
 from finetune.tasks.task_lookup import check_task_weights, find_task
 from finetune.tasks.training_length import Length, measure_length
@@ -64,16 +67,18 @@ class TrainState:
     tokens: torch.Tensor
     """Targets trained on over all ranks; (1,), float64, on the device."""
     last_log: LastLog
+    best: BestEvaluation
     computed: float = 0.0
     """Tokens that all ranks have computed since this process began, learned or not, without padding."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
-    """`step` and `loss` of the last evaluation of this process; empty before the first one."""
+    """`step` of the last evaluation of this process, and its values as `metrics.jsonl` has them; empty before the first
+    one."""
 
     @classmethod
-    def at(cls, step: int, tokens: int, device: torch.device) -> "TrainState":
+    def at(cls, step: int, tokens: int, device: torch.device, best: BestEvaluation) -> "TrainState":
         """The state after some steps of an earlier process, or of none."""
         counted = torch.full((1,), float(tokens), dtype=torch.float64, device=device)
-        return cls(step, counted, LastLog(step, float(tokens)))
+        return cls(step, counted, LastLog(step, float(tokens)), best)
 
     def log_here(self) -> None:
         """Has the next rates count from this step; waits for the device."""
@@ -81,12 +86,14 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint stores; waits for the device."""
-        evaluated = self.last_evaluation.get("step") == self.step
+        evaluated = self.last_evaluation if self.last_evaluation.get("step") == self.step else {}
         return {
             "step": self.step,
             "tokens": int(self.tokens.item()),
-            # By which the best checkpoint is kept.
-            "validation_loss": self.last_evaluation["loss"] if evaluated else None,
+            "best": self.best.to_dict(),
+            # By one of which the best checkpoint is kept.
+            "validation_loss": None,
+            **evaluated,
         }
 
 
@@ -98,6 +105,10 @@ class Run:
     backend: Backend
     task: Task
     data: TaskData
+    prompts: tuple[Prompt, ...]
+    """That evaluation generates texts for."""
+    metrics: dict[str, Metric]
+    """That evaluation computes, by their names in `eval.metrics`."""
     length: Length
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
@@ -154,6 +165,8 @@ class _Inputs:
     task: Task
     directory: RunDirectory
     data: TaskData
+    prompts: tuple[Prompt, ...]
+    metrics: dict[str, Metric]
     length: Length
     weights: Weights | None
     """The files of the pretrained model."""
@@ -240,10 +253,14 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         backend=backend,
         task=inputs.task,
         data=data,
+        prompts=inputs.prompts,
+        metrics=inputs.metrics,
         length=length,
         model=model,
         optimizer=optimizer,
-        state=TrainState.at(resume.step, resume.tokens, backend.device),
+        state=TrainState.at(
+            resume.step, resume.tokens, backend.device, BestEvaluation.resumed(recipe, resume.state.get("best"))
+        ),
         sampler=_build_sampler(recipe, backend, data, length, resume),
         prefetcher=Prefetcher(data.train.batch) if data.train is not None else None,
         runtime=runtime,
@@ -284,13 +301,15 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
         sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
+    prompts = read_prompts(recipe, data.tokenizer)
+    metrics = build_metrics(recipe, task, data, prompts)
     length = measure_length(recipe, data.train)
     weights = check_task_weights(recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identify(recipe, data, length, base)
     resume_point.compare(recipe, directory, identity)
-    return _Inputs(task, directory, data, length, weights, base, identity)
+    return _Inputs(task, directory, data, prompts, metrics, length, weights, base, identity)
 
 
 def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:

@@ -10,6 +10,7 @@ from torch import nn
 
 from finetune.distributed.backend import Backend
 from finetune.tasks.task import Rows, Task
+from finetune.utils.errors import RecipeError
 
 # Forward passes between two questions whether to give up; each makes the host wait for the device.
 _ASK_EVERY = 16
@@ -23,6 +24,7 @@ def evaluate(
     micro_size: int,
     *,
     stopped: Callable[[], bool] = lambda: False,
+    classes: torch.Tensor | None = None,
 ) -> dict[str, float] | None:
     """Mean loss per target over all rows, with what follows from it.
 
@@ -33,6 +35,7 @@ def evaluate(
         model: The prepared model, a `ForwardWrapper` inside.
         micro_size: Rows in one forward pass of one process; it does not change the result.
         stopped: Asked now and then, on all ranks together, whether to give up.
+        classes: Zeros, (2, rows) int64: become the predicted and the true class of each row, on all ranks.
 
     Returns:
         None if it was stopped; else `loss` and `targets`; `perplexity` if the network writes text; `accuracy` if the
@@ -52,8 +55,15 @@ def evaluate(
             batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
             found = model(task.loss_and_correct or task.loss_sum, batch)
             if not empty:
-                sums[: found.numel()] += found.double().reshape(-1)
+                found = found.reshape(-1)
+                sums[: len(found[:2])] += found[:2].double()
+                if classes is not None:
+                    if len(found) != 2 + len(share):
+                        raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
+                    classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
                 targets += rows.num_targets(share)
+    if classes is not None:
+        backend.sum(classes)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
     loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
     result = {"loss": loss_sum / max(1.0, total), "targets": total}

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.checkpoint import row_ledger
+from finetune.checkpoint import best_evaluation, integrity, row_ledger
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
-from finetune.training import evaluation, profiler, sampling
+from finetune.training import evaluation, generation_metrics, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
 from finetune.training.step_metrics import log_step
@@ -54,7 +54,7 @@ def steps(run: Run) -> Iterator[Step]:
     """
     recipe, state, last = run.recipe, run.state, run.length.num_steps
     if run.resume.finished:
-        run.reporter.say(f"Nothing is left to do: this run ended at step {last}. Raise its length to continue it.")
+        run.reporter.say(_nothing_left(run))
         return
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
@@ -63,7 +63,7 @@ def steps(run: Run) -> Iterator[Step]:
         stopped = False
         if run.resume.evaluation_is_due(last):
             stopped = not evaluate_and_sample(run)
-        while state.step < last and not stopped:
+        while state.step < last and not stopped and not state.best.ends_run(recipe):
             lr = lr_schedule.set_learning_rates(run.optimizer, state.step, last, recipe)
             output = train_step(run, state.step)
             state.step += 1
@@ -76,12 +76,15 @@ def steps(run: Run) -> Iterator[Step]:
             metrics = log_step(run, lr, output)
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
-            if stopped or run.checkpoints.due(state.step, last, sync):
+            end = state.step if state.best.ends_run(recipe) else last
+            if stopped or run.checkpoints.due(state.step, end, sync):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
-                save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == last)
+                save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
             yield Step(state.step, metrics, run.validation())
         run.checkpoints.finish()
+        if state.best.ends_run(recipe) and state.step < last and not stopped:
+            _end_early(run)
         if stopped:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
         elif recipe.output.save_model and last:
@@ -90,6 +93,23 @@ def steps(run: Run) -> Iterator[Step]:
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
     run.directory.finish(run.backend, run.results, peak_memory=measured)
+
+
+def _end_early(run: Run) -> None:
+    best = run.state.best
+    ended = run.results["ended_early"] = {"step": run.state.step, "best": best.to_dict()}
+    kept = run.directory.checkpoints / integrity.name_of(best.step or 0)
+    where = f"The best checkpoint is {kept}" if kept.exists() else "No checkpoint was saved at the best step"
+    run.reporter.say(f"This run {best_evaluation.sentence(ended)}. {where}.")
+
+
+def _nothing_left(run: Run) -> str:
+    """Why a finished run is not continued, and how it could be."""
+    ended = run.results.get("ended_early")
+    if ended is not None:
+        said = best_evaluation.sentence(ended)
+        return f"Nothing is left to do: this run {said}. Raise eval.patience, or set it to null, to continue it."
+    return f"Nothing is left to do: this run ended at step {run.length.num_steps}. Raise its length to continue it."
 
 
 def train_step(run: Run, step: int) -> StepOutput:
@@ -199,9 +219,12 @@ def evaluate_and_sample(run: Run) -> bool:
     recipe, step = run.recipe, run.state.step
 
     def due(every: int | None, at_end: bool) -> bool:
-        return at_end if step == run.length.num_steps else every is not None and step % every == 0
+        if step == run.length.num_steps or run.state.best.ends_run(recipe):
+            return at_end
+        return every is not None and step % every == 0
 
-    if due(recipe.eval.every_steps, recipe.eval.at_end) and run.data.validation is not None and not _evaluate(run):
+    evaluates = run.data.validation is not None or run.prompts
+    if evaluates and due(recipe.eval.every_steps, recipe.eval.at_end) and not _evaluate(run):
         return False
     if recipe.sample is not None and due(recipe.sample.every_steps, recipe.sample.at_end):
         run.timer.mark("aside")
@@ -214,23 +237,33 @@ def evaluate_and_sample(run: Run) -> bool:
 
 def _evaluate(run: Run) -> bool:
     run.timer.mark("aside")
-    step = run.state.step
-    assert run.data.validation is not None
+    recipe, rows, step = run.recipe, run.data.validation, run.state.step
 
     def stopped() -> bool:
         requested = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
         return run.backend.sum(requested).item() > 0
 
-    micro = run.recipe.eval.micro_size or run.recipe.batch.rows
-    figures = evaluation.evaluate(run.backend, run.model, run.task, run.data.validation, micro, stopped=stopped)
+    figures: dict[str, float] | None = {}
+    if rows is not None:
+        micro, classes = recipe.eval.micro_size or recipe.batch.rows, None
+        if run.metrics and not run.task.text:
+            classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
+        figures = evaluation.evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
+        if figures is not None and classes is not None:
+            figures |= generation_metrics.of_classes(run, rows, classes)
+    if figures is not None and run.prompts:
+        found = generation_metrics.of_texts(run)
+        figures = None if found is None else figures | found
     if figures is None:
         return False
     values = {f"validation_{key}": value for key, value in figures.items()}
     run.reporter.log({"step": step, **values})
     run.results |= values
-    run.state.last_evaluation = {"step": step, "loss": figures["loss"]}
+    run.state.last_evaluation = {"step": step, **values}
+    run.state.best.note(step, values)
     shown = ", ".join(f"{key} {value:,.4f}" for key, value in figures.items() if key != "targets")
-    run.reporter.say(f"step {step}: validation {shown} over {figures['targets']:,.0f} targets")
+    over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
+    run.reporter.say(f"step {step}: validation {shown}{over}")
     return True
 
 

@@ -239,9 +239,9 @@ def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     tree["batch"] |= {"micro_size": size, "global_size": size * world * micro_batches}
     tree["length"] = {"steps": 2}
     tree["sample"] = None
-    tree["eval"] |= {"every_steps": None, "at_end": False}
+    tree["eval"] |= {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None}
     tree["log"]["trackers"] = []
-    tree["checkpoint"] |= {"every_steps": None, "every_minutes": None, "at_end": False}
+    tree["checkpoint"] |= {"every_steps": None, "every_minutes": None, "at_end": False, "keep_best_by": None}
     tree["resume"]["mode"] = "never"
     tree["output"] |= {"dir": str(folder), "overwrite": True}
     return validate_recipe(tree)

@@ -12,8 +12,8 @@ from typing import Any
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import RecipeError
 
-# Of names that are known in one process only.
-_HANDED_OVER = "python:"
+HANDED_OVER = "python:"
+"""Names that begin so are known in one process only."""
 
 _objects: dict[str, Any] = {}
 
@@ -26,7 +26,7 @@ def import_object(path: str, key: str) -> Any:
     """
     if path in _objects:
         return _objects[path]
-    if path.startswith(_HANDED_OVER):
+    if path.startswith(HANDED_OVER):
         raise RecipeError(
             f"{key}: '{path}' stands for an object that a Python program handed over, and this process has none. "
             "Hand it over here too, or put it into a file and name it as file.py:object."
@@ -90,7 +90,7 @@ def handed_over(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     Yields:
         The name of each: where it can, one that other processes find as well.
     """
-    names = {purpose: name_of(thing) or f"{_HANDED_OVER}{purpose}" for purpose, thing in objects.items()}
+    names = {purpose: name_of(thing) or f"{HANDED_OVER}{purpose}" for purpose, thing in objects.items()}
     mine = {names[purpose]: thing for purpose, thing in objects.items()}
     before = dict(_objects)
     _objects.update(mine)

@@ -182,7 +182,7 @@ def test_what_is_no_mathematics_may_change(stopped: Path, tmp_path: Path, straig
         copy(stopped, tmp_path / "run"),
         log={"every_steps": 1},
         eval={"every_steps": 3, "micro_size": 5},
-        checkpoint={"every_steps": 3, "keep": 1, "keep_best": False, "asynchronous": False},
+        checkpoint={"every_steps": 3, "keep": 1, "keep_best_by": None, "asynchronous": False},
         guard={"grace_s": 5.0},
         precision="fp32",
     )

@@ -32,7 +32,8 @@ def make(root: Path, step: int, loss: float | None = None) -> Path:
     }
     (staging / "state.json").write_text(json.dumps(state))
     files = integrity.describe_file(staging, staging / "state.json")
-    integrity.seal(staging, target, files, {"step": step, "validation_loss": loss})
+    evaluated = dict.fromkeys(("validation_loss", "validation_wer", "validation_f1"), loss)
+    integrity.seal(staging, target, files, {"step": step, **evaluated})
     return target
 
 
@@ -44,21 +45,22 @@ def left(root: Path) -> list[int]:
 @given(
     losses=st.lists(st.none() | st.floats(0, 9) | st.just(math.nan), min_size=1, max_size=6),
     keep=st.integers(1, 4),
-    keep_best=st.booleans(),
+    best_by=st.sampled_from([None, "validation_loss", "-validation_wer", "validation_f1"]),
 )
 def test_the_newest_and_the_best_stay(
-    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, keep_best: bool
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float | None], keep: int, best_by: str | None
 ) -> None:
     root = tmp_path_factory.mktemp("rotation")
     for number, loss in enumerate(losses, start=1):
         make(root, number, loss)
-    save_checkpoint.prune(root, keep=keep, keep_best=keep_best)
+    save_checkpoint.prune(root, keep=keep, best_by=best_by)
     numbers = range(1, len(losses) + 1)
     staying = set(numbers[-keep:])
     scored = {n: loss for n, loss in zip(numbers, losses, strict=True) if loss is not None and not math.isnan(loss)}
-    if keep_best and scored:
+    if best_by is not None and scored:
+        wanted = (max if best_by == "validation_f1" else min)(scored.values())
         # Of equal ones the newest.
-        staying.add(max(n for n in scored if scored[n] == min(scored.values())))
+        staying.add(max(n for n in scored if scored[n] == wanted))
     assert left(root) == sorted(staying, reverse=True)
     assert len(list(root.iterdir())) == len(staying)
     shutil.rmtree(root)
@@ -69,7 +71,7 @@ def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
         make(tmp_path, step, 5.0 - step)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     os.truncate(tmp_path / "step-00000003" / "state.json", 5)
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=True)
+    save_checkpoint.prune(tmp_path, keep=1, best_by="validation_loss")
     assert left(tmp_path) == [4, 3, 2]
     assert integrity.newest(tmp_path) == tmp_path / "step-00000002"
 
@@ -77,7 +79,7 @@ def test_one_that_is_cut_short_neither_counts_nor_goes(tmp_path: Path) -> None:
 def test_one_that_was_found_damaged_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step, 5.0 - step)
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=True, broken={"step-00000003"})
+    save_checkpoint.prune(tmp_path, keep=1, best_by="validation_loss", broken={"step-00000003"})
     assert left(tmp_path) == [3, 2]
     assert integrity.newest(tmp_path, {"step-00000003"}) == tmp_path / "step-00000002"
 
@@ -88,14 +90,14 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path, every: int) ->
 
     In the second case a save takes the damaged one's place.
     """
-    tree = mlp(tmp_path / "run", length={"steps": 30}, checkpoint={"every_steps": 6, "keep": 2, "keep_best": False})
+    tree = mlp(tmp_path / "run", length={"steps": 30}, checkpoint={"every_steps": 6, "keep": 2, "keep_best_by": None})
     run_here(tree, stop_after(18))
     root = tmp_path / "run" / "checkpoints"
     assert left(root) == [18, 12]
     spoilt = root / "step-00000018" / "optimizer.safetensors"
     content = spoilt.read_bytes()
     spoilt.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    tree["checkpoint"] = {"every_steps": every, "keep": 1, "keep_best": False}
+    tree["checkpoint"] = {"every_steps": every, "keep": 1, "keep_best_by": None}
     done = run_here(tree, stop_after(14 if every == 7 else 18))
     assert "Checkpoint refused" in done.said
     assert left(root) == ([18, 14] if every == 7 else [18])
@@ -122,12 +124,12 @@ def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
     with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes) as reader:
         try:
             assert reader.stdout.readline() == "reading\n"
-            save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+            save_checkpoint.prune(tmp_path, keep=1, best_by=None)
             assert left(tmp_path) == [3, 1]
             reader.communicate(timeout=LIMIT_S)
         finally:
             reader.kill()
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, best_by=None)
     assert left(tmp_path) == [3]
 
 
@@ -135,10 +137,10 @@ def test_it_is_held_from_the_first_look_until_it_is_restored(tmp_path: Path) -> 
     for step in (1, 2):
         make(tmp_path, step)
     got = load_checkpoint.verified(tmp_path / "step-00000001", OneRank())  # type: ignore[arg-type]
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, best_by=None)
     assert left(tmp_path) == [2, 1]
     got.held.close()
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, best_by=None)
     assert left(tmp_path) == [2]
 
 
@@ -150,7 +152,7 @@ def test_one_that_is_refused_is_let_go(tmp_path: Path) -> None:
     file.write_bytes(content.replace(b"0", b"1"))
     with pytest.raises(CheckpointError, match=r"state.json was changed"):
         load_checkpoint.verified(file.parent, OneRank())  # type: ignore[arg-type]
-    save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+    save_checkpoint.prune(tmp_path, keep=1, best_by=None)
     assert left(tmp_path) == [2]
 
 
@@ -162,7 +164,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytes
 
     def late(handle: Any, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        save_checkpoint.prune(tmp_path, keep=1, keep_best=False)
+        save_checkpoint.prune(tmp_path, keep=1, best_by=None)
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
@@ -185,7 +187,7 @@ def test_a_deletion_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.Monkey
         rmtree(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", half)
-    tree = mlp(tmp_path / "run", checkpoint={"every_steps": 5, "keep": 1, "keep_best": False}, length={"steps": 20})
+    tree = mlp(tmp_path / "run", checkpoint={"every_steps": 5, "keep": 1, "keep_best_by": None}, length={"steps": 20})
     done = run_here(tree)
     assert done.said.count("An old checkpoint cannot be deleted: ") == 1
     assert done.checkpoints == ["step-00000005.doomed", "step-00000020"]

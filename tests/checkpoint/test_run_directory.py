@@ -221,7 +221,7 @@ def test_a_link_as_newest_checkpoint(whither: str, stopped: Path, tmp_path: Path
     before = content(tmp_path / "elsewhere")
     link = directory / "checkpoints" / "step-00000020"
     link.symlink_to(target)
-    done = run_here(mlp(directory, checkpoint={"every_steps": 5, "keep": 1, "keep_best": False}))
+    done = run_here(mlp(directory, checkpoint={"every_steps": 5, "keep": 1, "keep_best_by": None}))
     assert f"Checkpoint refused: {link} is a symbolic link, not a folder. Trying an older one." in done.said
     assert "resumed at step 12 from" in done.said
     same_end(done, straight)
@@ -468,7 +468,7 @@ def test_a_run_where_there_are_no_locks(
     no_locks: str, tmp_path: Path, straight: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is locked instead; a second one of this machine is kept out; old checkpoints are deleted."""
-    tree = mlp(tmp_path / "run", checkpoint={"every_steps": 5, "keep": 1, "keep_best": False})
+    tree = mlp(tmp_path / "run", checkpoint={"every_steps": 5, "keep": 1, "keep_best_by": None})
     done = run_here(tree, stop_after(12))
     said = rf"file system of {tmp_path}/run has no locks \(flock: {no_locks}\)\. (\S+)/finetune-\S+ is locked instead"
     found = re.search(said, done.said)

@@ -121,6 +121,10 @@ FREE: dict[str, Any] = {
     "eval.every_steps": 3,
     "eval.at_end": False,
     "eval.micro_size": 4,
+    "eval.metrics": ["f1"],
+    "eval.prompts": [{"sample": 2}],
+    "eval.max_new_tokens": 7,
+    "eval.patience": 3,
     "sample.prompt": "Once",
     "sample.every_steps": 3,
     "sample.at_end": False,
@@ -136,12 +140,19 @@ FREE: dict[str, Any] = {
     "checkpoint.every_minutes": 1.0,
     "checkpoint.at_end": False,
     "checkpoint.keep": 5,
-    "checkpoint.keep_best": False,
+    "checkpoint.keep_best_by": None,
     "checkpoint.asynchronous": False,
     "resume.mode": "must",
     "resume.allow": ["seed"],
     "guard.max_skipped_steps": 2,
     "guard.grace_s": 3.0,
+}
+
+# Keys that are refused without others.
+NEED = {
+    "eval.metrics": {"eval.prompts": [{"sample": 2}]},
+    "eval.prompts": {"eval.metrics": ["f1"]},
+    "eval.patience": {"eval.every_steps": 3},
 }
 
 # Keys that only say where something is: they count by what they bring, which has a digest or a commit.
@@ -226,7 +237,8 @@ def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
     # A share is held out only where no validation source is given.
     if "data.validation_fraction" in mathematical and "data.validation" in free:
         reject()
-    changes = {key: MATHEMATICS[key][0] for key in mathematical} | {key: FREE[key] for key in free}
+    changes = {name: value for key in free for name, value in NEED.get(key, {}).items()}
+    changes |= {key: MATHEMATICS[key][0] for key in mathematical} | {key: FREE[key] for key in free}
     try:
         saved, now = facts(folder, base), facts(folder, {**base, **changes})
     except FinetuneError:

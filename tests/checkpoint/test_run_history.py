@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from harness import ROOT
 from inside import Crash, copy, crash_after, mlp, run_here, stop_after
 
@@ -88,6 +89,29 @@ def test_only_the_outcome(finished: Path) -> None:
     assert outcome.training["step"].tolist() == [5, 10, 15, 20]
     for key in ("status", "step", "num_steps", "best_evaluation", "launch", "starts"):
         assert getattr(outcome, key) == getattr(whole, key), key
+
+
+def test_metrics_are_columns(finished: Path, tmp_path: Path) -> None:
+    """From the first evaluation that has one; names that could lead somewhere else are none."""
+    directory = copy(finished, tmp_path / "run")
+    recipe = yaml.safe_load((directory / "recipe.yaml").read_text())
+    recipe["checkpoint"]["keep_best_by"] = "validation_f1"
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with (directory / "metrics.jsonl").open("a") as file:
+        for step, value in ((21, 0.25), (22, 0.5), (23, None)):
+            line = {"step": step, "validation_f1": value, "validation_/../x": 1.0}
+            file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({"step": 24, "validation_f1": "many"}) + "\n")
+    for only_outcome in (True, False):
+        run = read_run(directory, only_outcome=only_outcome)
+        assert run.metrics == ("validation_f1",)
+        assert run.evaluations["step"].tolist() == [5, 10, 15, 20, 21, 22, 23]
+        np.testing.assert_equal(run.evaluations["validation_f1"], [np.nan] * 4 + [0.25, 0.5, np.nan])
+        assert {len(column) for column in run.evaluations.values()} == {7}
+        assert (run.best_name, run.best_evaluation) == ("validation f1", (22, 0.5))
+        assert run.best("-validation_f1") == (21, 0.25)
+        assert run.best("validation_loss") == read_run(finished).best_evaluation
+        assert run.damaged_lines == 1
 
 
 def test_a_stopped_run(tmp_path: Path) -> None:

@@ -40,6 +40,21 @@ def mlp(directory: Path, **sections: Any) -> dict[str, Any]:
     return tree
 
 
+def early_stopping(directory: Path, **sections: Any) -> dict[str, Any]:
+    """A run of 60 steps whose validation loss is lowest at step 8: with its patience of 3 evaluations it ends at 14."""
+    tree = mlp(
+        directory,
+        length={"steps": 60},
+        optim={"lr": 0.1},
+        schedule={"name": "constant", "warmup_steps": 0},
+        eval={"every_steps": 2, "patience": 3},
+        checkpoint={"every_steps": 4, "keep": 1},
+    )
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return tree
+
+
 @dataclass(frozen=True)
 class Done:
     """What a run left behind."""

@@ -9,7 +9,7 @@ def keys_of(section: Any, prefix: str = "") -> set[str]:
     found: set[str] = set()
     for name, facts in section.model_fields.items():
         inner = section_in(facts.annotation)
-        if inner is None or prefix == "data.":
+        if inner is None or prefix in ("data.", "eval."):  # sources are counted once, below
             found.add(prefix + name)
         else:
             found |= keys_of(inner, f"{prefix}{name}.")

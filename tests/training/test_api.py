@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 import numpy as np
+import own_metrics
 import own_task
 import pytest
 import torch
@@ -164,6 +165,33 @@ def test_a_task_loss_and_optimiser_are_handed_over(tmp_path: Path) -> None:
         train(twice.recipe, "resume=must", quiet=True)
 
 
+def test_metrics_and_prompts_are_handed_over(tmp_path: Path) -> None:
+    class Longest:
+        def __call__(self, predictions: list[str], references: list[list[str]]) -> float:
+            return max(map(len, predictions))
+
+    prompts = [{"prompt": "Story 1:", "reference": STORIES[1]}, {"prompt": "Ann had", "reference": "pears"}]
+    tree = language_model(tmp_path, eval={"metrics": ["f1"], "max_new_tokens": 4}, length={"steps": 1})
+    handed: typing.Any = {"train_data": STORIES, "prompts": prompts, "metrics": [own_metrics.num_words, Longest()]}
+    run = train(tree, quiet=True, **handed)
+    assert run.recipe.eval.metrics == ("f1", "own_metrics:num_words", "python:metrics.1:Longest")
+    lines = [json.loads(line) for line in (run.directory / "predictions.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["references"]) for line in lines] == [
+        ("Story 1:", [STORIES[1]]),
+        ("Ann had", ["pears"]),
+    ]
+    texts = [line["prediction"] for line in lines]
+    assert run.results["validation_Longest"] == max(map(len, texts))
+    assert run.results["validation_num_words"] == own_metrics.num_words(texts, [[], []])
+    assert run.history.metrics == ("validation_f1", "validation_num_words", "validation_Longest")
+    # Handed over again, they are not there twice; not handed over, they are missed.
+    assert train(run.recipe, quiet=True, **handed).recipe.eval.metrics == run.recipe.eval.metrics
+    with pytest.raises(RecipeError, match=r"eval\.metrics: 'python:metrics\.1:Longest' stands for an object"):
+        train(run.recipe, "length.steps=2", quiet=True)
+    with pytest.raises(RecipeError, match=r"metrics\.0:Longest: this object has no name"):
+        launch(tree, "ddp", train_data=STORIES, prompts=prompts, metrics=[Longest()])
+
+
 def test_records_are_read_as_a_file_of_them(tmp_path: Path) -> None:
     file = tmp_path / "stories.jsonl"
     file.write_text("".join(json.dumps({"text": story}) + "\n" for story in STORIES))
@@ -286,7 +314,7 @@ def test_all_that_is_public_is_there_and_typed() -> None:
     for function in (load_recipe, train, start, launch, Run.open):
         assert function.__doc__
         assert "return" in function.__annotations__
-    assert {*api._KEYS, "train_data", "validation_data"} == set(api.Objects.__annotations__)
+    assert {*api._KEYS, "train_data", "validation_data", "prompts", "metrics"} == set(api.Objects.__annotations__)
 
 
 def test_importing_it_is_light() -> None:

@@ -133,6 +133,7 @@ def test_who_imports_what_is_special() -> None:
     assert importers("bitsandbytes") <= {"optim", "models"}
     assert importers("deepspeed") <= {"distributed"}
     assert importers("torchao") <= {"models"}
+    assert importers("torchmetrics") <= {"tasks"}
     # `models` takes a way to build networks without their weights, and one to replace modules.
     assert importers("accelerate") <= {"distributed", "models"}
 

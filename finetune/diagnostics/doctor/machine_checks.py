@@ -206,10 +206,12 @@ def agreement(asked: Asked) -> Iterable[Finding]:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
     from finetune.optim import optimizers
+    from finetune.tasks.metrics import check_metrics
 
     foreseen = asked.foreseen or read_launch_environment(None, {}, asked.env)
     settled = agree(asked.recipe, foreseen.launch, of_torch(), foreseen.env)
     check_trackers(asked.recipe)
+    check_metrics(asked.recipe)
     optimizers.check_optimizer(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"
     yield ok("agreement", f"{what}, {settled.accumulation} micro-batch(es) a step and process")

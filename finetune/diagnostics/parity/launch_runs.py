@@ -107,8 +107,8 @@ def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: i
 # Every step is written down, and nothing is done that is not compared.
 _QUIET: dict[str, dict[str, Any]] = {
     "log": {"every_steps": 1, "trackers": []},
-    "eval": {"every_steps": None, "at_end": False},
-    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False},
+    "eval": {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None},
+    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False, "keep_best_by": None},
 }
 
 

@@ -52,6 +52,7 @@ class Mark:
 
     x: dict[str, float]
     label: str
+    sign: str = "↻"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Chart:
     unit: str
     curves: tuple[Curve, ...]
     marks: tuple[Mark, ...] = ()
-    """Restarts."""
+    """Restarts, and the best evaluation."""
     wide: bool = False
     """Whether it takes the whole width of the page."""
     logarithmic: bool = False
@@ -111,18 +112,23 @@ def _of_one(run: RunHistory, unit: TimeUnit) -> list[Chart]:
         return Chart(key, title, y_unit, tuple(curves), marks, from_zero=from_zero)
 
     training = _curve("training loss", run, run.training["loss"], unit, _MAIN)
-    validation = _evaluation_curve("validation loss", run, unit, _SECOND)
+    validation = _evaluation_curve("validation loss", run, unit, _SECOND, "validation_loss")
+    best = _best(run, unit)
     loss = Chart(
         "loss",
         "Loss",
         "nats a target",
         (*_smoothed(training, run.training["loss"], run, unit), validation),
-        marks,
+        (*marks, *best),
         wide=True,
         logarithmic=True,
     )
     return [
         loss,
+        *(
+            _metric(key, (_evaluation_curve(key.replace("_", " "), run, unit, _SECOND, key),), (*marks, *best))
+            for key in run.metrics
+        ),
         simple("learning-rate", "lr", "Learning rate", "", from_zero=True),
         _gradient_norm(run, unit, marks),
         simple("throughput", "tokens_per_s", "Throughput", "targets / s", from_zero=True),
@@ -141,10 +147,21 @@ def _of_several(runs: Sequence[tuple[str, RunHistory]], unit: TimeUnit) -> list[
             curves.append(_smoothed(curve, run.training[of], run, unit)[-1] if of in _NOISY else curve)
         return Chart(key, title, y_unit, tuple(curves), **options)
 
-    validation = tuple(_evaluation_curve(name, run, unit, _color(number)) for number, (name, run) in enumerate(runs))
+    def evaluated(key: str) -> tuple[Curve, ...]:
+        return tuple(_evaluation_curve(name, run, unit, _color(n), key) for n, (name, run) in enumerate(runs))
+
+    metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
     return [
         over("loss", "loss", "Training loss", "nats a target", wide=True, logarithmic=True),
-        Chart("validation-loss", "Validation loss", "nats a target", validation, wide=True, logarithmic=True),
+        Chart(
+            "validation-loss",
+            "Validation loss",
+            "nats a target",
+            evaluated("validation_loss"),
+            wide=True,
+            logarithmic=True,
+        ),
+        *(_metric(key, evaluated(key), ()) for key in metrics),
         over("learning-rate", "lr", "Learning rate", "", from_zero=True),
         over("gradient-norm", "grad_norm", "Gradient norm", "", logarithmic=True),
         over("throughput", "tokens_per_s", "Throughput", "targets / s", from_zero=True),
@@ -189,8 +206,20 @@ def _smoothed(curve: Curve, y: Series, run: RunHistory, unit: TimeUnit) -> list[
     return [faint, _curve(f"{curve.name}, mean of {width:,}", run, running_mean(y, width), unit, curve.color)]
 
 
-def _evaluation_curve(name: str, run: RunHistory, unit: TimeUnit, color: str) -> Curve:
-    y = run.evaluations["validation_loss"]
+def _metric(key: str, curves: tuple[Curve, ...], marks: tuple[Mark, ...]) -> Chart:
+    return Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", curves, marks)
+
+
+def _best(run: RunHistory, unit: TimeUnit) -> tuple[Mark, ...]:
+    """Where the best evaluation is."""
+    if (best := run.best_evaluation) is None:
+        return ()
+    x = _x(run, unit, np.array([float(best[0])]))
+    return (Mark({axis: float(values[0]) for axis, values in x.items()}, f"best {run.best_name}", "★"),)
+
+
+def _evaluation_curve(name: str, run: RunHistory, unit: TimeUnit, color: str, key: str) -> Curve:
+    y = run.evaluations.get(key, np.full(len(run.evaluations["step"]), np.nan))
     chosen = downsample(y)
     return Curve(name, _x(run, unit, run.evaluations["step"][chosen]), y[chosen], color, "points")
 
@@ -248,7 +277,7 @@ def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> 
                 "unit": chart.unit,
                 "logarithmic": chart.logarithmic,
                 "fromZero": chart.from_zero,
-                "marks": [{"x": mark.x, "label": mark.label} for mark in chart.marks],
+                "marks": [{"x": mark.x, "label": mark.label, "sign": mark.sign} for mark in chart.marks],
                 "curves": [
                     {
                         "name": escape(curve.name),

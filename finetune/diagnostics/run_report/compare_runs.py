@@ -17,7 +17,7 @@ _LAUNCH = ("launch", "runs", "precision", "micro_size", "gradients", "versions",
 
 def comparison(runs: Sequence[tuple[str, RunHistory]], price: float | None) -> tuple[Html, Html]:
     """What stands above the curves, and below them."""
-    losses = {name: best[1] for name, run in runs if (best := run.best_evaluation) is not None}
+    losses = {name: best[1] for name, run in runs if (best := run.best("validation_loss")) is not None}
     head = tag("header", tag("h1", f"{len(runs)} runs"), tag("span", _verdict(losses), class_="muted"))
     below = join((_differences(runs), _samples(runs)))
     return join((head, _figures(runs, price, losses))), below
@@ -34,7 +34,7 @@ def _figures(runs: Sequence[tuple[str, RunHistory]], price: float | None, losses
     lowest = min(losses.values(), default=None)
     rows = []
     for number, (name, run) in enumerate(runs):
-        best = run.best_evaluation
+        best = run.best("validation_loss")
         loss = "–" if best is None else f"{figures.number(best[1])} (step {best[0]:,})"
         step = f"{run.step:,}/{run.num_steps:,}" if run.num_steps is not None else f"{run.step:,}"
         most = peak(run)[0]

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.checkpoint.best_evaluation import sentence
 from finetune.checkpoint.run_history import STATUSES, RunHistory
 from finetune.data.data_report import WORDS
 from finetune.diagnostics.run_report import figures
@@ -51,7 +52,7 @@ def status_line(run: RunHistory) -> str:
     if run.status == "diverged":
         last = run.incidents[-1]
         return f"diverged at step {last.step:,}{of}: {last.in_a_row} steps in a row were not finite"
-    return f"{run.status} at {at}"
+    return sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
 
 
 def _what(run: RunHistory) -> str:
@@ -107,7 +108,7 @@ def peak(run: RunHistory) -> tuple[str, str]:
 
 def _tiles(run: RunHistory, price: float | None) -> Html:
     best = run.best_evaluation
-    validated = (figures.number(best[1]), f"best validation loss, step {best[0]:,}") if best else ("–", "no evaluation")
+    validated = (figures.number(best[1]), f"best {run.best_name}, step {best[0]:,}") if best else ("–", "no evaluation")
     seconds = [tag("b", figures.duration(run.duration)), tag("span", "from start to end, pauses left out")]
     if run.status == "running":
         seconds = [tag("b", figures.duration(run.duration)), tag("span", "so far, pauses left out")]
@@ -309,7 +310,7 @@ def _evaluations(run: RunHistory) -> Html:
     columns = {
         "validation_loss": "validation loss",
         "validation_perplexity": "perplexity",
-        "validation_accuracy": "accuracy",
+        **{key: key.removeprefix("validation_").replace("_", " ") for key in run.metrics},
         "validation_targets": "targets",
     }
     there = [key for key in columns if np.isfinite(run.evaluations[key]).any()]

@@ -87,7 +87,7 @@
         line: { color: color("muted"), width: 1, dash: "dot" },
       })),
       annotations: chart.marks.map((mark) => ({
-        xref: "x", yref: "paper", x: mark.x[axis], y: 1, text: "↻", hovertext: mark.label, showarrow: false,
+        xref: "x", yref: "paper", x: mark.x[axis], y: 1, text: mark.sign, hovertext: mark.label, showarrow: false,
         yanchor: "top", xanchor: "left", font: { color: color("muted"), size: 13 },
       })),
     };

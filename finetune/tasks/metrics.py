@@ -1,0 +1,178 @@
+"""Metrics of what a model puts out: built-in ones, and one's own."""
+
+import re
+import string
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from finetune.config.recipe_schema import Recipe
+from finetune.tasks.prompt_set import Prompt
+from finetune.tasks.task import Task, TaskData
+from finetune.utils.errors import RecipeError
+from finetune.utils.import_object import import_object
+
+Metric = Callable[[list[str], Any], float | Mapping[str, float]]
+"""A function of all predictions and all references (of each text a list, of each row the name of its class) to a
+number, or to numbers by name."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TAKEN = ("loss", "perplexity", "targets")
+# Of torchmetrics.
+_ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def check_metrics(recipe: Recipe) -> None:
+    """Refuses metrics whose library is not installed.
+
+    Raises:
+        RecipeError: With what to install.
+    """
+    needing = [name for name in recipe.eval.metrics if name in _ROUGE]
+    if needing and find_spec("torchmetrics") is None:
+        raise RecipeError(
+            f"eval.metrics: {', '.join(needing)} cannot be computed without torchmetrics, which is not installed. "
+            "Install it with `pip install 'finetune[metrics]'`, or take them out."
+        )
+
+
+def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[Prompt]) -> dict[str, Metric]:
+    """The functions of `eval.metrics` by name, each tried on one example: what fails is refused before the first step.
+
+    Raises:
+        RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
+    """
+    check_metrics(recipe)
+    metrics = find_metrics(recipe.eval.metrics)
+    best_by = recipe.checkpoint.keep_best_by
+    # Their library takes seconds to load, and they do not fail.
+    rouge = [name for name in metrics if name in _ROUGE]
+    tried = {name: metric for name, metric in metrics.items() if name not in rouge}
+    known = []
+    if data.validation is not None:
+        known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
+    if metrics and task.text:
+        if not prompts:
+            raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
+        known += [*rouge, *scores(tried, [prompts[0].references[0]], [prompts[0].references])]
+    elif metrics:
+        if data.validation is None:
+            raise RecipeError("eval.metrics: there are no validation rows to compute them of. Name data.validation.")
+        if task.loss_and_correct is None:
+            raise RecipeError("eval.metrics: the task neither writes text nor tells classes (`loss_and_correct`).")
+        label = data.label_names[0] if data.label_names else "0"
+        known += scores(tried, [label], [label])
+    keys = [f"validation_{name}" for name in known]
+    # The default may name what a run without validation rows has not; nothing is kept by it then.
+    meant = best_by is not None and (best_by != "validation_loss" or recipe.eval.patience is not None)
+    if meant and best_by is not None and best_by.removeprefix("-") not in keys:
+        raise RecipeError(
+            f"checkpoint.keep_best_by: evaluations of this recipe have no '{best_by.removeprefix('-')}'; they have "
+            f"{', '.join(keys) or 'nothing, without validation rows or eval.metrics'}. Name one of these."
+        )
+    return metrics
+
+
+def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """The functions that names of `eval.metrics` stand for.
+
+    Raises:
+        RecipeError: If one's own cannot be imported.
+    """
+    return {
+        name: import_object(name, "eval.metrics") if ":" in name else partial(_BUILT_IN[name], name) for name in names
+    }
+
+
+def scores(
+    metrics: Mapping[str, Metric],
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]] | Sequence[str],
+) -> dict[str, float]:
+    """The values of some metrics over a whole set, by name.
+
+    Args:
+        metrics: By their names in `eval.metrics`.
+        predictions: Generated texts, or names of predicted classes.
+        references: Of each text all references; or the names of the true classes.
+
+    Raises:
+        RecipeError: If one's own function fails, or returns what is no number.
+    """
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        for key, value in _computed(name, metric, predictions, references).items():
+            if not _NAME.fullmatch(key) or key in (*found, *_TAKEN):
+                raise RecipeError(
+                    f"eval.metrics: '{name}' calls a metric '{key}'. A name has at most 64 letters, digits, `_` and "
+                    f"`-`, and is there once; {', '.join(_TAKEN)} are taken. Return a dict with other keys."
+                )
+            found[key] = value
+    return found
+
+
+def _computed(name: str, metric: Metric, predictions: Any, references: Any) -> dict[str, float]:
+    try:
+        found = metric(list(predictions), [one if isinstance(one, str) else list(one) for one in references])
+        named = found if isinstance(found, Mapping) else {re.split(r"[:.]", name)[-1]: found}
+        return {str(key): float(value) for key, value in named.items()}
+    except Exception as error:  # whatever a user's function does
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RecipeError(
+            f"eval.metrics: '{name}' ends in {type(error).__name__}: {' '.join(str(error).split())[:300]} "
+            f"({Path(place.filename).name}, line {place.lineno}). It is called with lists of predictions and of "
+            "references, and returns a number, or a dict of numbers."
+        ) from error
+
+
+def _words(text: str) -> list[str]:
+    """Source: the evaluation script of SQuAD 1.1, `normalize_answer`."""
+    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _overlap(one: list[str], other: list[str]) -> float:
+    """F1 of the words of two texts. Source: the evaluation script of SQuAD 2.0, `compute_f1`."""
+    if not one or not other:
+        return float(one == other)
+    return 2 * (Counter(one) & Counter(other)).total() / (len(one) + len(other))
+
+
+def _of_words(name: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    like: Callable[[list[str], list[str]], float] = _overlap if name == "f1" else list.__eq__
+    best = [
+        max(like(_words(text), _words(wanted)) for wanted in all_wanted)
+        for text, all_wanted in zip(predictions, references, strict=True)
+    ]
+    return sum(best) / len(best)
+
+
+def _rouge(name: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    from torchmetrics.functional.text import rouge_score
+
+    found = rouge_score(list(predictions), [list(wanted) for wanted in references], rouge_keys=name)
+    return float(found[f"{name}_fmeasure"])
+
+
+def _accuracy(_: str, predictions: Sequence[str], references: Sequence[str]) -> float:
+    return sum(map(str.__eq__, predictions, references)) / len(predictions)
+
+
+def _f1_macro(_: str, predictions: Sequence[str], references: Sequence[str]) -> float:
+    """The mean over all classes that are predicted or true, as scikit-learn's `f1_score` has it."""
+    hits = Counter(one for one, other in zip(predictions, references, strict=True) if one == other)
+    sizes = Counter(predictions) + Counter(references)
+    return sum(2 * hits[name] / size for name, size in sizes.items()) / len(sizes)
+
+
+_BUILT_IN: dict[str, Callable[[str, Any, Any], float]] = {
+    "exact_match": _of_words,
+    "f1": _of_words,
+    **dict.fromkeys(_ROUGE, _rouge),
+    "accuracy": _accuracy,
+    "f1_macro": _f1_macro,
+}

@@ -1,0 +1,142 @@
+"""Prompts with references, for metrics of the texts that a model generates."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.recipe_schema import Recipe, Source
+from finetune.data.chat.chat_templates import find_template
+from finetune.data.chat.conversation_formats import Conversation, RecordForm, Tolerance, find, kind_of
+from finetune.data.sources.corpus import open_source
+from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.models import prompts
+from finetune.utils.errors import DataError
+
+# Of the built-in sample: its own, which no training source draws.
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is given, and what it should answer."""
+
+    text: str
+    """With a `chat` section as the template writes it."""
+    ids: tuple[int, ...]
+    references: tuple[str, ...]
+
+
+@dataclass
+class _PromptForm(RecordForm):
+    """Reads records with a prompt and references; with a `chat` section conversations too, as training does."""
+
+    chat: bool = False
+
+    def read(self, record: Any, where: str) -> str:
+        """A record as JSON: `messages` and `tools`, or `prompt`; and `references`.
+
+        Raises:
+            DataError: If there is no prompt, or no reference.
+        """
+        given = {
+            key: find(record, self.fields.get(key, key))
+            for key in ("prompt", "references", "reference")
+            if isinstance(find(record, self.fields.get(key, key)), str | list)
+        }
+        if "prompt" in given and len(given) > 1:
+            return self._pair_of(given, where)
+        if self.chat:
+            return self._last_answer(Conversation.from_json(super().read(record, where)), where)
+        has = ", ".join(map(str, record)) if isinstance(record, Mapping) else kind_of(record)
+        raise DataError(
+            f"{where}: a record of eval.prompts has a text `prompt` and a text `reference` or a list `references`; the "
+            f"fields are {has}. Name others in the source's `fields`: {{prompt: question, references: answers.text}}."
+        )
+
+    def _pair_of(self, given: Mapping[str, Any], where: str) -> str:
+        prompt, references = given["prompt"], given.get("references", given.get("reference"))
+        references = [references] if isinstance(references, str) else references
+        if not references or not all(isinstance(one, str) for one in references):
+            raise DataError(f"{where}: the references of a prompt are texts, at least one. Mend or remove the record.")
+        if self.chat:
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else self._turns(prompt, where)[0]
+            return json.dumps({"messages": turns, "tools": None, "references": references})
+        if not isinstance(prompt, str):
+            raise DataError(f"{where}: the prompt is a list, and without a `chat` section it has to be a text.")
+        return json.dumps({"prompt": prompt, "references": references})
+
+    def _last_answer(self, said: Conversation | str, where: str) -> str:
+        messages = [] if isinstance(said, str) else said.messages
+        last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+        if isinstance(said, str) or not last or not messages[last].get("content"):
+            raise DataError(
+                f"{where}: there is no answer to be the reference of a prompt: a conversation of eval.prompts has one "
+                "behind a user's turn, as a text. Remove the record."
+            )
+        return json.dumps({"messages": messages[:last], "tools": said.tools, "references": [messages[last]["content"]]})
+
+
+def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
+    """The prompts of `eval.prompts`, in order.
+
+    Raises:
+        DataError: If a record has no prompt or reference, the template refuses it, or it leaves no room for an answer.
+    """
+    chat, room = recipe.chat, recipe.data.sequence_length
+    if not recipe.eval.prompts:
+        return ()
+    if tokenizer is None:
+        raise DataError("eval.prompts: the task has no tokenizer to read them with. Remove them.")
+    template = find_template(tokenizer, chat.template, chat.template_args) if chat is not None else None
+    found = []
+    for source in recipe.eval.prompts:
+        for record, where in _records(recipe, source):
+            if template is not None:
+                text = template.render(record["messages"], record["tools"], where, prompt=True)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            else:
+                text = record["prompt"]
+                ids = prompts.text(tokenizer, text)
+            if len(ids) >= room:
+                raise DataError(
+                    f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}: there is no room "
+                    "for an answer. Shorten or remove the record, or raise data.sequence_length."
+                )
+            found.append(Prompt(text, tuple(ids), tuple(record["references"])))
+    if not found:
+        raise DataError("eval.prompts: its sources hold no records. Name others.")
+    return tuple(found)
+
+
+def _records(recipe: Recipe, source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+    chat = recipe.chat
+    form = _PromptForm(
+        format=source.format,
+        fields=source.fields,
+        roles=chat.roles if chat is not None else {},
+        text_field=source.text_field,
+        strip=recipe.data.strip,
+        # A set of prompts is whole: of other prompts, a metric is another one.
+        tolerance=Tolerance(lenient=False),
+        chat=chat is not None,
+    )
+    if source.sample is not None:
+        for number, made in enumerate(_sample(source.sample, chat=chat is not None), start=1):
+            where = f"the built-in sample, prompt {number}"
+            yield json.loads(form.read(made, where)), where
+        return
+    for document in open_source(source, labelled=False, form=form).documents():
+        yield json.loads(document.text), document.where
+
+
+def _sample(count: int, *, chat: bool) -> Iterator[dict[str, Any]]:
+    """Conversations; or the first two sentences of stories, with what follows."""
+    if chat:
+        for talk in conversation_generator.conversations(count, _SEED):
+            yield {"messages": list(talk.messages)}
+        return
+    for story in story_generator.stories(count, _SEED):
+        first, second, rest = re.split(r"(?<=[.!?])\s+", story.text, maxsplit=2)
+        yield {"prompt": f"{first} {second}", "reference": rest}
