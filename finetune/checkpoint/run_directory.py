@@ -47,6 +47,7 @@ _LEFT = (
     "exports",
     "profile",
     "report",
+    "trackers",
     "run.json",
 )
 

@@ -328,7 +328,7 @@ PLAIN = st.recursive(
     prompt=TEXTS,
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     clip=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    trackers=st.lists(TEXTS, max_size=3),
+    trackers=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), max_size=3),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_dump_and_load_round_trip(
