@@ -23,6 +23,9 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
+SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
+"""What `json_schema` gives, as a file for editors to read where the package is installed."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as users expect it: `1e-4` is a number, and a key given twice is an error."""

@@ -175,6 +175,6 @@ def check_trackers(recipe: Recipe) -> None:
             metadata.version(name)
         except metadata.PackageNotFoundError:
             raise RecipeError(
-                f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or take "
-                "it out: metrics.jsonl is written in any case."
+                f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or "
+                "take it out: metrics.jsonl is written in any case."
             ) from None

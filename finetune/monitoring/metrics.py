@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from finetune.distributed.backend import Backend
 from finetune.monitoring.trackers import Trackers
-from finetune.utils.atomic_files import Journal, read_lines
+from finetune.utils.atomic_files import Journal
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -38,8 +38,7 @@ class Reporter:
         self._quiet = quiet or not self._main
         self._num_steps = num_steps
         self._unit = "tok/s" if text else "targets/s"
-        self._file = directory / "metrics.jsonl"
-        self._journal = Journal(self._file)
+        self._journal = Journal(directory / "metrics.jsonl")
         self._trackers = trackers
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
@@ -57,7 +56,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self._main:
-            self._warn_all(self._trackers.open(read_lines(self._file) if self._file.exists() else []))
+            self._warn_all(self._trackers.open())
         if self._progress is not None:
             self._progress.start()
         return self

@@ -7,12 +7,13 @@ import os
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from finetune.utils.atomic_files import remove, write_text
+from finetune.utils.atomic_files import read_lines, remove, write_text
 
 _PROJECT = "finetune"
 _TEXTS = ("sample",)
@@ -33,7 +34,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Step 0 is purged: a TensorBoard that has read files of an earlier start forgets them.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=0)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=0)
         for key, value in config.items():
             text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
             self._writer.add_text(key, "".join(f"    {line}\n" for line in text.splitlines()), 0)
@@ -83,11 +84,14 @@ class _Wandb:
     def __init__(self, folder: Path, name: str, run_id: str, config: dict[str, Any]) -> None:
         for kind in ("CACHE", "CONFIG", "DATA"):  # which are in the home directory otherwise
             os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
+        # wandb sends its errors and timings to its makers otherwise.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        self._html = wandb.Html
-        # The machine, the command line, the environment and what is printed stay here.
+        # A page of a sample that is opened by itself would load a style sheet.
+        self._html: Any = partial(wandb.Html, inject=False)
+        # The machine, the command line, installed packages and what is printed are left out.
         settings = wandb.Settings(
             console="off",
             disable_code=True,
@@ -98,6 +102,7 @@ class _Wandb:
             x_disable_machine_info=True,
             x_disable_meta=True,
             x_disable_stats=True,
+            x_save_requirements=False,
         )
         folder.mkdir(parents=True, exist_ok=True)
         resume: Any = "allow" if mode == "online" else None
@@ -145,19 +150,19 @@ class Trackers:
         self._names, self._directory, self._open = names, directory, dict[str, _Tracker]()
         self._config: dict[str, Any] = json.loads(json.dumps(config, default=str))
 
-    def open(self, lines: list[dict[str, Any]]) -> list[str]:
+    def open(self) -> list[str]:
         """Begins with the lines that there are; returns what failed, to be said."""
-        folder = self._directory / "trackers"
+        folder, metrics = self._directory / "trackers", self._directory / "metrics.jsonl"
         file = folder / "run_id"
-        if self._names and not file.exists():
-            folder.mkdir(exist_ok=True)
-            write_text(file, uuid.uuid4().hex[:12])
 
         def begin(name: str) -> None:
+            if not file.exists():
+                folder.mkdir(exist_ok=True)
+                write_text(file, uuid.uuid4().hex[:12])
             remove(folder / name)
-            run_id = file.read_text(encoding="utf-8").strip()
+            run_id = file.read_text(encoding="utf-8")
             self._open[name] = _KINDS[name](folder / name, self._directory.resolve().name, run_id, self._config)
-            if lines:
+            if metrics.exists() and (lines := read_lines(metrics)):
                 self._open[name].add(lines)
 
         return self._each(self._names, begin)

@@ -1,22 +1,26 @@
 """Trackers: what TensorBoard, Trackio and W&B read back of a run that was started, and resumed."""
 
+import html
 import json
 import os
-import sqlite3
 import socket
+import sqlite3
 import struct
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from forkserver import ForkServer
+from harness import ROOT
 from recipes_for_tests import base
 
 from finetune.monitoring.trackers import Trackers
-from finetune.utils.atomic_files import read_lines
+from finetune.utils.atomic_files import read_lines, rewrite_lines
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("trackers")]
 
@@ -24,30 +28,38 @@ SECRET = "s3cret-of-the-environment"
 ALL = ("tensorboard", "trackio", "wandb")
 
 
-class Proxy:
-    """Listens where programs are told to find the network, and counts who comes."""
+@dataclass(frozen=True)
+class Outside:
+    """A home and a network of its own for a process, to see whether it uses them."""
 
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.visits = 0
-        threading.Thread(target=self._count, daemon=True).start()
+    home: Path
+    listener: socket.socket
 
-    def _count(self) -> None:
-        while True:
-            self._listener.accept()[0].close()
-            self.visits += 1
+    @property
+    def env(self) -> dict[str, str]:
+        proxy = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        names = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
+        secrets = {"WANDB_API_KEY": SECRET.ljust(40, "0"), "HF_TOKEN": SECRET}
+        mine = {"HOME": str(self.home), "XDG_CACHE_HOME": "", "NO_PROXY": "127.0.0.1,localhost"}
+        return dict.fromkeys(names, proxy) | secrets | mine
+
+    def check(self) -> None:
+        with pytest.raises(BlockingIOError):  # nobody waits for an answer
+            self.listener.accept()
+        assert [path for path in self.home.rglob("*") if path.is_file()] == [], "all is in the run directory"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Path]:
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield Outside(tmp_path_factory.mktemp("home"), listener)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, outside: Outside) -> Path:
     """A run on two processes of four steps with all trackers, and resumed for two more."""
     folder = tmp_path_factory.mktemp("tracked")
-    (folder / "home").mkdir()
-    proxy = Proxy()
-    env = {name: proxy.address for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY")}
-    env |= {"HOME": str(folder / "home"), "XDG_CACHE_HOME": "", "NO_PROXY": "127.0.0.1,localhost"}
-    env |= {"WANDB_API_KEY": SECRET.ljust(40, "0"), "HF_TOKEN": SECRET, "WANDB_MODE": "offline"}
     recipe = base(
         data={**base()["data"], "cache_dir": str(folder / "cache")},
         length={"steps": 4},
@@ -60,19 +72,35 @@ def run(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> It
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     for steps in (4, 6):
         words = [str(folder / "recipe.yaml"), f"length.steps={steps}"]
-        code, output = fork_server.launch("ddp", *words, script="scripts/train.py", env=env)
+        code, output = fork_server.launch("ddp", *words, script="scripts/train.py", env=outside.env)
         assert code == 0, output[-4000:]
         assert "log.trackers" not in output
-    assert proxy.visits == 0, "nothing asks the network"
-    found = [path for path in (folder / "home").rglob("*") if path.is_file()]
-    assert found == [], "nothing is written outside of the run directory"
-    yield folder / "tracked"
+    outside.check()
+    return folder / "tracked"
+
+
+def test_nothing_is_sent(tmp_path: Path, outside: Outside) -> None:
+    # A process to its end: wandb sends when it ends, which the ranks of `run`, as forks, do not do.
+    program = f"""
+from pathlib import Path
+from finetune.monitoring.trackers import Trackers
+trackers = Trackers({ALL}, Path("."), {{"recipe": {{}}, "launch": {{}}}})
+line = {{"step": 1, "time": 1.0, "loss": 2.0, "sample": "Once"}}
+print([*trackers.open(), *trackers.add(line), *trackers.close()])
+"""
+    env = {**os.environ, **outside.env, "PYTHONPATH": str(ROOT)}
+    env.pop("WANDB_ERROR_REPORTING", None)  # as a user has it
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    outside.check()
 
 
 def scalars(lines: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     """What each tracker must have: every number of every line, by name and step."""
     about = ("step", "time")
-    return {(k, line["step"]): v for line in lines for k, v in line.items() if k not in about and type(v) in (int, float)}
+    return {
+        (k, line["step"]): v for line in lines for k, v in line.items() if k not in about and type(v) in (int, float)
+    }
 
 
 def samples(lines: list[dict[str, Any]]) -> dict[int, str]:
@@ -86,9 +114,14 @@ def of_tensorboard(run: Path) -> tuple[list[tuple[str, int, float]], dict[int, s
     events.Reload()
     tags = events.Tags()
     found = [(tag, e.step, e.value) for tag in tags["scalars"] for e in events.Scalars(tag)]
-    texts = {tag: {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)} for tag in tags["tensors"]}
-    written = {step: text for step, text in texts["sample/text_summary"].items()}
-    return found, written, {key: yaml.safe_load(texts[f"{key}/text_summary"][0]) for key in ("recipe", "launch")}
+    texts = {
+        tag: {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)} for tag in tags["tensors"]
+    }
+    return (
+        found,
+        texts["sample/text_summary"],
+        {key: yaml.safe_load(texts[f"{key}/text_summary"][0]) for key in ("recipe", "launch")},
+    )
 
 
 def of_trackio(run: Path) -> tuple[list[tuple[str, int, float]], dict[int, str], dict[str, Any]]:
@@ -129,7 +162,7 @@ def of_wandb(run: Path) -> tuple[list[tuple[str, int, float]], dict[int, str], d
             step = values["_step"]
             found += [(k, step, v) for k, v in values.items() if not k.startswith(("_", "sample"))]
             if "sample.path" in values:
-                written[step] = (file.parent / "files" / values["sample.path"]).read_text()
+                written[step] = html.unescape((file.parent / "files" / values["sample.path"]).read_text())
     return found, written, {u.key: json.loads(u.value_json) for u in about.config.update}
 
 
@@ -150,7 +183,7 @@ def test_each_tracker_has_each_line_once(run: Path, read: Any) -> None:
     texts = samples(lines)
     assert written.keys() == texts.keys() == {2, 4, 6}
     for step, text in texts.items():
-        assert text.split()[0] in written[step]
+        assert text in written[step]
     assert config["recipe"] == json.loads(json.dumps(yaml.safe_load((run / "recipe.yaml").read_text())))
     launch = config["launch"]
     assert (launch["launch"]["kind"], launch["launch"]["num_processes"], launch["precision"]) == ("ddp", 2, "fp32")
@@ -175,7 +208,8 @@ def test_steps_that_are_taken_again_come_once(tmp_path: Path) -> None:
     for before, later in (([], [line(1, 5.0), line(2, 4.0), line(3, 3.0)]), ([line(1, 5.0)], [line(2, 4.5)])):
         trackers = Trackers(("tensorboard", "trackio"), tmp_path / "tracked", {"recipe": {"seed": 1}, "launch": {}})
         (tmp_path / "tracked").mkdir(exist_ok=True)
-        assert trackers.open(before) == []
+        rewrite_lines(tmp_path / "tracked" / "metrics.jsonl", before)
+        assert trackers.open() == []
         for each in later:
             assert trackers.add(each) == []
         # Not closed: it was killed.
@@ -195,7 +229,7 @@ def of_tensorboard_scalars(run: Path) -> list[tuple[str, int, float]]:
 def test_a_tracker_that_fails_is_said_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     trackers = Trackers(("tensorboard", "trackio"), tmp_path / "run", {"recipe": {}, "launch": {}})
-    assert trackers.open([]) == []
+    assert trackers.open() == []
     from trackio.sqlite_storage import SQLiteStorage
 
     def full(**_: Any) -> None:
