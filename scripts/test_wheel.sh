@@ -1,36 +1,81 @@
 #!/usr/bin/env bash
-# Builds the wheel and the sdist, installs the wheel into a new environment, and trains from an empty directory: what
-# somebody has who never saw this checkout. Takes a few minutes, most of which is the installation.
+# Builds the sdist and from it the wheel, installs the wheel into a new environment, and trains from an empty directory:
+# what somebody has who never saw this checkout.
+#
+#   scripts/test_wheel.sh           the wheel's dependencies are installed anew, which takes minutes
+#   scripts/test_wheel.sh --quick   they are those of .venv, and only the package comes from the wheel (CI). It does not
+#                                   see a dependency that pyproject.toml lacks
 set -euo pipefail
 cd "$(dirname "$0")/.."
-readonly HERE=$PWD
+readonly HERE=$PWD QUICK=${1:-}
 PLACE=$(mktemp -d)
 readonly PLACE
+touch "$PLACE/log"
 trap 'rm -rf "$PLACE"' EXIT
 
-# Shows what a step printed if it fails.
+# Shows what a step printed if it fails, and the one before it.
 step() {
-  printf '==> %s\n' "$1"
+  local start=$SECONDS
+  printf '==> %s' "$1"
   shift
-  "$@" >"$PLACE/output" 2>&1 || { tail -n 40 "$PLACE/output" >&2; exit 1; }
+  "$@" >"$PLACE/output" 2>&1 || { echo; tail -n 40 "$PLACE/log" "$PLACE/output" >&2; exit 1; }
+  printf ' (%d s)\n' $((SECONDS - start))
   mv "$PLACE/output" "$PLACE/log"
 }
 
-step "build the wheel and the sdist" .venv/bin/python -m build --no-isolation --outdir "$PLACE/dist" .
-tar tzf "$PLACE"/dist/*.tar.gz >"$PLACE/sdist"
-grep -q '/tests/conftest.py$' "$PLACE/sdist"
-step "an empty environment" .venv/bin/python -m venv "$PLACE/venv"
-# shellcheck disable=SC2086  # the arguments are words on purpose
-[ -z "${TORCH_PIP_ARGS:-}" ] || step "torch" "$PLACE/venv/bin/pip" install -c constraints.txt ${TORCH_PIP_ARGS} torch
-step "install the wheel" "$PLACE/venv/bin/pip" install -c constraints.txt "$PLACE"/dist/*.whl
+# What ships is what lies in the checkout: each file of the wheel's folders is in it, and so in the sdist that it is built from.
+same_files() {
+  find finetune accelerate_configs ds_configs recipes -type f -not -path '*/__pycache__/*' | sed 's|^finetune/||' | sort >"$PLACE/here"
+  "$PLACE/venv/bin/python" -c "import zipfile, sys; print(*zipfile.ZipFile(sys.argv[1]).namelist(), sep='\n')" "$PLACE"/dist/*.whl |
+    sed -n '/dist-info/d; s|^finetune/||p' | grep -v '^constraints.txt$' | sort >"$PLACE/there"
+  diff "$PLACE/here" "$PLACE/there"
+  tar tzf "$PLACE"/dist/*.tar.gz >"$PLACE/sdist"
+  grep -q '/tests/conftest.py$' "$PLACE/sdist"
+}
+
+# The packages of .venv as a path: its editable install of this checkout, a .pth file there, does not count.
+borrow_packages() {
+  local extras=report,tensorboard,trackio,wandb,fp8
+  .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    >"$("$PLACE/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+  .venv/bin/python -m pip --python "$PLACE/venv/bin/python" install --no-index "$(echo "$PLACE"/dist/*.whl)[$extras]"
+}
+
+only_the_wheel() {
+  "$PLACE/venv/bin/python" - "$HERE" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import finetune
+
+here = Path(sys.argv[1])
+assert Path(finetune.__file__).is_relative_to(sys.prefix), finetune.__file__
+assert here not in [Path(entry).resolve() for entry in sys.path], sys.path
+PYTHON
+}
+
+step "build the sdist, and from it the wheel" .venv/bin/python -m build --no-isolation --outdir "$PLACE/dist" .
+# Its own pip takes half a minute.
+step "an empty environment" .venv/bin/python -m venv ${QUICK:+--without-pip} "$PLACE/venv"
+step "they hold the files of the checkout" same_files
+if [ "$QUICK" = --quick ]; then
+  step "install the wheel and its extras, beside the packages of .venv" borrow_packages
+else
+  # shellcheck disable=SC2086  # the arguments are words on purpose
+  [ -z "${TORCH_PIP_ARGS:-}" ] || step "torch" "$PLACE/venv/bin/pip" install -c constraints.txt ${TORCH_PIP_ARGS} torch
+  step "install the wheel" "$PLACE/venv/bin/pip" install -c constraints.txt "$PLACE"/dist/*.whl
+fi
 
 mkdir "$PLACE/empty"
 cd "$PLACE/empty"
 export PATH="$PLACE/venv/bin:$PATH" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 unset PYTHONPATH
+step "only the wheel is there to import" only_the_wheel
 step "two processes with FSDP2" finetune launch --config_file fsdp sample length.steps=4 output.dir=runs/fsdp
-step "it was FSDP on two processes" grep "fsdp x2" "$PLACE/log"
+step "it was FSDP on two processes" grep "launch    fsdp x 2 on" "$PLACE/log"
 step "its model is there" ls runs/fsdp/model/model.safetensors
+step "finetune schema" finetune schema
+step "is the file that ships" cmp "$PLACE/log" "$(finetune schema --path)"
 step "finetune plan" finetune plan sample
 step "finetune explain" finetune explain sample optim.lr --config_file zero3
 step "finetune doctor" finetune doctor --recipe sample --config_file ddp

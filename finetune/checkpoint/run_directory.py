@@ -48,6 +48,7 @@ _LEFT = (
     "exports",
     "profile",
     "report",
+    "trackers",
     "run.json",
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import recipe_paths
-from finetune.config.recipe import dump_recipe, hint, json_schema, load_recipe
+from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, load_recipe
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
 from finetune.utils.console import plain_console
@@ -365,7 +365,7 @@ def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
 
 def schema(parsed: argparse.Namespace) -> None:
     """`finetune schema`."""
-    print(json.dumps(json_schema(), indent=2))
+    print(SCHEMA_FILE if parsed.path else json.dumps(json_schema(), indent=2))
 
 
 def completion(parsed: argparse.Namespace) -> None:

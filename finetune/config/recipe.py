@@ -34,6 +34,9 @@ _RENAMED = {
     "checkpoint.keep_best": "it is `keep_best_by` now; for `true` leave it out, for `false` write `keep_best_by: null`"
 }
 
+SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
+"""What `json_schema` gives, as a file for editors to read where the package is installed."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as users expect it: `1e-4` is a number, and a key given twice is an error."""

@@ -58,8 +58,9 @@ class LogSection(Section):
     profile: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Profile this many steps, once the run is warm: a torch trace of each process and a table of where a step's time
     goes, in `DIR/profile`."""
-    trackers: tuple[str, ...] = ()
-    """Accelerate trackers such as `tensorboard` or `wandb`. Off unless named here."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where to write metrics, samples, recipe and launch as well, below `DIR/trackers`; `wandb` offline unless
+    WANDB_MODE says otherwise. Each is an extra of the same name."""
 
 
 class OutputSection(Section):

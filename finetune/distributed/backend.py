@@ -379,7 +379,7 @@ class Backend:
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Ends trackers and the process group; leaving without it makes gloo's exit noisy."""
+        """Ends the process group; leaving without it makes gloo's exit noisy."""
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 

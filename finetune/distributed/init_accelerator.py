@@ -57,8 +57,6 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
             cpu=cpu and launch.kind in ("single", "ddp"),
             dataloader_config=DataLoaderConfiguration(),
             kwargs_handlers=handlers,
-            log_with=list(recipe.log.trackers) or None,
-            project_dir=recipe.output.dir,
             **settings,
         )
     if not cpu:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from finetune.config.recipe import divisors
@@ -164,13 +165,16 @@ def _check_planes(
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Accelerate drops a tracker that is not installed with a warning; whoever asked for it would miss it."""
-    from accelerate.tracking import get_available_trackers
+    """Refuses trackers whose package is missing.
 
-    installed = sorted(str(getattr(t, "value", t)) for t in get_available_trackers())
-    absent = [name for name in recipe.log.trackers if name not in installed]
-    if absent:
-        raise RecipeError(
-            f"log.trackers: {', '.join(absent)} cannot be used; installed here: {', '.join(installed) or 'none'}. "
-            "Install it with pip, or take it out: metrics.jsonl is written in any case."
-        )
+    Raises:
+        RecipeError: With the extra to install.
+    """
+    for name in recipe.log.trackers:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise RecipeError(
+                f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or "
+                "take it out: metrics.jsonl is written in any case."
+            ) from None

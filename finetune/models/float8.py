@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> None:
     if util.find_spec("torchao") is None:
         raise RecipeError(
             "model.fp8 needs torchao, which is not installed here. Install it by "
-            '`pip install -e ".[fp8]" -c constraints.txt`, or set model.fp8 to false.'
+            "`pip install 'finetune[fp8]'`, or set model.fp8 to false."
         )
     if recipe.model.fp8 == "emulated":
         return

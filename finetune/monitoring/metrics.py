@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from finetune.distributed.backend import Backend
+from finetune.monitoring.trackers import Trackers
 from finetune.utils.atomic_files import Journal
 
 
@@ -25,17 +26,20 @@ def peak_memory_gib(device: torch.device) -> float:
 class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
-    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, text: bool, quiet: bool) -> None:
+    def __init__(
+        self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, text: bool, quiet: bool
+    ) -> None:
         """
         Args:
+            trackers: Hear what `metrics.jsonl` does, while the reporter is entered.
             text: Whether targets are tokens.
         """
-        self._backend = backend
         self._main = backend.is_main
         self._quiet = quiet or not self._main
         self._num_steps = num_steps
         self._unit = "tok/s" if text else "targets/s"
         self._journal = Journal(directory / "metrics.jsonl")
+        self._trackers = trackers
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
         self._validation: float | None = None
@@ -51,6 +55,8 @@ class Reporter:
             self._task = self._progress.add_task("training", total=num_steps, figures="")
 
     def __enter__(self) -> Self:
+        if self._main:
+            self._warn_all(self._trackers.open())
         if self._progress is not None:
             self._progress.start()
         return self
@@ -60,18 +66,18 @@ class Reporter:
             self._progress.stop()
         if (reason := self._journal.close()) is not None:
             self.warn(f"Cannot write {reason}. Its last lines are lost.")
+        self._warn_all(self._trackers.close())
 
     def log(self, values: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`, and the same to the trackers; rank 0 only. What is not finite becomes null."""
         if not self._main:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        if (reason := self._journal.write({**finite, "time": round(time.time(), 3)})) is not None:
+        line = {**finite, "time": round(time.time(), 3)}
+        if (reason := self._journal.write(line)) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
         self._validation = values.get("validation_loss", self._validation)
-        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        if self._backend.accelerator.trackers:
-            self._backend.accelerator.log(numbers, step=int(values["step"]))
+        self._warn_all(self._trackers.add(line))
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
         """Shows that a step is done; `values` on log steps."""
@@ -93,6 +99,10 @@ class Reporter:
         """A line that people must see, on rank 0, also where they asked for errors only."""
         if self._main:
             warn(text)
+
+    def _warn_all(self, problems: list[str]) -> None:
+        for problem in problems:
+            self.warn(problem)
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""

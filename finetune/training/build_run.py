@@ -1,6 +1,5 @@
 """Builds a `Run`: everything that the loop touches, from a recipe and a launch."""
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -33,6 +32,7 @@ from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
+from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.metrics import Metric, build_metrics
@@ -237,7 +237,11 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             "data": {"digest": data.digest, **data.report},
         }
         directory.create(backend, recipe, facts, begin={"from_step": resume.step, "resumed_from": resume.source})
-    reporter = Reporter(backend, directory.path, length.num_steps, text=inputs.task.text, quiet=quiet)
+    told = {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
+    trackers = Trackers(recipe.log.trackers, directory.path, {"recipe": recipe.model_dump(mode="json"), "launch": told})
+    reporter = Reporter(
+        backend, directory.path, length.num_steps, trackers=trackers, text=inputs.task.text, quiet=quiet
+    )
     if slow := slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     for line in (
@@ -246,8 +250,6 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         *start_lines(recipe, backend, data, length, runtime, memory, resume),
     ):
         reporter.say(line)
-    if recipe.log.trackers:
-        backend.accelerator.init_trackers("finetune", config={"recipe": json.dumps(recipe.model_dump(mode="json"))})
     return Run(
         recipe=recipe,
         backend=backend,

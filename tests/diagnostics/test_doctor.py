@@ -104,6 +104,10 @@ def half_of_bf16(dtype: str, device: str) -> float:
     return 8.0 if dtype == "float32" else float("nan")
 
 
+def not_there(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
 NO_GPU = {"machine_checks.of_torch": of_gpus(0), "network_checks.of_torch": of_gpus(0)}
 ONE_GPU = {"machine_checks.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
 NO_ADDRESS = {"network_checks.addresses": lambda name: []}
@@ -145,7 +149,12 @@ CASES: list[Case] = [
         asking({"torch.ops.mkldnn._is_mkldnn_bf16_supported": lambda: False}, overrides=["precision=bf16"]),
     ),
     (machine_checks.agreement, "failure", "not a multiple of", asking(launch="ddp", num_processes=3)),
-    (machine_checks.agreement, "failure", "nonesuch cannot be used", asking(overrides=["log.trackers=[nonesuch]"])),
+    (
+        machine_checks.agreement,
+        "failure",
+        "wandb is not installed",
+        asking({"importlib.metadata.version": not_there}, overrides=["log.trackers=[wandb]"]),
+    ),
     (machine_checks.agreement, "failure", "is no optimiser", asking(overrides=["optim.name=Adamm"])),
     (machine_checks.ops, "failure", "libaio", asking({LOOK: NO_AIO}, launch="zero3_nvme")),
     (machine_checks.ops, "warning", "cannot be compiled", asking({LOOK: NO_COMPILER})),

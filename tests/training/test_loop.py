@@ -294,8 +294,14 @@ def test_large_tensors_ask_for_huge_pages_unless_told_not_to() -> None:
         assert done.stdout.split() == [says]
 
 
-def test_trackers_that_are_not_installed_are_refused(tmp_path) -> None:
+def test_trackers_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
     from finetune.distributed.resolve_config import check_trackers
 
-    with pytest.raises(RecipeError, match=r"log.trackers: nonesuch cannot be used; installed here"):
-        check_trackers(recipe(log={"trackers": ["nonesuch"]}))
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(RecipeError, match=r"log.trackers: wandb is not installed here. Install .*finetune\[wandb\]"):
+        check_trackers(recipe(log={"trackers": ["wandb"]}))

@@ -1,6 +1,8 @@
 """Files that ship: found by name from anywhere, and the wheel holds them as they are."""
 
+import re
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,18 @@ def test_the_wheel_holds_them_as_they_are(tmp_path: Path) -> None:
             assert sorted(Path(name).name for name in inside) == [file.name for file in files]
             for file in files:
                 assert archive.read(f"finetune/{folder}/{file.name}") == file.read_bytes()
-        assert "finetune/py.typed" in archive.namelist()
         assert archive.read("finetune/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
-        code = {str(file.relative_to(ROOT)) for file in (ROOT / "finetune").rglob("*.py")}
-        assert code <= set(archive.namelist())
+        package = {
+            str(file.relative_to(ROOT))
+            for file in (ROOT / "finetune").rglob("*")
+            if file.is_file() and "__pycache__" not in file.parts
+        }
+        assert {"finetune/py.typed", "finetune/config/recipe.schema.json"} <= package <= set(archive.namelist())
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        extras = set(Parser().parsestr(archive.read(metadata).decode()).get_all("Provides-Extra", []))
+    named = set()
+    for folder, ending in ((".", "md"), ("docs", "md"), ("finetune", "py")):
+        for file in (ROOT / folder).glob(f"*.{ending}") if folder == "." else (ROOT / folder).rglob(f"*.{ending}"):
+            for words in re.findall(r"(?:finetune|\.whl)\[([a-z0-9, ]+)\]", file.read_text(encoding="utf-8")):
+                named |= {word.strip() for word in words.split(",")}
+    assert {"report", "tensorboard", "trackio", "wandb"} <= named <= extras
