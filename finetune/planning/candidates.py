@@ -99,7 +99,7 @@ def assess(
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
-        accumulation = derive_accumulation(recipe, launch.num_processes)
+        accumulation = derive_accumulation(recipe, launch.data_ranks)
         optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")

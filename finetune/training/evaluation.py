@@ -41,19 +41,19 @@ def evaluate(
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
-    stride = micro_size * backend.world
+    stride = micro_size * backend.data_world
     with without_training(model):
         for number, start in enumerate(range(0, len(rows), stride)):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
-            first = start + backend.rank * micro_size
+            first = start + backend.data_rank * micro_size
             share = np.arange(first, min(first + micro_size, len(rows)))
             empty = len(share) == 0
             batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
             found = model(task.loss_and_correct or task.loss_sum, batch)
             if not empty:
                 sums[: found.numel()] += found.double().reshape(-1)
-                targets += rows.num_targets(share)
+                targets += rows.num_targets(share) if backend.counts_rows else 0
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
     loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
