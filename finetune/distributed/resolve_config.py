@@ -12,7 +12,6 @@ from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.errors import BackendError, RecipeError
 
-
 # See `data.rows.row_dataset`.
 _ROWS_GROW_BY = 8
 
@@ -142,7 +141,7 @@ def _check_planes(
             "config, such as accelerate_configs/fsdp.yaml."
         )
     if launch.sequence > 1:
-        _check_split_rows(recipe, launch)
+        check_split_rows(recipe, launch)
     if recipe.model.fp8 and precision != "bf16":
         came = " on this machine" if recipe.precision == "auto" else ""
         raise RecipeError(
@@ -169,7 +168,7 @@ def _check_planes(
         )
 
 
-def _check_split_rows(recipe: Recipe, launch: Launch) -> None:
+def check_split_rows(recipe: Recipe, launch: Launch) -> None:
     """Refuses what is not computed, or was never shown to be, on rows that are split over ranks."""
     parts, length, model = launch.sequence, recipe.data.sequence_length, recipe.model
     place = f"{launch.file or 'The launch environment'} splits each row over {parts} ranks (sp_size)"

@@ -131,12 +131,16 @@ def _attend(
     if attention_mask.shape[2] > 1:
         if others.get("position_bias") is not None:
             raise BackendError(
-                f"{type(module).__name__} adds a bias of its own to each pair of tokens, which rows that are split over "
-                "ranks (sp_size of the launch file) do not have. Take a launch config without sequence parallelism."
+                f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are split "
+                "over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
             )
-        parts = attention_mask.shape[2]
+        parts, kind = attention_mask.shape[2], query.device.type
         query, key, value = (
-            sequence_parallel.gather_rows(x) for x in (query, _divisible(key, parts), _divisible(value, parts))
+            sequence_parallel.gather_rows(
+                # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
+                x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+            )
+            for x in (query, _divisible(key, parts), _divisible(value, parts))
         )
         # What transformers reads of a module, for the heads that are here.
         here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])

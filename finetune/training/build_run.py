@@ -227,9 +227,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     reporter = Reporter(backend, directory.path, length.num_steps, text=inputs.task.text, quiet=quiet)
     if launch.sequence > 1 and depends_on_micro_size(network.wrapper.network):
         reporter.warn(
-            f"This network has dropout. On rows that are split over {launch.sequence} ranks it draws other masks than on "
-            "whole rows, so that this run takes another path than under other launch configs. It resumes to the bit on "
-            "this one."
+            f"This network has dropout. On rows that are split over {launch.sequence} ranks it draws other masks than "
+            "on whole rows, so that this run takes another path than under other launch configs."
         )
     if slow := slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")

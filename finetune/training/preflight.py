@@ -262,7 +262,7 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         raise BackendError(
             f"Rows split over {parts} ranks are not computed as whole ones in {who}: the loss is off by {apart:.2g} of "
             "itself, as where something but attention looks at neighbouring tokens. Take a launch config without "
-            "sequence parallelism, such as accelerate_configs/fsdp.yaml."
+            "sequence parallelism (sp_size)."
         )
 
 

@@ -151,11 +151,6 @@ def of_environment(
         "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
     }
     common |= _layout(env, common)
-    if common["replicate"] > 1 and not _uses(env, "FSDP"):
-        raise BackendError(
-            f"{file or 'The environment'} sets dp_replicate_size to {common['replicate']}, which only FSDP reads. Set "
-            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or take dp_replicate_size out."
-        )
     if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BackendError(
             f"{file or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
@@ -179,6 +174,12 @@ def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]
         raise BackendError(
             f"{place} asks for tensor or context parallelism (tp_size {others[0]}, cp_size {others[1]}), which is not "
             "offered. Leave those at 1; dp_shard_size, dp_replicate_size and sp_size are."
+        )
+    if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
+        raise BackendError(
+            f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1: processes beside sp_size "
+            "are data parallel."
         )
     if sequence > 1 and replicate > 1:
         raise BackendError(
