@@ -131,8 +131,8 @@ def _attend(
     if attention_mask.shape[2] > 1:
         if others.get("position_bias") is not None:
             raise BackendError(
-                f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are split "
-                "over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
+                f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are "
+                "split over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
             )
         parts, kind = attention_mask.shape[2], query.device.type
         query, key, value = (
