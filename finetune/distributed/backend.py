@@ -75,12 +75,28 @@ class Backend:
 
     @property
     def world(self) -> int:
-        """Data-parallel processes."""
+        """Processes, over all of which gradients are averaged."""
         return int(self.accelerator.num_processes)
 
     @property
     def rank(self) -> int:
+        """This process's number among them."""
         return int(self.accelerator.process_index)
+
+    @property
+    def data_world(self) -> int:
+        """Processes, or groups that share rows, that read rows of their own."""
+        return self.launch.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process, or of its group, among them."""
+        return self.rank // self.launch.sequence
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this process counts what it reads: of a group that shares rows, one does."""
+        return self.rank % self.launch.sequence == 0
 
     @property
     def is_main(self) -> bool:

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import rendezvous_store
+from finetune.distributed import rendezvous_store, sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.utils.compat import accelerate_private, torch_private
@@ -47,7 +48,7 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
         handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
         if launch.uses_fsdp:
             settings["fsdp_plugin"] = _fsdp_plugin(launch, REDUCED[recipe.optim.reduce_dtype])
-    with _meeting_anew():
+    with _meeting_anew(), _split_by_us(launch):
         if cpu and launch.uses_fsdp:
             _enter_fsdp_on_gloo()
         accelerator = Accelerator(
@@ -59,6 +60,8 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
             kwargs_handlers=handlers,
             **settings,
         )
+    if launch.sequence > 1:
+        sequence_parallel.start(launch.sequence, TIMEOUT)
     if not cpu:
         # fp32 means fp32. Accelerate may turn TF32 on for matrix products; for convolutions torch itself does.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -74,6 +77,18 @@ def _meeting_anew() -> AbstractContextManager[None]:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(rendezvous_store.TRIAL, "")
     return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt}")
+
+
+@contextmanager
+def _split_by_us(launch: Launch) -> Iterator[None]:
+    """Keeps sequence parallelism from Accelerate, whose own is DeepSpeed's and runs under DeepSpeed alone."""
+    flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    before = os.environ.pop(flag, None) if launch.sequence > 1 else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[flag] = before
 
 
 def _enter_fsdp_on_gloo() -> None:

@@ -39,12 +39,14 @@ class Ring:
     """Of `n`: the bytes that each link carries, by the collective's bytes."""
 
 
-# Bytes are those of the buffer that holds everything: of the input where it is reduced, of the output of all-gather.
+# Bytes are those of the buffer that holds everything: of the input where it is reduced or
+# exchanged, of the output of all-gather.
 RINGS = {
     "broadcast": Ring(lambda n: n - 1, lambda n: 1.0),
     "all_reduce": Ring(lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
     "all_gather": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
     "reduce_scatter": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
+    "all_to_all": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
 }
 
 
@@ -121,12 +123,13 @@ def _measure(name: str, size: int, device: torch.device) -> Size:
     processes = distributed.get_world_size()
     # Sums of zeros stay what they are, however often.
     whole = torch.zeros(size // 4, device=device)
-    part = torch.zeros(size // 4 // processes, device=device)
+    part, received = torch.zeros(size // 4 // processes, device=device), torch.zeros_like(whole)
     call: Callable[[], Any] = {
         "broadcast": lambda: distributed.broadcast(whole, src=0),
         "all_reduce": lambda: distributed.all_reduce(whole),
         "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: distributed.all_to_all_single(received, whole),
     }[name]
     for _ in range(_WARMUPS):
         call()

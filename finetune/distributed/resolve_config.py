@@ -13,6 +13,9 @@ from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.errors import BackendError, RecipeError
 
+# See `data.rows.row_dataset`.
+_ROWS_GROW_BY = 8
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -50,7 +53,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     """
     check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
     precision = _pick_precision(recipe, here)
-    accumulation = derive_accumulation(recipe, launch.num_processes)
+    accumulation = derive_accumulation(recipe, launch.data_ranks)
     _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
@@ -138,6 +141,8 @@ def _check_planes(
             "`model.gradient_checkpointing: selective` recomputes. Set it to true or false, or take another launch "
             "config, such as accelerate_configs/fsdp.yaml."
         )
+    if launch.sequence > 1:
+        check_split_rows(recipe, launch)
     if recipe.model.fp8 and precision != "bf16":
         came = " on this machine" if recipe.precision == "auto" else ""
         raise RecipeError(
@@ -162,6 +167,36 @@ def _check_planes(
             f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
             f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
         )
+
+
+def check_split_rows(recipe: Recipe, launch: Launch) -> None:
+    """Refuses what is not computed, or was never shown to be, on rows that are split over ranks."""
+    parts, length, model = launch.sequence, recipe.data.sequence_length, recipe.model
+    place = f"{launch.file or 'The launch environment'} splits each row over {parts} ranks (sp_size)"
+    if length % parts:
+        fits = ", ".join(str(size) for size in divisors(length) if size <= 64)
+        near = length // parts * parts
+        advice = f"Set sp_size to a divisor of it ({fits})" + (f", or data.sequence_length to {near}" if near else "")
+        raise BackendError(f"{place}, which does not divide data.sequence_length {length}. {advice}.")
+    if recipe.data.packing == "padded" and _ROWS_GROW_BY % parts:
+        raise BackendError(
+            f"{place}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
+            "data.packing to `documents`."
+        )
+    refused = {
+        f"task.name {recipe.task.name}": (recipe.task.name != "causal_lm", "causal_lm"),
+        f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),
+        "model.compile": (model.compile, "false"),
+        "model.fp8": (bool(model.fp8), "false"),
+        "model.activation_offload": (model.activation_offload, "false"),
+    }
+    for what, (given, instead) in refused.items():
+        if given:
+            key = what.split()[0]
+            raise BackendError(
+                f"{place}, which is not offered with {what}. Set {key} to {instead}, or take a launch config without "
+                "sequence parallelism."
+            )
 
 
 def check_trackers(recipe: Recipe) -> None:

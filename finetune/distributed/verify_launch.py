@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from finetune.distributed import sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.state.tensor_shards import local
 from finetune.utils.compat import accelerate_private, torch_private
@@ -57,6 +58,10 @@ class RuntimeReport:
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
+    sequence: int = 1
+    """Parts that rows were split into, by what attention was given in a real forward pass; 1: whole rows."""
+    exchanges: int = 0
+    """All-to-alls of that forward pass."""
     num_trained: int = 0
     """Of the full model's parameters, those that are trained."""
     due: tuple[float, float] | None = None
@@ -79,6 +84,8 @@ class RuntimeReport:
         """Where it runs, in a few words."""
         over = f" ({self.communication})" if self.communication else ""
         ranks = f" x {self.world_size}" if self.world_size != 1 else ""
+        if self.sequence > 1:
+            ranks = f" x {self.world_size // self.sequence} data x {self.sequence} sequence"
         return f"{self.kind}{ranks} on {self.device}{over}"
 
     def offload(self) -> str:
@@ -111,7 +118,9 @@ def verify(
         BackendError: With every difference.
     """
     report = _read(accelerator, model, optimizer)
-    report = replace(report, output_dtypes=_census(model, rehearse))
+    with sequence_parallel.recorded() as exchanged:
+        report = replace(report, output_dtypes=_census(model, rehearse))
+    report = replace(report, sequence=exchanged.parts, exchanges=exchanged.count)
     problems = list(_differences(report, launch, accumulation, precision, _short(reduced)))
     if problems:
         raise BackendError(
@@ -214,6 +223,7 @@ def _differences(
         ("kind", launch.kind, report.kind),
         ("number of processes", launch.num_processes, report.world_size),
         ("replicas", launch.replicate, report.replicas),
+        ("ranks that a row is split over", launch.sequence, report.sequence),
         ("gradient accumulation", accumulation, report.accumulation),
         ("offload of parameters", launch.offload_params, report.offload_params),
         ("offload of the optimiser", launch.offload_optimizer, report.offload_optimizer),

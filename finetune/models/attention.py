@@ -8,8 +8,10 @@ can be packed, and what it recomputes in the backward pass is told the same.
 """
 
 import inspect
+import math
 import sys
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +21,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from finetune.distributed import sequence_parallel
 from finetune.utils.compat import transformers_private
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 
 NAME = "packed"
 """What transformers calls it; nothing of it is written into a model's files."""
 
 EDGES = "cu_seqlens"
-"""The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32."""
+"""The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32;
+(N, D + 1), N times the same, where rows are split into N parts."""
 
 # What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
 _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
@@ -73,9 +77,17 @@ def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tens
     documents in the positions, for which the host has to wait for the device.
     """
     if network is None or transformers_private.attention_implementation(network.config) != NAME:
+        if EDGES in batch and batch[EDGES].ndim > 1:
+            kind = "This network" if network is None else type(network).__name__
+            raise BackendError(
+                f"{kind} does not attend by `{NAME}` attention, which alone can attend rows that are split over ranks "
+                "(sp_size of the launch file). Take a launch config without sequence parallelism."
+            )
         return {}
     if EDGES in batch:
-        return {"attention_mask": batch[EDGES].view(1, 1, 1, -1)}
+        # Once, or once for each part of rows that are split over ranks.
+        edges = torch.atleast_2d(batch[EDGES])  # type: ignore[no-untyped-call]
+        return {"attention_mask": edges[None, None]}
     ids, window = batch["input_ids"], getattr(network.config.get_text_config(), "sliding_window", None)
     if "position_ids" in batch or (window is not None and window < ids.shape[1]):
         return {}
@@ -116,6 +128,25 @@ def _attend(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
+    if attention_mask.shape[2] > 1:
+        if others.get("position_bias") is not None:
+            raise BackendError(
+                f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are "
+                "split over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
+            )
+        parts, kind = attention_mask.shape[2], query.device.type
+        query, key, value = (
+            sequence_parallel.gather_rows(
+                # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
+                x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+            )
+            for x in (query, _divisible(key, parts), _divisible(value, parts))
+        )
+        # What transformers reads of a module, for the heads that are here.
+        here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])
+        whole = attention_mask[:, :, :1]
+        found, _ = _attend(here, query, key, value, whole, dropout, scaling, sliding_window, **others)
+        return sequence_parallel.gather_heads(found), None
     edges = attention_mask.view(-1)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
@@ -132,6 +163,12 @@ def _attend(
     else:
         found = _by_document(q, k, v, edges, dropout, scaling, sliding_window)
     return found.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _divisible(heads: torch.Tensor, parts: int) -> torch.Tensor:
+    """Heads of keys or values, (B, K, T, E), repeated where it takes that to give each part as many."""
+    count = heads.shape[1]
+    return heads.repeat_interleave(math.lcm(count, parts) // count, 1) if count % parts else heads
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:

@@ -7,9 +7,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.resolve_config import derive_accumulation
+from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
 from finetune.optim import optimizers
-from finetune.planning.activation_memory import Activations, activations, computes_in_chunks
+from finetune.planning.activation_memory import Activations, activations, computes_in_chunks, shape_of
 from finetune.planning.model_shapes import Variant, is_half, unpaged
 from finetune.planning.rank_memory import (
     adds_on_device,
@@ -26,7 +26,7 @@ from finetune.planning.transient_memory import (
     late_gradients,
     transient_memory,
 )
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 
 Verdict = Literal["fits", "tight", "no", "refused"]
 
@@ -99,12 +99,17 @@ def assess(
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
-        accumulation = derive_accumulation(recipe, launch.num_processes)
+        accumulation = derive_accumulation(recipe, launch.data_ranks)
+        if launch.sequence > 1:
+            check_split_rows(recipe, launch)
         optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
-    except RecipeError as error:
+    except (RecipeError, BackendError) as error:
         return replace(blank, reason=str(error))
+    shape = shape_of(variant)
+    if shape is not None and shape.a % launch.sequence:
+        return replace(blank, reason=f"its {shape.a} attention heads do not divide over {launch.sequence} ranks")
     if launch.defers(accumulation):
         # Whole gradients send less, so they are held where they fit.
         held, cut = (
@@ -134,6 +139,15 @@ def _with(recipe: Recipe, setting: Setting) -> Recipe:
     return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": setting.micro})})
 
 
+def _of_part(variant: Variant, launch: Launch) -> Variant:
+    """A variant whose rows are the parts that a rank computes."""
+    if launch.sequence == 1:
+        return variant
+    data = variant.recipe.data
+    part = data.model_copy(update={"sequence_length": data.sequence_length // launch.sequence})
+    return replace(variant, recipe=variant.recipe.model_copy(update={"data": part}))
+
+
 def _peak(
     launch: Launch,
     variant: Variant,
@@ -153,7 +167,7 @@ def _peak(
     early = max(resting, early_gradients(launch, outline, gradients))
     late = 0 if resting else min(gradients, late_gradients(launch, outline))
     counted = activations(
-        variant,
+        _of_part(variant, launch),
         checkpointed=setting.checkpointed,
         micro=setting.micro,
         whole=keeps_inputs_whole(launch),

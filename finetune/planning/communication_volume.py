@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.planning.activation_memory import shape_of
+from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.rank_memory import Outline, fitted
 
 Window = Literal["all", "backward", "last backward", "none"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
 """How operations that send begin in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
@@ -99,3 +101,23 @@ def _of_stages(launch: Launch, outline: Outline, accumulation: int, weights: int
         Flow("reduce_scatter", "gradients", round(times * ring * gradients), ranks, window, times * reduced),
         Flow("all_gather", "weights", round(ring * gradients), ranks, "none", back),
     ]
+
+
+def flows_of_rows(launch: Launch, variant: Variant, *, micro: int, checkpointed: bool, accumulation: int) -> list[Flow]:
+    """What the ranks that share rows exchange around attention; a step waits for all of it.
+
+    Queries, keys, values and what comes out, each there and back; where layers are recomputed, there once more. Keys
+    and values have as many heads as there are ranks, at least.
+
+    Args:
+        micro: Rows of a micro-batch.
+        checkpointed: Whether layers are recomputed in the backward pass.
+    """
+    parts, shape = launch.sequence, shape_of(variant)
+    if parts == 1 or shape is None:
+        return []
+    heads = 2 * (shape.a + math.lcm(shape.k, parts))
+    tokens = micro * variant.recipe.data.sequence_length // parts
+    times = (3 if checkpointed else 2) * accumulation * shape.layers
+    moved = times * tokens * heads * shape.d * (2 if is_half(variant.recipe) else 4) * (parts - 1) // parts
+    return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times)]

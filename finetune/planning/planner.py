@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import launch_of_file, num_copies
+from finetune.distributed.launch.launch_environment import launch_of_file, num_copies, num_parts
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
@@ -148,6 +148,8 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
             copies = machines.nodes if machines.nodes > 1 else copies
             if machines.ranks % copies or machines.ranks == copies:
                 continue  # copies that do not come out even, or of nothing that is cut
+        if machines.ranks % num_parts(file):
+            continue  # groups that do not come out even
         found[name] = launch_of_file(file, machines.ranks, copies)
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
 

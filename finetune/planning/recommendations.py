@@ -112,17 +112,19 @@ _ORDER = (
     ("hsdp", "cut within groups only, copies between them: layers are gathered over the fast links"),
     ("fsdp", "all is cut, and layers are gathered for use"),
     ("zero3", "all is cut, and layers are gathered for use"),
+    ("sp", "rows are split over ranks, which exchange them around attention: a rank holds a part of the activations"),
+    ("fsdp_sp", "all is cut, and rows are split over ranks: a rank holds a part of the activations"),
     ("fsdp_offload", "what is cut rests in host memory"),
     ("zero3_offload", "what is cut rests in host memory, where the optimiser steps"),
     ("zero3_nvme", "what is cut rests on disk: slow, and the last way on these GPUs"),
 )
-NONE_LEFT = (
-    "A layer or a row must then be cut within itself: tensor or pipeline parallelism, which this toolkit does not offer"
-)
+NONE_LEFT = "A layer must then be cut within itself: tensor or pipeline parallelism, which this toolkit does not offer"
 
 
 def plain_name(launch: Launch) -> str:
     """The shipped file that does the same on one machine."""
+    if launch.sequence > 1:
+        return "sp" if launch.kind == "ddp" else f"{launch.kind}_sp"
     if launch.kind == "fsdp" and not launch.reshard:
         return "fsdp_grad_op"
     if launch.offload_params == "nvme":

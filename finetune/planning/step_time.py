@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning.candidates import Candidate
-from finetune.planning.communication_volume import Flow, flows
+from finetune.planning.communication_volume import Flow, flows, flows_of_rows
 from finetune.planning.link_speeds import LinkSpeeds
 from finetune.planning.model_shapes import Variant, is_half
 
@@ -116,7 +116,14 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
     backward = compute * (1 - forward / a_token)
     windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
     moved, exposed = [], 0.0
-    for flow in flows(candidate.launch, variant.outline, candidate.accumulation):
+    rows = flows_of_rows(
+        candidate.launch,
+        variant,
+        micro=candidate.setting.micro,
+        checkpointed=candidate.setting.checkpointed,
+        accumulation=candidate.accumulation,
+    )
+    for flow in [*flows(candidate.launch, variant.outline, candidate.accumulation), *rows]:
         far = flow.ranks * flow.apart > machines.gpus
         line = machines.links.line(flow.collective, far=far)
         seconds = _seconds(flow, machines, line, far=far)

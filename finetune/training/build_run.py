@@ -242,6 +242,11 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     reporter = Reporter(
         backend, directory.path, length.num_steps, trackers=trackers, text=inputs.task.text, quiet=quiet
     )
+    if launch.sequence > 1 and depends_on_micro_size(network.wrapper.network):
+        reporter.warn(
+            f"This network has dropout. On rows that are split over {launch.sequence} ranks it draws other masks than "
+            "on whole rows, so that this run takes another path than under other launch configs."
+        )
     if slow := slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
     for line in (
@@ -353,8 +358,8 @@ def _build_sampler(recipe: Recipe, backend: Backend, data: TaskData, length: Len
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.rows,
         accumulation=backend.accumulation,
-        world=backend.world,
-        rank=backend.rank,
+        world=backend.data_world,
+        rank=backend.data_rank,
     )
 
 

@@ -39,7 +39,7 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
-    batch, data, world = recipe.batch, recipe.data, launch.num_processes
+    batch, data, world = recipe.batch, recipe.data, launch.data_ranks
     sources = [s.path or s.hub or f"built-in sample of {s.sample}" for s in data.train or data.validation]
     rate = f"peak rate {lr_schedule.peak_lr(recipe):.3g}, {recipe.schedule.name} schedule"
     split = f"{batch.global_size} rows = {world} x {batch.micro_size} x {config.accumulation}"

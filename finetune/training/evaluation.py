@@ -44,12 +44,12 @@ def evaluate(
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
-    stride = micro_size * backend.world
+    stride = micro_size * backend.data_world
     with without_training(model):
         for number, start in enumerate(range(0, len(rows), stride)):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
-            first = start + backend.rank * micro_size
+            first = start + backend.data_rank * micro_size
             share = np.arange(first, min(first + micro_size, len(rows)))
             empty = len(share) == 0
             batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
@@ -61,7 +61,7 @@ def evaluate(
                     if len(found) != 2 + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
-                targets += rows.num_targets(share)
+                targets += rows.num_targets(share) if backend.counts_rows else 0
     if classes is not None:
         backend.sum(classes)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)

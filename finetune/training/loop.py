@@ -172,10 +172,11 @@ def _all_reduce_sync(run: Run, micro_batches: list[np.ndarray]) -> torch.Tensor:
     train = run.data.train
     assert train is not None
     num_computed = getattr(train, "num_computed", train.num_targets)
+    counted = micro_batches if run.backend.counts_rows else []
     sync = StepSync(
-        targets=sum(train.num_targets(rows) for rows in micro_batches),
-        computed=sum(num_computed(rows) for rows in micro_batches),
-        rows=sum(row_ledger.checksum(rows) for rows in micro_batches),
+        targets=sum(train.num_targets(rows) for rows in counted),
+        computed=sum(num_computed(rows) for rows in counted),
+        rows=sum(row_ledger.checksum(rows) for rows in counted),
         stop=float(run.shutdown.requested),
         **run.checkpoints.sync_flags(),
     )

@@ -74,7 +74,7 @@ def resolve_micro_size(
         return MicroBatchChoice(_with_rows(recipe, begun), {"asked": "auto", "rows": begun}, (line,))
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
-    sizes, room = divisors(recipe.batch.global_size // world), device_selection.room()
+    sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.room()
     kept = _kept(recipe, launch, digest)
     if rank == 0:
         known = _read(kept, room.total)
@@ -88,7 +88,7 @@ def resolve_micro_size(
         while (size := next_size(sizes, int(begin["first"]), tried)) is not None:
             if rank == 0 and not quiet:
                 print(f"batch.micro_size: auto: trying {size} row(s) a forward pass", file=sys.stderr, flush=True)
-            tried[size] = _try(_trial_of(recipe, size, world, trials / str(size)), launch, notes, rank)
+            tried[size] = _try(_trial_of(recipe, size, launch.data_ranks, trials / str(size)), launch, notes, rank)
     finally:
         if rank == 0:
             shutil.rmtree(trials, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed import sequence_parallel
 from finetune.distributed.backend import Backend
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap
@@ -69,6 +70,8 @@ def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str
         check_order(backend, model, inner)
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
+    if backend.launch.sequence > 1:
+        check_split(backend, model, recipe)
     if inner is None:
         return {"attention": "the network's own", "loss": "plain"}
     return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
@@ -211,7 +214,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         return "plain"
     ids = _ordinary(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    with evaluation.without_training(model):
+    with evaluation.without_training(model), sequence_parallel.whole_rows():
         fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
         changed = model(_changes_behind_head, batch)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
@@ -225,6 +228,42 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         )
     chunked_loss.unfuse(inner)
     return "plain"
+
+
+def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
+    """Verifies on the prepared model that rows split over ranks give the loss that whole rows do.
+
+    Three documents share a row, two of which lie on several ranks. Whatever looks at neighbours otherwise than by the
+    attention that is exchanged (convolutions, states that are carried from token to token), or counts positions itself,
+    would learn something else without a word. Every rank must call it.
+
+    Raises:
+        BackendError: If they do not.
+    """
+    length, parts = recipe.data.sequence_length, backend.launch.sequence
+    length = min(length, 16 * parts)
+    inner = lora_adapters.transformer(unwrap(model))
+    ids = _ordinary(inner, length, backend.device)
+    batch = {"input_ids": ids, "targets": ids.roll(-1)}
+    if recipe.data.packing == "documents":
+        begins = sorted({0, length // 3, 2 * length // 3})
+        lengths = torch.tensor([*begins, length], device=backend.device)
+        positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
+        batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
+    with evaluation.without_training(model), _by_name(model):
+        part = model(CAUSAL_LM.loss_sum, batch)
+        with sequence_parallel.whole_rows():
+            whole = model(CAUSAL_LM.loss_sum, batch)
+    # Each group has computed all of it.
+    found = backend.sum(part.double().reshape(1)).item() / backend.data_world
+    apart = abs(found - whole.item()) / max(abs(whole.item()), 1e-6)
+    if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
+        who = "this network" if inner is None else _name(inner)
+        raise BackendError(
+            f"Rows split over {parts} ranks are not computed as whole ones in {who}: the loss is off by {apart:.2g} of "
+            "itself, as where something but attention looks at neighbouring tokens. Take a launch config without "
+            "sequence parallelism (sp_size)."
+        )
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:

@@ -146,15 +146,25 @@ TENSOR_PARALLEL = {
     ("base", "keys", "says"),
     [
         ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, ["FSDP version 1", "`fsdp_version: 2`"]),
-        ("hsdp", {"parallelism_config": TENSOR_PARALLEL}, ["'TP': 2", "Leave those at 1"]),
+        ("hsdp", {"parallelism_config": TENSOR_PARALLEL}, ["tp_size 2", "Leave those at 1"]),
         ("hsdp", {}, ["2 copies of 2 shards", "takes 4 processes", "2 run"]),
+        ("ddp", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ["which only FSDP reads"]),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 3}}, ["split over 3", "3 processes", "2 run"]),
+        (
+            "hsdp",
+            {"parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_dp_replicate_size": 2}},
+            ["sp_size 2", "2 copies", "Leave dp_replicate_size at 1"],
+        ),
         (
             "fsdp",
             {"fsdp_config": {"fsdp_activation_checkpointing": True}},
             ["fsdp_activation_checkpointing", "model.gradient_checkpointing"],
         ),
     ],
-    ids=["version 1", "tensor parallel", "too few for the mesh", "activation checkpointing"],
+    ids=[
+        *("version 1", "tensor parallel", "too few for the mesh", "copies without shards", "too few for the rows"),
+        *("copies of split rows", "activation checkpointing"),
+    ],
 )
 def test_launch_file_that_cannot_run(
     place: Place, here: Here, base: str, keys: dict[str, Any], says: list[str]

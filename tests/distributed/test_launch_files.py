@@ -156,11 +156,7 @@ SAYS = (
         ("fsdp", {"fsdp_config": {"num_processes": 4}}, "fsdp_num_processes: unknown key"),
         ("fsdp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config: not offered"),
         ("fsdp", {"deepspeed_config": {"zero_stage": 2}}, "distributed_type FSDP does not read this section"),
-        (
-            "ddp",
-            {"parallelism_config": {"parallelism_config_dp_shard_size": 2}},
-            "MULTI_GPU does not read this section",
-        ),
+        ("ddp", {"parallelism_config": {"sp_size": 2}}, "did you mean 'parallelism_config_sp_size'"),
         ("ddp", MISSPELT, "MULTI_GPU does not read this section"),
         ("single", MISSPELT, "NO does not read this section"),
         ("hsdp", {"parallelism_config": {"parallelism_config_pp_size": 2}}, "pipeline parallelism is not offered"),

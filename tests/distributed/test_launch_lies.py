@@ -283,6 +283,7 @@ def test_no_difference(kind: str) -> None:
         ("ddp", "world_size", 1, "number of processes: asked 2, runs 1"),
         ("hsdp", "replicas", 1, "replicas: asked 2, runs 1"),
         ("fsdp", "replicas", 2, "replicas: asked 1, runs 2"),
+        ("fsdp", "sequence", 2, "ranks that a row is split over: asked 1, runs 2"),
         ("zero2", "accumulation", 1, "gradient accumulation: asked 2, runs 1"),
         ("zero3", "offload_params", "cpu", "offload of parameters: asked none, runs cpu"),
         ("zero2", "offload_optimizer", "nvme", "offload of the optimiser: asked none, runs nvme"),

@@ -11,7 +11,7 @@ from recipes_for_tests import PARITY, SPLITS, WIDE
 
 from finetune.distributed.native_ops.toolchain import has_libaio
 
-BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "sp", "fsdp_sp"]
 needs_libaio = pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
 NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, needs_libaio, pytest.mark.xdist_group("zero3_nvme")])
 EVERY = [*(pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS), NVME]
@@ -69,15 +69,21 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
         "zero3": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
         "zero3_offload": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
         "zero3_nvme": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
+        "sp": ("DistributedDataParallel", "ddp", (1.0, 1.0)),
+        "fsdp_sp": ("FSDPForwardWrapper", "fsdp", (0.25, 0.25)),
     }[backend]
+    ranks, parts = 4 if backend in ("hsdp", "fsdp_sp") else 2, 2 if backend in ("sp", "fsdp_sp") else 1
     assert (runs["wrapper"], runs["kind"]) == (wrapper, kind)
-    assert runs["world_size"] == (4 if backend == "hsdp" else 2)
+    assert (runs["world_size"], runs["sequence"]) == (ranks, parts)
+    # Queries, keys, values and what comes out, of two layers.
+    assert runs["exchanges"] == (8 if parts > 1 else 0)
     assert (runs["parameter_fraction"], runs["optimizer_fraction"]) == pytest.approx(shards, abs=0.03)
     offload = {"zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(backend, "none")
     assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
-    assert runs["reshards"] == {"fsdp": True, "fsdp_grad_op": False, "hsdp": True}.get(backend)
-    assert runs["accumulation"] == (1 if backend == "hsdp" else 2)
-    assert f"launch    {kind} x {runs['world_size']} on cpu (gloo), fp32" in run.output
+    assert runs["reshards"] == {"fsdp": True, "fsdp_grad_op": False, "hsdp": True, "fsdp_sp": True}.get(backend)
+    assert runs["accumulation"] == 8 // (2 * ranks // parts)
+    split = f"{ranks // parts} data x {parts} sequence" if parts > 1 else str(ranks)
+    assert f"launch    {kind} x {split} on cpu (gloo), fp32" in run.output
 
 
 @pytest.mark.parametrize("backend", EVERY)

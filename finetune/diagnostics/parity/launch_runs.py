@@ -35,6 +35,8 @@ class Config:
     name: str
     file: Path
     num_processes: int
+    data_ranks: int
+    """Of these, or groups of these, those that read rows of their own."""
 
 
 def find(names: str) -> list[Config]:
@@ -64,7 +66,8 @@ def _config(word: str) -> Config:
         raise BackendError(
             f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
         )
-    return Config(file.stem, file, read_launch_environment(str(file), {}, os.environ).launch.num_processes)
+    launch = read_launch_environment(str(file), {}, os.environ).launch
+    return Config(file.stem, file, launch.num_processes, launch.data_ranks)
 
 
 def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: int, shrink: bool) -> dict[str, Path]:
@@ -96,7 +99,7 @@ def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: i
         tree["output"] = {"dir": str(folder / config.name), "overwrite": False, "save_model": True}
         asked = validate_recipe(tree)
         try:
-            derive_accumulation(asked, config.num_processes)
+            derive_accumulation(asked, config.data_ranks)
         except RecipeError as error:
             raise RecipeError(f"{config.name}: {error}") from error
         written[config.name] = folder / f"{config.name}.yaml"

@@ -29,6 +29,8 @@ class Launch:
     """CPU threads a process, if the user did not choose: cores / processes on this machine."""
     replicate: int = 1
     """Hybrid shard: copies of the sharded model."""
+    sequence: int = 1
+    """Sequence parallelism: ranks that each row is split over. For all else they are data-parallel ranks too."""
     reshard: bool = True
     """FSDP2: whether weights are freed again between forward and backward."""
     sync_each_batch: bool | None = None
@@ -47,6 +49,11 @@ class Launch:
     mixed_precision: str = "no"
     """What the launch plane says of precision. The recipe decides, so anything but its value is refused; with its
     value, FSDP gathers and computes with copies of the weights in it, instead of casting inside operations."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that read rows of their own."""
+        return self.num_processes // self.sequence
 
     @property
     def sharded(self) -> bool:
@@ -143,11 +150,7 @@ def of_environment(
         "num_threads": num_threads,
         "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
     }
-    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")) and not _uses(env, "FSDP"):
-        raise BackendError(
-            f"{file or 'The environment'} asks for a parallelism_config, which only FSDP reads. Set "
-            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or take parallelism_config out."
-        )
+    common |= _layout(env, common)
     if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BackendError(
             f"{file or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
@@ -158,6 +161,40 @@ def of_environment(
     if _uses(env, "FSDP"):
         return _fsdp(env, common)
     return Launch(kind="single" if num_processes == 1 else "ddp", **common)
+
+
+def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]:
+    """`replicate` and `sequence` of a `Launch`: what the section parallelism_config asks for."""
+    if not _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        return {"replicate": 1, "sequence": 1}
+    place, processes = common["file"] or "The environment", common["num_processes"]
+    names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
+    replicate, shard, sequence, *others = (int(env.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names)
+    if max(others) > 1:
+        raise BackendError(
+            f"{place} asks for tensor or context parallelism (tp_size {others[0]}, cp_size {others[1]}), which is not "
+            "offered. Leave those at 1; dp_shard_size, dp_replicate_size and sp_size are."
+        )
+    if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
+        raise BackendError(
+            f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1: processes beside sp_size "
+            "are data parallel."
+        )
+    if sequence > 1 and replicate > 1:
+        raise BackendError(
+            f"{place} asks for sequence parallelism (sp_size {sequence}) and {replicate} copies of a sharded model, "
+            "which nothing here has shown to be right together. Leave dp_replicate_size at 1, or sp_size."
+        )
+    # Without sizes of its own, data parallelism takes what is left.
+    derived = sequence > 1 and replicate * shard == 1 and processes % sequence == 0
+    if replicate * shard * sequence != processes and not derived:
+        raise BackendError(
+            f"{place} asks for {replicate} copies of {shard} shards, and rows split over {sequence}, which takes "
+            f"{replicate * shard * sequence} processes, but {processes} run. Make dp_replicate_size x dp_shard_size x "
+            "sp_size equal num_processes."
+        )
+    return {"replicate": replicate, "sequence": sequence}
 
 
 def _uses(env: Mapping[str, str], name: str) -> bool:
@@ -247,21 +284,6 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
             f"{place} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
             "on wrong gradients. Take it out and set `model.gradient_checkpointing: true` in the recipe."
         )
-    replicate = 1
-    if _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
-        sizes = {n: int(env.get(f"PARALLELISM_CONFIG_{n}_SIZE", "1")) for n in ("TP", "CP", "SP")}
-        if any(size > 1 for size in sizes.values()):
-            raise BackendError(
-                f"{place} asks for tensor, context or sequence parallelism ({sizes}), which is not offered. Leave "
-                "those at 1; dp_shard_size and dp_replicate_size are."
-            )
-        replicate = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-        shard = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
-        if replicate * shard != common["num_processes"]:
-            raise BackendError(
-                f"{place} asks for {replicate} copies of {shard} shards, which takes {replicate * shard} processes, "
-                f"but {common['num_processes']} run. Make dp_replicate_size x dp_shard_size equal num_processes."
-            )
     sync_each_batch = env.get("FSDP_SYNC_EACH_BATCH", "auto")
     if sync_each_batch not in ("auto", "true", "false"):
         raise BackendError(
@@ -270,8 +292,7 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
         )
     offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
     return Launch(
-        kind="hsdp" if replicate > 1 else "fsdp",
-        replicate=replicate,
+        kind="hsdp" if common["replicate"] > 1 else "fsdp",
         reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
         sync_each_batch={"true": True, "false": False}.get(sync_each_batch),
         offload_params=offload,

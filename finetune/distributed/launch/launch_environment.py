@@ -88,6 +88,15 @@ def num_copies(file: Path) -> int:
     return int(launch_file.read(str(file)).get(_COPIES, 1))
 
 
+def num_parts(file: Path) -> int:
+    """Parts that a launch file has rows split into, over as many ranks.
+
+    Raises:
+        BackendError: If it is no launch file.
+    """
+    return int(launch_file.read(str(file)).get("parallelism_config.parallelism_config_sp_size", 1))
+
+
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
     """What a launch file asks for on any number of processes, whatever this machine and its environment are.
 

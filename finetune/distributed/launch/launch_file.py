@@ -40,9 +40,9 @@ OF_FSDP_1 = {
 # The sections that a `distributed_type` reads.
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "NO": (),
-    "MULTI_GPU": (),
+    "MULTI_GPU": ("parallelism_config",),
     "FSDP": ("fsdp_config", "parallelism_config"),
-    "DEEPSPEED": ("deepspeed_config",),
+    "DEEPSPEED": ("deepspeed_config", "parallelism_config"),
 }
 # How the options of `accelerate launch` that are a section's keys begin.
 _OPTIONS: dict[str, tuple[str, ...]] = {

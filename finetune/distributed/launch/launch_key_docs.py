@@ -129,8 +129,15 @@ PARALLELISM = {
             1,
             f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
         )
-        for name, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"))
+        for name, what in (("tp", "Tensor"), ("cp", "Context"))
     },
+    "parallelism_config.parallelism_config_sp_size": Key(
+        "Sequence parallelism: processes that each row is split over. Those of a group read the same rows; the rest is "
+        "data parallelism, of the kind that distributed_type says, over all processes.",
+        "processes",
+        1,
+        "PARALLELISM_CONFIG_SP_SIZE",
+    ),
 }
 
 DEEPSPEED = {

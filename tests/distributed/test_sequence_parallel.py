@@ -1,0 +1,143 @@
+"""Rows that are split over ranks: exchanges, parts of a batch, and runs of many kinds beside one process."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from forkserver import ForkServer
+from harness import Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
+from matrix import checkpoint_of, saved
+from recipes_for_tests import ARCHITECTURES, MODEL, PARITY, SGD, base
+from split_rows_worker import CASES
+
+from finetune.config.recipe import validate_recipe
+from finetune.distributed import sequence_parallel
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
+from finetune.utils.errors import BackendError
+
+ASKED = Launch(kind="ddp", num_processes=4, sequence=2)
+
+
+@pytest.fixture(scope="module")
+def compared(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("split")
+    code, output = fork_server.launch("ddp", folder, script="tests/support/split_rows_worker.py", processes=4)
+    assert code == 0, output
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_attention_of_split_rows_is_that_of_whole_ones(compared: list[dict[str, Any]], case: str) -> None:
+    for rank in compared:
+        assert max(rank[case]) < 1e-5
+
+
+def test_heads_that_do_not_divide_are_refused(compared: list[dict[str, Any]]) -> None:
+    assert {rank["refused"] for rank in compared} == {
+        "The launch file splits rows over 4 ranks (sp_size), each of which attends whole rows with a part of the 6 "
+        "attention heads. Set sp_size to a number that divides them: 1, 2, 3, 6."
+    }
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    ids = torch.arange(16).view(2, 8)
+    batch = {"input_ids": ids, "targets": ids + 1}
+    positions, edges = torch.arange(8).expand(2, 8), torch.tensor([0, 8, 16], dtype=torch.int32)
+    if packed:
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]])
+        edges = torch.tensor([0, 3, 8, 9, 16], dtype=torch.int32)
+        batch |= {"position_ids": positions, "cu_seqlens": edges}
+    assert sequence_parallel.split(batch) is batch
+    for rank in range(4):
+        monkeypatch.setattr(sequence_parallel, "_group", sequence_parallel.Group(4, rank, None))
+        part, own = sequence_parallel.split(batch), slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(part["input_ids"], ids[:, own])
+        assert torch.equal(part["targets"], ids[:, own] + 1), "targets are shifted before rows are split"
+        assert torch.equal(part["position_ids"], positions[:, own]), "positions are those of whole rows"
+        assert torch.equal(part["cu_seqlens"], edges.expand(4, -1))
+        with sequence_parallel.whole_rows():
+            assert sequence_parallel.split(batch) is batch
+
+
+def test_ranks_that_share_rows_are_one_to_the_batch() -> None:
+    recipe = validate_recipe(base())
+    assert derive_accumulation(recipe, ASKED.data_ranks) == 2
+    assert derive_accumulation(recipe, replace(ASKED, sequence=4).data_ranks) == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "sequence", "says"),
+    [
+        ({"data": {"sequence_length": 126}}, 4, "does not divide data.sequence_length 126. Set sp_size to a divisor"),
+        ({"data": {"packing": "padded", "sequence_length": 96}}, 3, "padded rows grow in steps of 8"),
+        ({"model": {"attention": "sdpa"}}, 2, "Set model.attention to auto"),
+        ({"model": {"compile": True}}, 2, "Set model.compile to false"),
+        ({"model": {"activation_offload": True}}, 2, "Set model.activation_offload to false"),
+        ({"precision": "bf16", "model": {"fp8": "emulated"}}, 2, "Set model.fp8 to false"),
+    ],
+)
+def test_what_split_rows_cannot_do_is_refused(sections: dict[str, Any], sequence: int, says: str) -> None:
+    recipe = validate_recipe(base(**sections))
+    with pytest.raises(BackendError, match=says) as raised:
+        check_split_rows(recipe, Launch(kind="ddp", num_processes=4, sequence=sequence, file="sp.yaml"))
+    assert str(raised.value).startswith(f"sp.yaml splits each row over {sequence} ranks (sp_size)")
+
+
+def test_other_tasks_are_refused() -> None:
+    recipe = validate_recipe(base())
+    other = recipe.model_copy(update={"task": recipe.task.model_copy(update={"name": "sequence_classification"})})
+    with pytest.raises(BackendError, match=r"Set task\.name to causal_lm"):
+        check_split_rows(other, ASKED)
+
+
+_SHORT = {"length": {"steps": 8}, "eval": {"at_end": True}}
+_ADAPTERS: dict[str, Any] = {"model": {"name": MODEL, "config": None}, "tokenizer": {}, "lora": {"rank": 4}, **_SHORT}
+# Ranks draw other masks for parts of rows than for whole ones.
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+JOBS: dict[str, dict[str, Any]] = {
+    **{name: ARCHITECTURES[name] for name in ("qwen3", "gemma3", "mixtral")},
+    "checkpointed": {
+        **ARCHITECTURES["llama_tied"],
+        "model": {**ARCHITECTURES["llama_tied"]["model"], "gradient_checkpointing": True},
+    },
+    "gpt2": {
+        **ARCHITECTURES["gpt2"],
+        "model": {"config": {**ARCHITECTURES["gpt2"]["model"]["config"], **_NO_DROPOUT}},
+    },
+    # 8 of 4 micro-batches, at a rate at which a wrong scale of the gradient shows.
+    "accumulates": base(batch={"global_size": 8, "micro_size": 1}, optim={**SGD, "args": {}}, **_SHORT),
+    "lora": base(**_ADAPTERS),
+    "qlora": base(**{**_ADAPTERS, "model": {**_ADAPTERS["model"], "quantization": "nf4"}}, precision="bf16"),
+}
+
+
+@pytest.mark.xdist_group("sp")
+@pytest.mark.parametrize("name", list(JOBS))
+def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str) -> None:
+    single, split = (launcher.many(config, JOBS)[name] for config in ("single", "sp"))
+    if JOBS[name].get("precision") == "bf16":
+        assert_near_in_bf16(single, split)
+    else:
+        assert_same_path(single, split, 1e-4)
+    assert split.facts["runs"]["sequence"] == 2
+    assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
+
+
+KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
+
+
+def resumed(launcher: Launcher, config: str, source: Result) -> Result:
+    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
+
+
+@pytest.mark.xdist_group("sp")
+def test_checkpoints_resume_on_whole_rows_and_back(launcher: Launcher) -> None:
+    single, split = (launcher.one(config, KEPT).check() for config in ("single", "sp"))
+    own = resumed(launcher, "sp", split)
+    assert saved(own) == saved(split), "to the bit on the same launch config"
+    for other in (resumed(launcher, "single", split), resumed(launcher, "sp", single)):
+        assert weight_difference(single, other) <= 1e-4
