@@ -45,6 +45,7 @@ _LEFT = (
     "model",
     "checkpoints",
     "exports",
+    "harness.json",
     "profile",
     "report",
     "run.json",
