@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from rich.table import Table
 
 from finetune.config.recipe import hint
+from finetune.export.harness_file import metric_of
 from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
@@ -99,8 +100,8 @@ def score(
             raise
         raise DataError(
             f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:400]}. Correct the task, or name another; data on the hub need the network, "
-            "or its cache."
+            f"{' '.join(str(error).split())[:400]}. Correct the task, or name another; data on the hub need the "
+            "network, or its cache."
         ) from error
     about = {"step": opened.step, "chat": chat, "limit": limit}
     return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
@@ -163,11 +164,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """What `score` has found, for people."""
     shown = plain_table("task", "metric", "value", "± error", "questions", "examples", right=_NUMBERS)
     for row in rows:
-        metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
         value = "" if row["value"] is None else f"{row['value']:.4f}"
         counts = ("" if row[key] is None else f"{row[key]:,}" for key in ("samples", "num_fewshot"))
-        shown.add_row(row["task"], metric, value, error, *counts)
+        shown.add_row(row["task"], metric_of(row), value, error, *counts)
     return shown
 
 

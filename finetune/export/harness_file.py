@@ -12,6 +12,8 @@ NAME = "harness.json"
 # Figures that agree in these are of one evaluation: a later one replaces an earlier one.
 _SAME = ("task", "step", "chat", "num_fewshot", "limit")
 
+_KEYS = {*_SAME, "metric", "filter", "value", "stderr", "samples"}
+
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The figures kept in a folder, one a task, metric and filter; none if there is no file.
@@ -26,7 +28,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*_SAME, "metric"} <= set(row) for row in rows):
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(row) >= _KEYS for row in rows):
         raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
     return rows
 
@@ -49,6 +51,11 @@ def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
             f"{file} cannot be written: {error.strerror or error}. Let it be written there."
         ) from error
     return file
+
+
+def metric_of(row: dict[str, Any]) -> str:
+    """A figure's metric, with the filter that answers went through if there is one."""
+    return str(row["metric"]) if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 
 def _evaluation(row: dict[str, Any]) -> tuple[Any, ...]:
