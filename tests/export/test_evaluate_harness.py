@@ -127,8 +127,8 @@ def test_texts_are_those_of_generate(
             opened, row["question"], generate_text.SamplingOptions(max_new_tokens=12), lambda text: None
         )
         answer = written.partition(".")[0]
-        assert answer
         rows.append({"question": row["question"], "answer": answer + "!" * (number % 2)})
+    assert len({row["answer"].strip("!") for row in rows}) > 3
     file = write_task(
         tasks,
         "go_on",
@@ -192,7 +192,6 @@ def test_what_is_refused(
         assert main.main(["eval", str(places["base"]), "--harness", *words]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert re.search(f"Error: .*{says}", said), said
-    assert not (places["base"] / "harness.json").exists()
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
