@@ -128,7 +128,7 @@ def test_texts_are_those_of_generate(
         )
         answer = written.partition(".")[0]
         rows.append({"question": row["question"], "answer": answer + "!" * (number % 2)})
-    assert len({row["answer"].strip("!") for row in rows}) > 3
+    assert len({row["answer"].strip("!") for row in rows}) > 2
     file = write_task(
         tasks,
         "go_on",
