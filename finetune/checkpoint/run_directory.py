@@ -46,6 +46,7 @@ _LEFT = (
     "model",
     "checkpoints",
     "exports",
+    "harness.json",
     "profile",
     "report",
     "trackers",

@@ -335,6 +335,12 @@ def generate(parsed: argparse.Namespace) -> None:
 
 def evaluate(parsed: argparse.Namespace) -> None:
     """`finetune eval`."""
+    if parsed.harness:
+        _evaluate_harness(parsed)
+        return
+    for option in ("num_fewshot", "limit", "batch_size"):
+        if getattr(parsed, option) is not None:
+            raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
     _prepare_libraries(parsed)
     from finetune.export import evaluate_files
 
@@ -342,10 +348,37 @@ def evaluate(parsed: argparse.Namespace) -> None:
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
         found = evaluate_files.score(place, recipe)
+    if parsed.json:
+        print(json.dumps(found))
+        return
     print(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.4f}, over {found['targets']:,} targets "
         f"in rows of {recipe.data.sequence_length} tokens"
     )
+
+
+def _evaluate_harness(parsed: argparse.Namespace) -> None:
+    if parsed.text_field is not None:
+        raise RecipeError("--text-field is for --data. Leave it out.")
+    for option, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
+        value = getattr(parsed, option)
+        if value is not None and value < least:
+            raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
+    _prepare_libraries(parsed)
+    from finetune.export import evaluate_harness, harness_file
+
+    evaluate_harness.check_extra()
+    place = _open(parsed, exact=True)
+    if place.home is not None:
+        harness_file.read(place.home)  # before the work, not after it
+    options = {"num_fewshot": parsed.num_fewshot, "limit": parsed.limit, "batch_size": parsed.batch_size}
+    rows = evaluate_harness.score(place, parsed.harness, chat=parsed.chat, **options)
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        plain_console().print(evaluate_harness.table(rows))
+    if place.home is not None:
+        _to_stderr(f"Written: {harness_file.add(place.home, rows)}")
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":

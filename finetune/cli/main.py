@@ -103,11 +103,23 @@ def _add_model_commands(verbs: Any) -> None:
     verb.add_argument("--seed", type=int, default=0)
     _place(verb)
     _trust(verb)
-    verb = verbs.add_parser("eval", help="loss and perplexity of a run, checkpoint, adapter or export on files")
+    verb = verbs.add_parser("eval", help="evaluate a run, checkpoint, adapter or export on files or on benchmarks")
     verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
-    verb.add_argument("--data", required=True, nargs="+", metavar="FILE", help="what the recipe's `path` may be")
+    on = verb.add_mutually_exclusive_group(required=True)
+    on.add_argument("--data", nargs="+", metavar="FILE", help="loss and perplexity on files; what `path` may be")
+    on.add_argument(
+        "--harness", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness: names, task files or folders"
+    )
     verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
-    verb.add_argument("--chat", action="store_true", help="the files hold conversations; runs on such know it")
+    verb.add_argument(
+        "--chat",
+        action="store_true",
+        help="--data: the files hold conversations, which runs on such know; --harness: apply the chat template",
+    )
+    verb.add_argument("--num-fewshot", type=int, metavar="N", help="--harness: examples before each question")
+    verb.add_argument("--limit", type=int, metavar="N", help="--harness: the first N questions of each task only")
+    verb.add_argument("--batch-size", type=int, metavar="N", help="--harness: texts in a forward pass; 8 if left out")
+    verb.add_argument("--json", action="store_true", help="for programs")
     _place(verb)
     _trust(verb)
 

@@ -35,7 +35,7 @@ class WeightSource:
 
 
 # What lies in a run's directory and is read or written there.
-_NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports")
+_NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
 
 
 def is_run(place: Path) -> bool:

@@ -80,10 +80,8 @@ def generate(
     Raises:
         DataError: If there is no chat template, or no room after the prompt.
     """
-    section = opened.recipe.chat if opened.recipe is not None else None
-    variables = section.template_args if section is not None else {}
     tokenizer = opened.tokenizer
-    ids = prompts.turn(tokenizer, prompt, variables) if chat else prompts.text(tokenizer, prompt)
+    ids = prompts.turn(tokenizer, prompt, opened.template_args) if chat else prompts.text(tokenizer, prompt)
     room = manner.max_new_tokens if opened.longest is None else min(manner.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(

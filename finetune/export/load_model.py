@@ -1,7 +1,7 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,16 @@ class LoadedModel:
     """Tokens at which it stops, besides those of its generation config and tokenizer."""
     lines: tuple[str, ...] = ()
     """What to report of its files."""
+    home: Path | None = None
+    """The folder of the run, or of the files; None for the hub's."""
+    step: int | None = None
+    """Of a run, the step whose weights these are."""
+
+    @property
+    def template_args(self) -> Mapping[str, Any]:
+        """What a run's recipe gives its chat template."""
+        section = self.recipe.chat if self.recipe is not None else None
+        return section.template_args if section is not None else {}
 
     @property
     def longest(self) -> int | None:
@@ -72,7 +82,8 @@ def load_model(
                 "adapter_config.json or config.json. Name one that does."
             )
         model, weights = _plain(name, dtype, trust_remote_code)
-        return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines)
+        home = place if place.is_dir() else None
+        return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines, home=home)
     except (OSError, ValueError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
@@ -87,7 +98,8 @@ def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
         model = merge.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
-        return _ready(model, tokenizer, folder, found.recipe, stop_tokens.learned(found, tokenizer))
+        stops = stop_tokens.learned(found, tokenizer)
+        return _ready(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step)
 
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
@@ -100,7 +112,7 @@ def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: b
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
     adapted, tokenizer = lora_adapters.put_on(model, place), _tokenizer(folder, trusted)
-    return _ready(adapted, tokenizer, folder, None, stop_tokens.read(place), lines=weights.lines)
+    return _ready(adapted, tokenizer, folder, None, stop_tokens.read(place), lines=weights.lines, home=place)
 
 
 def _plain(
@@ -135,6 +147,9 @@ def _ready(
     recipe: Recipe | None,
     stops: Sequence[int] = (),
     lines: tuple[str, ...] = (),
+    *,
+    home: Path | None,
+    step: int | None = None,
 ) -> LoadedModel:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, folder, recipe, tuple(stops), lines)
+    network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+    return LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)

@@ -8,6 +8,7 @@ from pathlib import Path
 import chats
 import pytest
 import torch
+from eval_tasks import metric, needs_lm_eval, ready, write_task
 from exports import exported, opened_here
 from harness import ROOT, environment, run
 from inside import copy, run_here
@@ -146,6 +147,36 @@ def test_eval_reads_conversations(places: dict[str, Path], capsys: pytest.Captur
     out = capsys.readouterr().out
     assert f"over {wanted['validation_targets']:,.0f} targets" in out
     assert float(re.findall(r"loss ([\d.]+)", out)[0]) == pytest.approx(wanted["validation_loss"], abs=2e-5)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("name", ["lora", "lora_merged"])
+def test_harness_asks_in_the_chat_template(
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """What was learned by heart is answered, and ends where answers do; without the template it is not."""
+    ready(monkeypatch, tmp_path / "cache")
+    rows = [{"question": talk[0]["content"], "answer": talk[1]["content"]} for talk in conversations()]
+    file = write_task(
+        tmp_path,
+        "by_heart",
+        rows,
+        output_type="generate_until",
+        doc_to_target="{{answer}}",
+        generation_kwargs={"until": [], "max_gen_toks": 40},
+        metric_list=[metric("exact_match")],
+    )
+    found = []
+    for chat in (["--chat"], []):
+        assert main.main(["eval", str(places[name]), "--harness", str(file), "--json", *chat]) == 0
+        found += json.loads(capsys.readouterr().out)
+    assert [row["chat"] for row in found] == [True, False]
+    assert found[0]["value"] == 1.0
+    assert found[1]["value"] < 0.5
 
 
 # ---------------------------------------------------------------- planted faults

@@ -9,6 +9,7 @@ from finetune.checkpoint.run_history import STATUSES, RunHistory
 from finetune.data.data_report import WORDS
 from finetune.diagnostics.run_report import figures
 from finetune.diagnostics.run_report.html_parts import Html, facts, folded, join, section, table, tag
+from finetune.export import harness_file
 
 _HELD = {
     "frozen": ("frozen weights", "series-7"),
@@ -130,8 +131,8 @@ def _tiles(run: RunHistory, price: float | None) -> Html:
 
 def sections(run: RunHistory, prediction: "str | int | None") -> list[Html]:
     """What follows the charts."""
-    found = [_time_line(run), _memory(run, prediction), _samples(run), _evaluations(run), _incidents(run)]
-    found += [_asked_and_ran(run), _data(run), _recipe(run)]
+    found = [_time_line(run), _memory(run, prediction), _samples(run), _evaluations(run), _harness(run)]
+    found += [_incidents(run), _asked_and_ran(run), _data(run), _recipe(run)]
     return [part for part in found if part]
 
 
@@ -327,6 +328,24 @@ def _evaluations(run: RunHistory) -> Html:
     title = "Evaluations" if count <= _EVALUATIONS else f"Evaluations, the last {_EVALUATIONS} of {count:,}"
     shown = table(("step", *(columns[key] for key in there)), reversed(rows), numbers=range(1, len(there) + 1))
     return section(title, tag("div", shown, class_="card"), key="evaluations")
+
+
+def _harness(run: RunHistory) -> Html:
+    """What `finetune eval --harness` has found."""
+    rows = [
+        (
+            row["task"] + (", chat" if row["chat"] else "") + (f", first {row['limit']:,}" if row["limit"] else ""),
+            harness_file.metric_of(row),
+            figures.number(row["value"]),
+            figures.number(row["stderr"], 2),
+            *(figures.number(row[key]) for key in ("samples", "num_fewshot", "step")),
+        )
+        for row in harness_file.read(run.directory)
+    ]
+    if not rows:
+        return Html("")
+    head = ("task", "metric", "value", "± error", "questions", "examples", "step")
+    return section("Benchmarks", tag("div", table(head, rows, numbers=range(2, 7)), class_="card"), key="harness")
 
 
 def _incidents(run: RunHistory) -> Html:

@@ -1,0 +1,176 @@
+"""Evaluates an opened network on tasks of lm-evaluation-harness (`lm_eval`, the extra [harness])."""
+
+import importlib.metadata
+import logging
+import math
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
+from rich.table import Table
+
+from finetune.config.recipe import hint
+from finetune.export.harness_file import metric_of
+from finetune.export.load_model import LoadedModel
+from finetune.models import prompts
+from finetune.models.lora_adapters import transformer
+from finetune.utils.console import plain_table
+from finetune.utils.errors import DataError, RecipeError
+
+# What a task may raise that cannot be loaded, or does not fit the network: its data, templates and Python code are its
+# own.
+_TASK_ERRORS = (OSError, ValueError, LookupError, AssertionError, ImportError, TemplateError, DatasetsError)
+
+_NUMBERS = ("value", "± error", "questions", "examples")
+
+
+def check_extra() -> None:
+    """Raises RecipeError if lm-evaluation-harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise RecipeError(
+            "--harness needs lm-evaluation-harness (lm_eval), which is not installed. Install the extra: "
+            "pip install 'finetune[harness]'. `finetune eval --data FILE` works without it."
+        )
+
+
+def score(
+    opened: LoadedModel,
+    tasks: Sequence[str],
+    *,
+    chat: bool = False,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+) -> list[dict[str, Any]]:
+    """The figures of tasks, as lm_eval computes them with its own seeds.
+
+    Args:
+        tasks: Names that lm_eval knows, `*` for any letters, or paths (with a slash, or ending in `.yaml`) of task
+            files and of folders, of which all tasks are taken.
+        chat: Puts prompts into the tokenizer's chat template, examples as earlier turns.
+        num_fewshot: Examples in front of each question; the task's own number if None.
+        limit: Questions of each task; all if None.
+        batch_size: Texts in a forward pass; 8 if None.
+
+    Returns:
+        A row for each task or group, metric and filter, as `harness.json` keeps it.
+
+    Raises:
+        RecipeError: If there is no such task.
+        DataError: If a task cannot be loaded, or does not fit the network.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    network: Any = transformer(opened.network)
+    if chat and not opened.tokenizer.chat_template:
+        raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
+    network.generation_config.eos_token_id = (
+        prompts.ends(network.generation_config, opened.tokenizer, opened.ends) or None
+    )
+    log = logging.getLogger("lm_eval.models.huggingface")
+    before = log.level
+    log.setLevel(logging.ERROR)  # it warns of networks that are opened already
+    # A template writes the token that begins texts itself, or does without.
+    wrapped = HFLM(
+        pretrained=network,
+        tokenizer=opened.tokenizer,
+        batch_size=batch_size or 8,
+        add_bos_token=False if chat else None,
+        chat_template_args=dict(opened.template_args),
+    )
+    log.setLevel(before)
+    manager, names = _find(tasks)
+    try:
+        found = simple_evaluate(
+            wrapped,
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=chat,
+            log_samples=False,
+        )
+    except _TASK_ERRORS as error:
+        if not str(error):
+            raise
+        raise DataError(
+            f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:400]}. Correct the task, or name another; data on the hub need the "
+            "network, or its cache."
+        ) from error
+    about = {"step": opened.step, "chat": chat, "limit": limit}
+    return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
+
+
+def _find(tasks: Sequence[str]) -> tuple[Any, list[str]]:
+    """lm_eval's index of tasks, and the names or files to take from it."""
+    from lm_eval.tasks import TaskManager
+
+    paths = {word: Path(word) for word in tasks if "/" in word or word.endswith(".yaml")}
+    for word, path in paths.items():
+        if not path.exists():
+            raise RecipeError(f"--harness: there is no task file or folder {word}. Correct the path.")
+    folders = [str(path if path.is_dir() else path.parent) for path in paths.values()]
+    # Without its own 14,000 tasks, of which reading the files takes most of a minute.
+    manager = TaskManager(include_path=folders, include_defaults=len(paths) < len(tasks))
+    names: list[str] = []
+    for word in tasks:
+        if word not in paths:
+            found = manager.match_tasks([word])
+        elif paths[word].is_dir():
+            found = TaskManager(include_path=word, include_defaults=False).all_subtasks
+        else:
+            found = [word]
+        if not found and word in paths:
+            raise RecipeError(
+                f"--harness: {word} holds no task: none of its .yaml files has a `task`. Name another folder."
+            )
+        if not found:
+            raise RecipeError(
+                f"--harness: lm_eval knows no task '{word}'{hint(word, manager.all_tasks)}. Its list is printed by "
+                "`lm_eval ls tasks`; a file of your own is named by its path, such as ./task.yaml."
+            )
+        names += found
+    return manager, list(dict.fromkeys(names))
+
+
+def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
+    """lm_eval's figures, which it keys by `metric,filter` and `metric_stderr,filter`."""
+    return [
+        {
+            "task": task,
+            "metric": metric,
+            "filter": kind,
+            "value": _number(value),
+            "stderr": _number(figures.get(f"{metric}_stderr,{kind}")),
+            "samples": found["n-samples"].get(task, {}).get("effective"),
+            "num_fewshot": found["n-shot"].get(task),
+            "version": found["versions"].get(task),
+            **about,
+        }
+        for task, figures in found["results"].items()
+        for key, value in figures.items()
+        for metric, comma, kind in [key.partition(",")]
+        if comma and not metric.endswith("_stderr")
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What `score` has found, for people."""
+    shown = plain_table("task", "metric", "value", "± error", "questions", "examples", right=_NUMBERS)
+    for row in rows:
+        error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+        value = "" if row["value"] is None else f"{row['value']:.4f}"
+        counts = ("" if row[key] is None else f"{row[key]:,}" for key in ("samples", "num_fewshot"))
+        shown.add_row(row["task"], metric_of(row), value, error, *counts)
+    return shown
+
+
+def _number(value: Any) -> float | None:
+    """As JSON has it, which knows neither NaN nor `N/A`."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
