@@ -29,10 +29,17 @@ def record_parent() -> None:
 
 
 def _command_line() -> list[str]:
-    """That of this process's parent; empty if it cannot be read."""
+    """That of this process's parent; empty if it cannot be read, or is only that of a launcher's fork."""
+    parent = psutil.Process().parent()
+    above = None if parent is None else parent.parent()
+    line = _line_of(parent)
+    # A worker that is a fork of its launcher has its line, and launches nothing itself.
+    return [] if line == _line_of(above) else line
+
+
+def _line_of(process: psutil.Process | None) -> list[str]:
     try:
-        parent = psutil.Process().parent()
-        return [] if parent is None else parent.cmdline()
+        return [] if process is None else process.cmdline()
     except psutil.Error:
         return []
 
