@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from unittest.mock import patch
 
 from finetune.utils import orphan_watch
 
@@ -113,12 +114,8 @@ def forked_workers() -> Iterator[None]:
         Popen = ForkedWorker
         CalledProcessError = subprocess.CalledProcessError
 
-    before = launch.subprocess, subprocess_handler.Popen
-    launch.subprocess, subprocess_handler.Popen = Forking, ForkedWorker  # type: ignore[assignment, misc]
-    try:
+    with patch.object(launch, "subprocess", Forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
         yield
-    finally:
-        launch.subprocess, subprocess_handler.Popen = before  # type: ignore[misc]
 
 
 def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffered: bool) -> None:
