@@ -134,6 +134,7 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
         _close_on_exec()
         os.environ.clear()
         os.environ.update(env)
+        os.environ[orphan_watch.FORK] = str(os.getpid())
         # Accelerate's launcher has given the root logger a handler.
         logging.getLogger().handlers.clear()
         if unbuffered:
