@@ -12,24 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import recipe_paths
 from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, load_recipe
+from finetune.distributed.launch.launch_key_docs import OPTIONS
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
 from finetune.utils.console import plain_console
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.quick_imports import quick_imports
 from finetune.utils.shipped_files import launch_file
 
 if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
-
-# The options of `accelerate launch` that can differ from the launch file, or from machine to machine.
-LAUNCH_OPTIONS = {
-    "num_processes": "processes over all machines",
-    "machine_rank": "this machine's number, from 0",
-    "main_process_ip": "the first machine's address",
-    "main_process_port": "a port that is free on it",
-    "max_restarts": "how often to start again after a failure",
-}
 
 
 def launch(parsed: argparse.Namespace) -> None:
@@ -281,14 +274,19 @@ def comms(parsed: argparse.Namespace) -> None:
 def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
     recipe = load_recipe(parsed.recipe, parsed.overrides)
-    _prepare_libraries()
-    from finetune.planning import plan_report
-    from finetune.planning.planner import machines_of, make, write
-    from finetune.planning.trace import trace_launches
+    go_offline_if_unreachable()
+    with quick_imports():
+        from finetune.planning import plan_report
+        from finetune.planning.planner import machines_of, make, write
+        from finetune.utils.silence_libraries import silence_libraries
+
+        silence_libraries()
 
     plan = make(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
     console, found = plain_console(), None
     if parsed.trace:
+        from finetune.planning.trace import trace_launches
+
         say = _to_stderr if sys.stderr.isatty() else lambda _: None
         found = trace_launches.trace(plan, trace_launches.wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
@@ -393,7 +391,7 @@ def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
 
 def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
     """The options of the launcher that were given."""
-    return {option: value for option in LAUNCH_OPTIONS if (value := getattr(parsed, option)) is not None}
+    return {option: value for option in OPTIONS if (value := getattr(parsed, option)) is not None}
 
 
 def schema(parsed: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune import __version__
 from finetune.cli import completion
-from finetune.cli.commands import COMMANDS, LAUNCH_OPTIONS
+from finetune.distributed.launch.launch_key_docs import OPTIONS
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments
 from finetune.utils.exit_codes import guarded
 from finetune.utils.shipped_files import launch_file, recipe_file
@@ -18,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     completion.answer(parser)
     parsed = _parse(parser, arguments)
+    # Not for `--help`: the recipe's schema takes longer to build than all of it.
+    from finetune.cli.commands import COMMANDS
+
     return guarded(partial(COMMANDS[parsed.verb], parsed))
 
 
@@ -202,7 +205,7 @@ def _launch_arguments(parser: argparse.ArgumentParser, *, required: bool) -> Non
     parser.add_argument(
         "--config_file", required=required, type=launch_file, help="a launch file, by name or path: ddp, my/launch.yaml"
     )
-    for option, what in LAUNCH_OPTIONS.items():
+    for option, what in OPTIONS.items():
         parser.add_argument(f"--{option}", help=f"{what}, instead of the launch file's")
 
 

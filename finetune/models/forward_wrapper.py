@@ -1,6 +1,7 @@
 """Wraps a network so that any function of it can run under any backend."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,7 +58,7 @@ class ForwardWrapper(nn.Module):
         module: nn.Module | None = getattr(known, getter)()
         # Tied, both ends are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
         ends = [end for end in (known.get_input_embeddings(), known.get_output_embeddings()) if end is not None]
-        return None if id(module) in self._inside_units or _shares(self.network, ends) else module
+        return None if id(module) in self._inside_units or _shares(_owners(self.network), ends) else module
 
     def tie_weights(self) -> None:
         known = transformer(self.network)
@@ -74,15 +75,23 @@ def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
     by_name: dict[str, list[nn.Module]] = {name: [] for name in names}
     for module in network.modules():
         by_name.get(type(module).__name__, []).append(module)
-    return [name for name, found in by_name.items() if found and not any(_shares(network, [unit]) for unit in found)]
+    owners = _owners(network)
+    return [name for name, found in by_name.items() if found and not any(_shares(owners, [unit]) for unit in found)]
 
 
-def _shares(network: nn.Module, parts: Sequence[nn.Module]) -> bool:
+def _owners(network: nn.Module) -> dict[int, list[int]]:
+    """The modules that hold each parameter, all by their ids."""
+    owners: dict[int, list[int]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(id(module))
+    return owners
+
+
+def _shares(owners: Mapping[int, Sequence[int]], parts: Sequence[nn.Module]) -> bool:
     """Whether a module outside some parts of a network holds a parameter of theirs."""
     inside = {id(module) for part in parts for module in part.modules()}
-    theirs = {id(p) for part in parts for p in part.parameters()}
-    others = (m for m in network.modules() if id(m) not in inside)
-    return any(id(p) in theirs for module in others for p in module.parameters(recurse=False))
+    return any(owner not in inside for part in parts for p in part.parameters() for owner in owners[id(p)])
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.models.module_matching import matching
+from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
 if TYPE_CHECKING:
@@ -58,8 +59,17 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
     if head == "sequence_classification":
         saved += [name for name in _new_parts(network) if name not in saved]
     targets = _targets(network, section, saved)
+    with without_bitsandbytes():
+        return _adapted(network, recipe, head, targets, saved)
+
+
+def _adapted(
+    network: PreTrainedModel, recipe: Recipe, head: Head | None, targets: list[str], saved: list[str]
+) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    section = recipe.lora
+    assert section is not None
     config = LoraConfig(
         task_type=_TASK_TYPES[head],
         r=section.rank,

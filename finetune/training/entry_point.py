@@ -6,15 +6,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from finetune.config import recipe_paths
-from finetune.config.recipe import load_recipe
-from finetune.config.recipe_schema import Recipe
 from finetune.utils import hub_access, orphan_watch
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
 from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.quick_imports import quick_imports
 from finetune.utils.shipped_files import recipe_file
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 DRY_RUN_HELP = "check all but data and weights, and stop"
 
@@ -47,8 +49,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
     parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
 
 
-def load_checked(parsed: argparse.Namespace) -> Recipe:
+def load_checked(parsed: argparse.Namespace) -> "Recipe":
     """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
+    from finetune.config import recipe_paths
+    from finetune.config.recipe import load_recipe
+
     recipe = load_recipe(parsed.recipe, parsed.overrides)
     recipe_paths.check(recipe)
     go_offline_if_unreachable()
@@ -59,10 +64,11 @@ def load_checked(parsed: argparse.Namespace) -> Recipe:
 
 def _train(parsed: argparse.Namespace) -> int:
     recipe = load_checked(parsed)
-    from finetune.monitoring.out_of_memory import explain_out_of_memory
-    from finetune.training.build_run import build_run
-    from finetune.training.loop import train
-    from finetune.utils.silence_libraries import silence_libraries
+    with quick_imports():
+        from finetune.monitoring.out_of_memory import explain_out_of_memory
+        from finetune.training.build_run import build_run
+        from finetune.training.loop import train
+        from finetune.utils.silence_libraries import silence_libraries
 
     silence_libraries()
     try:

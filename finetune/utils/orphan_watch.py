@@ -18,6 +18,9 @@ _ACCELERATE = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerat
 # The launchers of others, by the name of the command or of the module.
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "mpirun", "mpiexec", "deepspeed")
 
+FORK = "FINETUNE_FORK"
+"""The variable that names a worker that is a fork of its launcher, by its process id, to what it starts itself."""
+
 _parent = os.getppid()
 _line: list[str] = []
 
@@ -29,7 +32,10 @@ def record_parent() -> None:
 
 
 def _command_line() -> list[str]:
-    """That of this process's parent; empty if it cannot be read."""
+    """That of this process's parent; empty if it cannot be read, or is only that of a launcher's fork."""
+    # A worker that is a fork of its launcher has its line, and launches nothing itself.
+    if os.environ.get(FORK) == str(os.getppid()):
+        return []
     try:
         parent = psutil.Process().parent()
         return [] if parent is None else parent.cmdline()

@@ -8,13 +8,12 @@ import warnings
 def silence_libraries() -> None:
     """Turns down progress bars and repeated notices of the libraries underneath."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Read when it is imported, which few runs need: it takes a second.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    import datasets
-
-    datasets.disable_progress_bars()
     # Accelerate notes per parameter that FSDP2 keeps fp32 master weights, which the start line says as well.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     # It looks for a kernel to download.

@@ -55,6 +55,19 @@ def model_folder(folder: Path, case: Case, file: Path | None) -> Path:
     return path
 
 
+def tokens_folder(folder: Path, model: Path, stories: Path, length: int) -> Path:
+    """Stories as tokens, as a data set on disk, for a script that finds its data ready."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    path = folder / f"tokens-{stories.stem}-{model.name}"
+    if not path.exists():
+        told = [json.loads(line)["text"] for line in stories.read_text(encoding="utf-8").splitlines()]
+        found = AutoTokenizer.from_pretrained(model)(told, truncation=True, max_length=length)
+        Dataset.from_dict(dict(found)).save_to_disk(path)
+    return path
+
+
 def rows_file(folder: Path, case: Case, steps: int, file: Path | None) -> Path:
     """An array (N, T) of the rows that `steps` steps read, in that order.
 

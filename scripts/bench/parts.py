@@ -1,6 +1,7 @@
 """What cannot be held at a step's boundary: whole processes, one after the other, A B C A B C.
 
-`raw text` is an epoch from text to the last step; `start-up` the time from the command to the end of the first step.
+`raw text` is an epoch from text to the last step; `start` is from the command, a launcher's, to the end of the first
+step, with tokenised data ready.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import psutil
 
 from bench import material
 from bench.cases import Case
-from bench.turns import ROOT, ArmError, environment, last_words
+from bench.turns import ROOT, ArmError, environment, free_port, last_words
 
 LIMIT_S = 900.0
 
@@ -40,6 +42,8 @@ class Parts:
     """Rows a step of the arms that pack."""
     padded_rows: int = 8
     threads: int = 1
+    launch: str = "single"
+    """The launch file of both launchers, where `kind` is `start`."""
 
 
 @dataclass
@@ -60,7 +64,8 @@ def parts() -> list[Parts]:
         Parts("raw TinyStories, 1M fp32", "1M", "raw", packed, stories=320),
         Parts("raw TinyStories, 15M fp32", "15M", "raw", packed, stories=64),
         Parts("raw TinyStories, 15M bf16", "15M", "raw", packed, stories=96, precision="bf16"),
-        Parts("start-up, 15M fp32", "15M", "start", ("ours", "trainer"), stories=200, length=256),
+        Parts("start, 15M fp32", "15M", "start", ("ours", "trainer"), stories=200, length=256),
+        Parts("start, 15M fp32, 2 x fsdp", "15M", "start", ("ours", "trainer"), stories=200, length=256, launch="fsdp"),
     ]
 
 
@@ -68,7 +73,7 @@ def tiny() -> list[Parts]:
     """What the tests run."""
     return [
         Parts("tiny raw", "tiny", "raw", ("ours", "trainer"), stories=24, length=256, padded_rows=4),
-        Parts("tiny start-up", "tiny", "start", ("ours", "trainer"), stories=24, length=128),
+        Parts("tiny start", "tiny", "start", ("ours", "trainer"), stories=24, length=128, launch="fsdp"),
     ]
 
 
@@ -78,8 +83,9 @@ def measure(parts: Parts, rounds: int, folder: Path, file: Path | None, say: Cal
     model = material.model_folder(folder, Case(parts.name, parts.shape, parts.arms), file)
     stories = folder / f"stories-{parts.stories}.jsonl"
     stories.write_text("".join(json.dumps({"text": text}) + "\n" for text in material.texts(file, parts.stories)))
+    tokens = material.tokens_folder(folder, model, stories, parts.length) if parts.kind == "start" else folder
     before = os.getloadavg()[0]
-    # The first round warms the file cache and is dropped where processes are short.
+    # The first round of starts prepares the data of `ours`, warms the file cache and is dropped.
     for number, arm in itertools.product(range(rounds + (parts.kind == "start")), parts.arms):
         if arm in found.problems:
             continue
@@ -90,6 +96,7 @@ def measure(parts: Parts, rounds: int, folder: Path, file: Path | None, say: Cal
             "model": str(model),
             "stories": str(stories),
             "folder": str(place),
+            "tokens": str(tokens),
             "length": parts.length,
             "precision": parts.precision,
             "packed_rows": parts.packed_rows,
@@ -126,25 +133,36 @@ def _raw(parts: Parts, spec: dict[str, Any], place: Path) -> dict[str, float]:
 
 def _start(parts: Parts, spec: dict[str, Any], place: Path) -> dict[str, float]:
     """Waits until an arm has taken its first step, and ends it."""
-    script = ROOT / "scripts" / "bench" / "arms" / "first_step.py"
-    words = [sys.executable, str(script), str(place / "spec.json")]
+    config = str(ROOT / "accelerate_configs" / f"{parts.launch}.yaml")
     if spec["arm"] == "ours":
-        words = [sys.executable, str(ROOT / "scripts" / "train.py"), str(_recipe(parts, spec, place))]
+        words = ["-m", "finetune", "launch", "--config_file", config, str(_recipe(parts, spec, place))]
+    else:
+        script = ROOT / "scripts" / "bench" / "arms" / "first_step.py"
+        words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+        words += ["--main_process_port", str(free_port()), str(script), str(place / "spec.json")]
     log, mark = place / "log", Path(spec["mark"])
     began = time.perf_counter()
     with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, env=_environment(parts, spec, place), cwd=ROOT)
-    one = psutil.Process(process.pid)
-    while not (mark.exists() and mark.read_text()):
-        if process.poll() is not None or time.perf_counter() - began > LIMIT_S:
-            process.kill()
-            raise ArmError(last_words(log))
-        time.sleep(0.01)
-    seconds = time.perf_counter() - began
-    times = one.cpu_times()
-    process.kill()
-    process.wait()
-    return {"start_s": seconds, "cpu_s": times.user + times.system + times.children_user + times.children_system}
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=output, stderr=output, env=_environment(parts, spec, place), cwd=ROOT
+        )
+    try:
+        while not (mark.exists() and mark.read_text()):
+            if process.poll() is not None or time.perf_counter() - began > LIMIT_S:
+                raise ArmError(last_words(log))
+            time.sleep(0.01)
+        seconds = time.perf_counter() - began
+        first = psutil.Process(process.pid)
+        tree = [first, *first.children(recursive=True)]
+        # Of those that have ended by now their parent has the times.
+        return {"start_s": seconds, "cpu_s": sum(sum(one.cpu_times()[:4]) for one in tree)}
+    finally:
+        tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        for one in tree:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
 
 
 def _recipe(parts: Parts, spec: dict[str, Any], place: Path) -> Path:
@@ -156,9 +174,9 @@ def _recipe(parts: Parts, spec: dict[str, Any], place: Path) -> Path:
             "train": [{"path": spec["stories"]}],
             "sequence_length": parts.length,
             "packing": "padded",
-            "cache_dir": spec["folder"] + "/cache",
+            "cache_dir": spec["tokens"] + "-ours",
         },
-        "batch": {"global_size": 4, "micro_size": 4},
+        "batch": {"global_size": 4, "micro_size": 4 // (2 if parts.launch == "fsdp" else 1)},
         "length": {"steps": 100},
         "optim": {"lr": 1e-3},
         "precision": parts.precision,

@@ -206,13 +206,15 @@ FALLBACKS = {
 @needs_no_gpu
 @pytest.mark.parametrize(("kind", "runs"), [("ddp", "single"), ("fsdp", "ddp")])
 def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
-    script = place.write(
+    place.write(
         "falls_back.py",
         "from finetune.distributed import init_accelerator\nfrom finetune.training.entry_point import train_main\n"
         "from finetune.utils.exit_codes import exit_with\n"
         f"{FALLBACKS[kind]}\nexit_with(train_main())\n",
     )
-    code, output = run(by_launcher(kind, str(place.recipe()), script=str(script)))
+    env = environment()
+    env["PYTHONPATH"] += f":{place.folder}"
+    code, output = run(by_launcher(kind, str(place.recipe()), module="falls_back"), env=env)
     assert code == 2, output
     assert len(PARAGRAPH.findall(output)) == 1, output
     assert f"Error: What runs is not what accelerate_configs/{kind}.yaml asks for: " in output

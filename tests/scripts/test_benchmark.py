@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str,
     folder = tmp_path_factory.mktemp("benchmark")
     document = folder / "benchmarks.md"
     document.write_text(f"method\n{table.MARK}\nold results\n")
-    names = "tiny, accumulation 2;tiny raw;tiny start-up"
+    names = "tiny, accumulation 2;tiny raw;tiny start"
     code, output, figures = benchmark(folder, "--cases", names, "--write", str(document))
     return code, output, figures, document.read_text()
 
@@ -132,7 +132,7 @@ def test_rows_are_named_whole_or_in_part() -> None:
     def chosen(cases: str) -> list[str]:
         return [row.name for row in script._choose(Namespace(cases=cases, arms=None, tiny=False, quick=False))]
 
-    assert chosen("15M bf16;start-up") == ["15M bf16", "start-up, 15M fp32"]
+    assert chosen("15M bf16;start, 15M fp32, 2") == ["15M bf16", "start, 15M fp32, 2 x fsdp"]
     assert chosen("raw") == [f"raw TinyStories, {shape}" for shape in ("1M fp32", "15M fp32", "15M bf16")]
     assert chosen("15M bf16;nonesuch") == []
 

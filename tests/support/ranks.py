@@ -204,7 +204,9 @@ def by_finetune(config: str | Path, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, "launch", "--config_file", str(file), *arguments]
 
 
-def by_launcher(config: str | Path, *arguments: str, script: str = "scripts/train.py") -> list[str]:
-    """What `finetune launch` becomes once recipe and launch file are checked."""
-    words = command(config, *arguments, script=script)
-    return [sys.executable, "-m", "finetune.distributed.launch.launcher", *words[words.index("launch") + 1 :]]
+def by_launcher(config: str | Path, *arguments: str, module: str) -> list[str]:
+    """What `finetune launch` becomes once recipe and launch file are checked; of any module as the worker."""
+    words = command(config, *arguments, script=module)
+    at = words.index(module)
+    launch = words[words.index("launch") + 1 : at]
+    return [sys.executable, "-m", "finetune.distributed.launch.launcher", *launch, "--module", *words[at:]]

@@ -235,3 +235,12 @@ PREFIXES = {
     "FSDP_": "A setting of Accelerate for FSDP.",
     "PARALLELISM_CONFIG_": "A setting of Accelerate on how processes are laid out.",
 }
+
+OPTIONS = {
+    "num_processes": "processes over all machines",
+    "machine_rank": "this machine's number, from 0",
+    "main_process_ip": "the first machine's address",
+    "main_process_port": "a port that is free on it",
+    "max_restarts": "how often to start again after a failure",
+}
+"""The options of `accelerate launch` that can differ from the launch file, or from machine to machine."""

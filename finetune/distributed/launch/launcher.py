@@ -1,6 +1,7 @@
 """Runs `accelerate launch`, and ends with the workers' exit code instead of the launcher's traceback.
 
-`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes.
+`python -m finetune.distributed.launch.launcher …` is `accelerate launch …`: the same code starts the same processes,
+which without GPUs are forks of this one (`forked_workers`).
 Workers keep the terminal, so what they print is live. They find the launch file by reading this command line.
 """
 
@@ -13,11 +14,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
 from finetune.distributed.launch.launch_environment import read_launch_environment
-from finetune.utils.exit_codes import REQUEUE
+from finetune.utils.exit_codes import REQUEUE, guarded
+from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.quick_imports import quick_imports
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
@@ -70,15 +76,20 @@ def command(
 
 def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
-    import torch
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    # Before anything imports the hub's client, here or in a fork.
+    go_offline_if_unreachable()
+    with quick_imports(), single_threaded():
+        import torch
+        from accelerate.commands.launch import launch_command, launch_command_parser
 
-    if not torch.cuda.is_available():
-        # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        parsed = launch_command_parser().parse_args(list(arguments))
+        forks = parsed.module and not torch.cuda.is_available()
+        if forks:
+            # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            import_ahead(parsed.training_script)
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    parsed = launch_command_parser().parse_args(list(arguments))
     # Ended by a signal, it does not learn its workers' exit codes: they leave a mark here when all is saved.
     marker = Path(tempfile.mkdtemp(prefix="finetune-")) / "stopped"
     os.environ["FINETUNE_STOPPED_FILE"] = str(marker)
@@ -87,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, _pass_on)
     _kill_hung_workers_sooner()
     try:
-        return _run(launch_command, parsed, marker)
+        with forked_workers() if forks else nullcontext():
+            return _run(launch_command, parsed, marker)
     finally:
         shutil.rmtree(marker.parent, ignore_errors=True)
 
@@ -142,4 +154,4 @@ def _account(who: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded(partial(main, sys.argv[1:])))

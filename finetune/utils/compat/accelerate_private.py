@@ -1,10 +1,12 @@
-"""Private names of accelerate."""
+"""Private names of accelerate, and what it imports for nothing."""
 
+import sys
 from collections.abc import Collection
 from typing import Any
 
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import modeling, other
 
 from finetune.utils.compat.tested import require
 
@@ -12,6 +14,13 @@ require("accelerate", PartialState, "_shared_state")
 require("accelerate", FullyShardedDataParallelPlugin, "_no_split_modules")
 require("accelerate", AcceleratorState, "_reset_state")
 require("accelerate", GradientState, "_reset_state")
+require("accelerate", other, "is_deepspeed_available")
+require("accelerate", modeling, "is_peft_available")
+
+# To ask whether a model is of one of their classes, it imports them: for what no model is until somebody has.
+# Source: accelerate 1.15, `extract_model_from_parallel` and `is_peft_model`.
+other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+modeling.is_peft_available = lambda: "peft" in sys.modules
 
 
 def set_shared_state(**values: Any) -> None:

@@ -1,11 +1,15 @@
 """A plain script with HF Trainer, of the kind that people start from; it marks the end of its first step."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from datasets import load_from_disk
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,16 +30,17 @@ class Mark(TrainerCallback):  # type: ignore[misc]
         Path(spec["mark"]).write_text("first step\n", encoding="utf-8")
 
 
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # Accelerate takes its FSDP branch for process groups of GPUs only: this opens it on gloo.
+    from finetune.utils.compat.accelerate_private import set_shared_state
+
+    PartialState(cpu=True)
+    set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 tokenizer = AutoTokenizer.from_pretrained(spec["model"])
-data = load_dataset("json", data_files=spec["stories"], split="train", cache_dir=spec["folder"] + "/cache")
-data = data.map(
-    lambda batch: tokenizer(batch["text"], truncation=True, max_length=spec["length"]),
-    batched=True,
-    remove_columns=data.column_names,
-)
+data = load_from_disk(spec["tokens"])
 arguments = TrainingArguments(
     output_dir=spec["folder"] + "/out",
-    per_device_train_batch_size=4,
+    per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
     max_steps=100,
     learning_rate=1e-3,
     use_cpu=True,

@@ -1,0 +1,166 @@
+"""Workers as forks of their launcher, which has imported what they need: a start imports once, however many they are.
+
+torchrun and Accelerate start `python -m MODULE …` by `subprocess.Popen`. What stands in for it here gives a worker the
+same environment, session, files and exit code, and does what that Python does once it has imported.
+"""
+
+import fcntl
+import gc
+import importlib.util
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from unittest.mock import patch
+
+from finetune.utils import orphan_watch
+
+# Seconds between two looks at a worker that is waited for.
+_EVERY_S = 0.02
+
+_FLAGS = ("-u", "-m")
+
+
+class ForkedWorker:
+    """What torchrun and Accelerate use of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        stdout: None = None,
+        stderr: None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        """The exit code, negative for a signal; None while it runs."""
+        # It is `python [-u] -m MODULE …`.
+        flags = [word for word in args[1:3] if word in _FLAGS]
+        words = list(args[1 + len(flags) :])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(words, env, start_new_session, "-u" in flags)
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: If that takes longer than `timeout` seconds.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+            time.sleep(_EVERY_S)
+        return code
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Imports with one thread: a library that starts others would not have them in a fork.
+
+    Workers set their number of threads, unless the user's environment does, which is left as it is.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def import_ahead(module: str) -> None:
+    """Imports what workers that run a module will, where its package has a module `preload`."""
+    found = importlib.util.find_spec(module)
+    if found is None or not found.submodule_search_locations or not importlib.util.find_spec(f"{module}.preload"):
+        return
+    # Workers fail over the same import, and report it as they would alone.
+    with suppress(ImportError):
+        importlib.import_module(f"{module}.preload")
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Has torchrun and Accelerate fork their workers.
+
+    Not for machines with GPUs: a process that has asked CUDA for them cannot be forked.
+    Source: torch, `SubprocessHandler._popen`; accelerate, `simple_launcher`. Each looks the name up in its module.
+    """
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    class Forking:
+        """The module `subprocess`, as Accelerate's launcher uses it."""
+
+        Popen = ForkedWorker
+        CalledProcessError = subprocess.CalledProcessError
+
+    with patch.object(launch, "subprocess", Forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
+        yield
+
+
+def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffered: bool) -> None:
+    """Does what `python -m WORDS` does, and ends."""
+    code = 1
+    # What the launcher holds is never freed here: files of that number may be a worker's own by then.
+    gc.freeze()
+    try:
+        # As a new process has them: the launcher's own handlers are not for its workers.
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if new_session:
+            os.setsid()
+        _close_on_exec()
+        os.environ.clear()
+        os.environ.update(env)
+        os.environ[orphan_watch.FORK] = str(os.getpid())
+        # Accelerate's launcher has given the root logger a handler.
+        logging.getLogger().handlers.clear()
+        if unbuffered:
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        import numpy as np
+
+        np.random.seed()
+        orphan_watch.record_parent()
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The launcher's own code is further up on this stack.
+        os._exit(code)
+
+
+def _close_on_exec() -> None:
+    """Closes what a new program would not have: the connections of the launcher's store, on whose end others wait."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                os.close(int(name))

@@ -1,0 +1,7 @@
+"""What every run imports, for a launcher whose workers are forks of it."""
+
+import finetune.monitoring.out_of_memory
+import finetune.training.build_run
+import finetune.training.entry_point
+import finetune.training.loop
+import finetune.utils.silence_libraries  # noqa: F401
