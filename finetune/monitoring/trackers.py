@@ -84,8 +84,6 @@ class _Wandb:
     def __init__(self, folder: Path, name: str, run_id: str, config: dict[str, Any]) -> None:
         for kind in ("CACHE", "CONFIG", "DATA"):  # which are in the home directory otherwise
             os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
-        # wandb sends its errors and timings to its makers otherwise.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "offline")
