@@ -183,6 +183,8 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
             f"{place}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
             "data.packing to `documents`."
         )
+    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
+        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
     refused = {
         f"task.name {recipe.task.name}": (recipe.task.name != "causal_lm", "causal_lm"),
         f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),

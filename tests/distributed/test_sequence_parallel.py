@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from forkserver import ForkServer
-from harness import Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
+from harness import ROOT, Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
 from matrix import checkpoint_of, saved
 from recipes_for_tests import ARCHITECTURES, MODEL, PARITY, SGD, base
 from split_rows_worker import CASES
@@ -87,6 +88,11 @@ def test_what_split_rows_cannot_do_is_refused(sections: dict[str, Any], sequence
     assert str(raised.value).startswith(f"sp.yaml splits each row over {sequence} ranks (sp_size)")
 
 
+def test_offload_is_refused() -> None:
+    with pytest.raises(BackendError, match="not offered with offload"):
+        check_split_rows(validate_recipe(base()), replace(ASKED, kind="zero3", offload_optimizer="cpu"))
+
+
 def test_other_tasks_are_refused() -> None:
     recipe = validate_recipe(base())
     other = recipe.model_copy(update={"task": recipe.task.model_copy(update={"name": "sequence_classification"})})
@@ -125,6 +131,17 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str)
         assert_same_path(single, split, 1e-4)
     assert split.facts["runs"]["sequence"] == 2
     assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -> None:
+    launch = yaml.safe_load((ROOT / f"accelerate_configs/{stage}.yaml").read_text())
+    launch["deepspeed_config"]["deepspeed_config_file"] = str(ROOT / f"ds_configs/{stage}.json")
+    file = tmp_path / "launch.yaml"
+    file.write_text(yaml.safe_dump({**launch, "parallelism_config": {"parallelism_config_sp_size": 2}}))
+    split = launcher.one(file, JOBS["accumulates"])
+    assert_same_path(launcher.many("single", JOBS)["accumulates"], split, 1e-4)
+    assert (split.facts["runs"]["kind"], split.facts["runs"]["sequence"]) == (stage, 2)
 
 
 KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
