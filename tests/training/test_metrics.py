@@ -333,7 +333,7 @@ def test_what_is_written_of_texts(launcher: Launcher) -> None:
     run = launcher.many("single", ALL)["texts"].check()
     lines, found = predictions(run), values(run)
     assert len(lines) == found["validation_prompts"] == 9
-    assert len({line["prediction"] for line in lines}) > 5
+    assert len({line["prediction"] for line in lines}) > 3
     assert set(lines[0]) == {"step", "prompt", "prediction", "references"}
     again = scores(TEXTS, [line["prediction"] for line in lines], [line["references"] for line in lines])
     assert again == {key: found[f"validation_{key}"] for key in TEXTS}
