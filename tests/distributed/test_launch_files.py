@@ -22,6 +22,7 @@ from finetune.distributed.launch import launch_file, launch_keys, launcher
 from finetune.distributed.launch.launch_config import of_environment, read_launch
 from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
 from finetune.monitoring.metrics import Reporter
+from finetune.monitoring.trackers import Trackers
 from finetune.training import entry_point
 from finetune.utils import exit_codes, orphan_watch
 from finetune.utils.errors import BackendError, RecipeError
@@ -156,7 +157,7 @@ SAYS = (
         ("fsdp", {"fsdp_config": {"num_processes": 4}}, "fsdp_num_processes: unknown key"),
         ("fsdp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config: not offered"),
         ("fsdp", {"deepspeed_config": {"zero_stage": 2}}, "distributed_type FSDP does not read this section"),
-        ("ddp", {"parallelism_config": {"sp_size": 2}}, "did you mean 'parallelism_config_sp_size'"),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_siz": 2}}, "did you mean 'parallelism_config_sp_size'"),
         ("ddp", MISSPELT, "MULTI_GPU does not read this section"),
         ("single", MISSPELT, "NO does not read this section"),
         ("hsdp", {"parallelism_config": {"parallelism_config_pp_size": 2}}, "pipeline parallelism is not offered"),
@@ -414,7 +415,7 @@ def test_each_log_step_is_a_line_where_there_is_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bool, unit: str
 ) -> None:
     backend: Any = SimpleNamespace(is_main=True)
-    with Reporter(backend, tmp_path, 4, text=text, quiet=False) as reporter:
+    with Reporter(backend, tmp_path, 4, trackers=Trackers((), tmp_path, {}), text=text, quiet=False) as reporter:
         for step in (1, 2, 3, 4):
             values = {"loss": 1.0, "lr": 1e-3, "tokens_per_s": 1234.0}
             reporter.step(step, values if step != 2 else None)

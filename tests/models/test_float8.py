@@ -289,7 +289,7 @@ def test_where_there_is_no_gpu_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.util, "find_spec", lambda name: None)
     float8.check(validate_recipe(recipe_of(False)))
-    with pytest.raises(RecipeError, match=r"pip install -e \"\.\[fp8\]\""):
+    with pytest.raises(RecipeError, match=r"pip install 'finetune\[fp8\]'"):
         float8.check(validate_recipe(recipe_of()))
 
 

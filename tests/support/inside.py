@@ -187,6 +187,7 @@ class OneRank:
     """The part of a backend that checkpoints need, on one rank, without Accelerate."""
 
     rank, world, is_main, device = 0, 1, True, torch.device("cpu")
+    data_rank, data_world, counts_rows = 0, 1, True
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values

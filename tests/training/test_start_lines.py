@@ -15,6 +15,7 @@ from rich.console import Console
 
 from finetune.export import loss_plot
 from finetune.monitoring import metrics
+from finetune.monitoring.trackers import Trackers
 
 LABELS = ["model", "data", "steps", "launch", "memory", "directory", "resume"]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,7 +74,9 @@ def test_adapters_and_custom_tasks_have_these_lines_too(tmp_path: Path) -> None:
 def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = SimpleNamespace(is_main=True, accelerator=SimpleNamespace(trackers=[]))
     monkeypatch.setattr(Console, "is_terminal", True)
-    with metrics.Reporter(backend, tmp_path, 4, text=True, quiet=False) as reporter:
+    with metrics.Reporter(
+        backend, tmp_path, 4, trackers=Trackers((), tmp_path, {}), text=True, quiet=False
+    ) as reporter:
         assert reporter._progress is not None
         reporter.step(1, {"loss": 5.25, "lr": 1e-3, "tokens_per_s": 1234.0})
         assert figures(reporter) == "loss 5.2500  1,234 tok/s"
