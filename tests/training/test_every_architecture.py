@@ -20,6 +20,7 @@ import architectures as script
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.small_model import shrink
 from finetune.distributed import verify_launch
+from finetune.distributed.launch.launch_config import Launch
 from finetune.models import chunked_loss
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import resolve_model_config
@@ -28,7 +29,9 @@ from finetune.training import preflight
 from finetune.training.dry_run import describe
 from finetune.utils.errors import BackendError, RecipeError
 
-BACKEND: Any = SimpleNamespace(device=torch.device("cpu"), precision="fp32", max=lambda values: values)
+BACKEND: Any = SimpleNamespace(
+    launch=Launch("single", 1), device=torch.device("cpu"), precision="fp32", max=lambda values: values
+)
 
 
 def built(model_type: str, packing: str = "documents", sizes: dict[str, Any] | None = None, **model: Any) -> Any:
