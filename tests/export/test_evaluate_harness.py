@@ -68,20 +68,23 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     asked: list[Any] = []
     monkeypatch.setattr(socket.socket, "connect", lambda self, address: asked.append(address))
     folder = tmp_path / "tasks"
-    metrics = {"metric_list": [metric("acc"), metric("acc_norm")]}
+    metrics = {"metric_list": [metric("acc"), metric("acc_norm"), {"metric": "brier_score"}]}
     keys = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "gold", **metrics}
     write_task(folder, "next_word", questions(), **keys)
     yield folder
     assert not asked
 
 
-def own_accuracy(place: str, places: dict[str, Path]) -> tuple[float, float]:
-    """By log-likelihood, and by log-likelihood a character, one text at a time."""
+def own_figures(place: str, places: dict[str, Path]) -> tuple[float, float, float]:
+    """Accuracy by log-likelihood and by log-likelihood a character, and the Brier score, one text at a time.
+
+    The last sees what the first two are too coarse for, such as a token that is put in front of a text.
+    """
     network: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     if place != "base":
         network = PeftModel.from_pretrained(network, str(places["adapter"]))
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    hits = torch.zeros(2)
+    hits, brier = torch.zeros(2), 0.0
     for row in questions():
         start = len(tokenizer(row["question"]).input_ids)
         sums = []
@@ -93,8 +96,10 @@ def own_accuracy(place: str, places: dict[str, Path]) -> tuple[float, float]:
         a_character = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
         best = [max(range(CHOICES), key=found.__getitem__) for found in (sums, a_character)]
         hits += torch.tensor([choice == row["gold"] for choice in best])
+        gold = torch.nn.functional.one_hot(torch.tensor(row["gold"]), CHOICES)
+        brier += float((torch.tensor(sums).softmax(-1) - gold).square().sum())
     accuracy, normalised = (hits / QUESTIONS).tolist()
-    return accuracy, normalised
+    return accuracy, normalised, brier / QUESTIONS
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -103,14 +108,14 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 @needs_lm_eval
-def test_accuracy_is_our_own(places: dict[str, Path], tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_our_own(places: dict[str, Path], tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a run, its adapter and a model; in batches, of which most rows are padded."""
     found = {}
     for name, place in places.items():
         rows = evaluated(capsys, str(place), "--harness", f"{tasks}/", "--batch-size", "7")
-        found[name] = (rows["acc"]["value"], rows["acc_norm"]["value"])
+        found[name] = tuple(rows[key]["value"] for key in ("acc", "acc_norm", "brier_score"))
         assert rows["acc"]["samples"] == QUESTIONS
-    assert found == {name: pytest.approx(own_accuracy(name, places)) for name in places}
+    assert found == {name: pytest.approx(own_figures(name, places), rel=1e-5) for name in places}
     assert found["run"] != found["base"]
 
 
@@ -146,11 +151,14 @@ def test_figures_are_kept_beside_what_they_are_of(
     places: dict[str, Path], tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(places["run"], tmp_path / "run")
+    (run / "harness.json").unlink(missing_ok=True)  # of other tests
     words = ["--harness", str(tasks / "next_word.yaml")]
     assert main.main(["eval", str(run), *words]) == 0
     said = capsys.readouterr()
     assert f"Written: {run / 'harness.json'}" in said.err
-    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [["next_word", "acc"], ["next_word", "acc_norm"]]
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [
+        ["next_word", key] for key in ("acc", "acc_norm", "brier_score")
+    ]
     few = evaluated(capsys, str(run / "checkpoints" / "step-00000002"), *words, "--limit", "5", "--num-fewshot", "0")
     again = evaluated(capsys, str(run), *words)
     assert harness_file.read(run) == [*few.values(), *again.values()]
