@@ -58,7 +58,7 @@ check: setup  ## Format, lint, types and import rules
 docs: setup  ## Build the docs site into build/docs; a broken link fails
 	$(PY) scripts/build_docs.py
 
-ops: setup  ## Build DeepSpeed's native ops ahead of the first run (about 4 minutes on 2 cores)
+ops: setup  ## Build DeepSpeed's native ops ahead of the first run (4 to 20 minutes on 2 cores)
 	@.venv/bin/finetune ops
 
 format: setup  ## Rewrite the code in the project's format and fix what ruff can

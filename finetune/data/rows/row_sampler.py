@@ -29,6 +29,7 @@ class RowSampler:
     accumulation: int
     """Micro-batches of a rank in a step."""
     world: int
+    """Ranks, or groups of ranks that share rows, and this one's number among them."""
     rank: int
 
     def position(self, step: int) -> int:
