@@ -66,6 +66,8 @@ def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any
     for name in ("task", "optim", "schedule", "lora"):
         facts |= _flatten(name, tree.get(name))
     facts |= _flatten("model.config", tree["model"]["config"])
+    if recipe.model.rope_scaling is not None:
+        facts |= _flatten("model.rope_scaling", tree["model"]["rope_scaling"])
     facts |= {f"model.{key}": tree["model"][key] for key in ("freeze", "quantization", "double_quantization", "fp8")}
     if base is not None:
         # Not its name: on another machine the same model lies elsewhere.

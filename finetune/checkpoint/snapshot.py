@@ -14,7 +14,8 @@ from torch import nn
 
 from finetune.checkpoint import integrity
 from finetune.distributed.backend import Backend
-from finetune.distributed.state.tensor_shards import Exchange, Shard
+from finetune.distributed.state import tensor_shards
+from finetune.distributed.state.tensor_shards import Block, Exchange, Shard
 from finetune.utils.atomic_files import write_json
 
 # In the order in which they lie in a file. Source: safetensors 0.8, `enum Dtype` in tensor.rs, backwards.
@@ -131,7 +132,6 @@ class _Entry:
     key: str
     owner: int
     shape: tuple[int, ...]
-    begin: int
     copy: torch.Tensor
     ranks: tuple[int, ...]
 
@@ -155,8 +155,8 @@ class Snapshot:
         self._layout: Layout | None = None
         self._entries: list[_Entry] = []
         self._exchange: Exchange | None = None
-        # Where each rank's piece of each sharded tensor begins, and its elements: (rank, key, 2).
-        self._spans: dict[str, list[list[int]]] = {}
+        # What each rank has of each tensor that is divided.
+        self._blocks: dict[str, list[tuple[Block, ...]]] = {}
 
     def take(self, network: nn.Module, optimizer: Any) -> None:
         """Copies this rank's pieces, in place of those of the last time. All ranks call it."""
@@ -165,16 +165,16 @@ class Snapshot:
             self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
-        spans: dict[str, tuple[int, int]] = {}
+        blocks: dict[str, tuple[Block, ...]] = {}
         for key, piece in self._read(network, optimizer):
             if piece.ranks:
-                spans[key] = (piece.begin, piece.local.numel())
+                blocks[key] = piece.blocks
             owner = self._layout.owner(key)
             if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
                 copy = _copy(piece.local, old.get(key))
-                self._entries.append(_Entry(key, owner, piece.shape, piece.begin, copy, piece.ranks))
-        if spans:
-            self._agree(spans)
+                self._entries.append(_Entry(key, owner, piece.shape, copy, piece.ranks))
+        if blocks:
+            self._agree(blocks)
         if backend.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -217,18 +217,23 @@ class Snapshot:
         if self._adapter_keys is None:
             yield from self._backend.read_rest(network)
 
-    def _agree(self, spans: dict[str, tuple[int, int]]) -> None:
+    def _agree(self, blocks: dict[str, tuple[Block, ...]]) -> None:
         """Tells all ranks which piece of which tensor lies where; they must go through them in the same order."""
         backend = self._backend
-        order = zlib.crc32("\n".join(spans).encode())
-        largest, smallest = backend.max(torch.tensor([order, -order], device=backend.device)).tolist()
-        if largest != -smallest:
+        numbers = [tensor_shards.to_numbers(own) for own in blocks.values()]
+        order, length = zlib.crc32("\n".join(blocks).encode()), max(map(len, numbers))
+        told = backend.max(torch.tensor([order, -order, length], device=backend.device)).tolist()
+        if told[0] != -told[1]:
             raise RuntimeError("ranks go through the tensors of the state in different orders")
-        if spans.keys() == self._spans.keys():
+        if blocks.keys() == self._blocks.keys():
             return
-        table = torch.zeros(backend.world, len(spans), 2, dtype=torch.int64, device=backend.device)
-        table[backend.rank] = torch.tensor(list(spans.values()), dtype=torch.int64, device=backend.device)
-        self._spans = dict(zip(spans, backend.sum(table).transpose(0, 1).tolist(), strict=True))
+        table = torch.zeros(backend.world, len(blocks), told[2], dtype=torch.int64, device=backend.device)
+        for row, own in zip(table[backend.rank], numbers, strict=True):
+            row[: len(own)] = torch.tensor(own)
+        found = backend.sum(table).transpose(0, 1).tolist()
+        self._blocks = {
+            key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, found, strict=True)
+        }
         if self._exchange is None:
             self._exchange = Exchange()
 
@@ -273,12 +278,21 @@ class Snapshot:
 
     def _put_together(self, entry: _Entry, whole: torch.Tensor) -> None:
         assert self._exchange is not None
+        shaped = whole.view(entry.shape)
         for rank in entry.ranks:
-            begin, size = self._spans[entry.key][rank]
+            blocks = self._blocks[entry.key][rank]
             if rank == entry.owner:
-                whole[begin : begin + size] = entry.copy
-            elif size:
-                self._exchange.receive(whole[begin : begin + size], rank)
+                piece = entry.copy
+            elif len(blocks) == 1 and len(blocks[0].whole) == 1:
+                # In place.
+                self._exchange.receive(blocks[0].within(whole), rank)
+                continue
+            elif blocks:
+                ends = zip(*(block.local for block in blocks), strict=True)
+                piece = torch.empty([max(last for _, last in end) for end in ends], dtype=whole.dtype)
+                self._exchange.receive(piece, rank)
+            for block in blocks:
+                block.within(shaped).copy_(block.of(piece))
 
     def _listed(self) -> dict[str, Any]:
         assert self._layout is not None

@@ -302,6 +302,42 @@ def _size_or_auto(value: Any) -> int | Literal["auto"]:
     return value
 
 
+_OF_ONE_TYPE = {
+    "attention_factor": "yarn",
+    "beta_fast": "yarn",
+    "beta_slow": "yarn",
+    "low_freq_factor": "llama3",
+    "high_freq_factor": "llama3",
+}
+
+
+class RopeScalingSection(Section):
+    """Stretches the rotary positions of a pretrained model, for rows that are longer than those it was trained on."""
+
+    type: Literal["linear", "dynamic", "yarn", "llama3"]
+    """`linear` (Chen et al. 2023), `dynamic` (NTK-aware, by the length of rows), `yarn` (Peng et al. 2023) or `llama3`
+    (that of Llama 3.1)."""
+    factor: float = Field(gt=1)
+    """How many times as many positions the model has then."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """`yarn`: what attention is scaled by; left out, it follows from `factor`."""
+    beta_fast: float | None = Field(default=None, gt=0)
+    """`yarn`: rotations from which on a frequency stays as it is; left out, 32."""
+    beta_slow: float | None = Field(default=None, gt=0)
+    """`yarn`: rotations up to which a frequency is stretched whole; left out, 1."""
+    low_freq_factor: float | None = Field(default=None, gt=0)
+    """`llama3`: wavelengths above the model's positions divided by it are stretched whole; left out, 1."""
+    high_freq_factor: float | None = Field(default=None, gt=0)
+    """`llama3`: wavelengths below the model's positions divided by it stay as they are; left out, 4."""
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        for key, kind in _OF_ONE_TYPE.items():
+            if getattr(self, key) is not None and self.type != kind:
+                raise ValueError(f"`{key}` belongs to type `{kind}`, not to `{self.type}`")
+        return self
+
+
 class ModelSection(Section):
     """The network and where its first weights come from."""
 
@@ -311,6 +347,8 @@ class ModelSection(Section):
     """Branch, tag or commit of a hub model."""
     config: dict[str, Any] | None = None
     """Start from random weights: `model_type` plus the architecture's own sizes, in its own key names."""
+    rope_scaling: RopeScalingSection | None = None
+    """Of a pretrained model: more positions than it was trained on."""
     attention: Literal[
         "auto", "packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
@@ -349,6 +387,8 @@ class ModelSection(Section):
     def _one_origin(self) -> Self:
         if self.name is not None and self.config is not None:
             raise ValueError("give `name` (pretrained weights) or `config` (random weights), not both")
+        if self.rope_scaling is not None and self.name is None:
+            raise ValueError("`rope_scaling` is for pretrained weights (`name`); `config` has `rope_parameters` itself")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("`config` needs `model_type`, for example `llama`")
         return self

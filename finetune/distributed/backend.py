@@ -6,7 +6,7 @@ The loop sees a `Backend`: it prepares a model, says the gradient norm, sums ove
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,13 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config, held_memory, init_accelerator, verify_launch
+from finetune.distributed import deepspeed_config, held_memory, init_accelerator, tensor_parallel, verify_launch
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import native_ops
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.state import state_transfer, tensor_shards
-from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.state.tensor_shards import Shard, local
+from finetune.distributed.tensor_parallel import WHOLE, Splits
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
@@ -44,6 +45,9 @@ class Backend:
     model: nn.Module | None = None
     """What `prepare` made of the model, and of the optimiser."""
     optimizer: Any = None
+    splits: Splits = WHOLE
+    """What of the network is split over the ranks of a tensor-parallel group; to be set before the optimiser is built
+    and `prepare` is called."""
     num_weights: int = 0
     """Of the prepared model, each packed one counted."""
     num_trained: int = 0
@@ -75,7 +79,7 @@ class Backend:
 
     @property
     def world(self) -> int:
-        """Processes, over all of which gradients are averaged."""
+        """Processes."""
         return int(self.accelerator.num_processes)
 
     @property
@@ -91,12 +95,27 @@ class Backend:
     @property
     def data_rank(self) -> int:
         """The number of this process, or of its group, among them."""
-        return self.rank // self.launch.sequence
+        return self.rank // (self.launch.sequence * self.launch.tensor)
+
+    @property
+    def averaged_world(self) -> int:
+        """Processes, or groups that share layers, over which gradients are averaged."""
+        return self.launch.averaged_ranks
+
+    @property
+    def averaged_rank(self) -> int:
+        """The number of this process, or of its group, among them."""
+        return self.rank // self.launch.tensor
 
     @property
     def counts_rows(self) -> bool:
         """Whether this process counts what it reads: of a group that shares rows, one does."""
-        return self.rank % self.launch.sequence == 0
+        return self.rank % (self.launch.sequence * self.launch.tensor) == 0
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether the losses that this process computes count: of a group that shares layers, all compute the same."""
+        return self.rank % self.launch.tensor == 0
 
     @property
     def is_main(self) -> bool:
@@ -139,10 +158,11 @@ class Backend:
                 'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
                 "recipe's precision already has products computed in 16 bit."
             )
-        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-        packed = [getattr(p, "packed_weights", None) for p in model.parameters()]
-        self.num_weights = sum(size if inside is None else inside for size, inside in zip(sizes, packed, strict=True))
-        self.num_trained = sum(size for size, p in zip(sizes, model.parameters(), strict=True) if p.requires_grad)
+        named = [(_inner_name(name), p) for name, p in model.named_parameters()]
+        sizes = [self.splits.size(name, p) for name, p in named]
+        counted = [self._num_weights(name, p) for name, p in named]
+        self.num_weights = sum(counted)
+        self.num_trained = sum(size for size, (_, p) in zip(sizes, named, strict=True) if p.requires_grad)
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
             deepspeed_config.fit_to_model(
@@ -159,11 +179,16 @@ class Backend:
             kept = model.state_dict().keys()
             learned = any(name in kept for name, _ in model.named_buffers())
             self.accelerator.ddp_handler.broadcast_buffers = learned
-        wrapped, prepared = self.accelerator.prepare(model, optimizer)
+        if self.launch.tensor > 1:
+            wrapped, prepared = init_accelerator.prepare_beside_split_layers(
+                self.accelerator, self.launch, model, optimizer
+            )
+        else:
+            wrapped, prepared = self.accelerator.prepare(model, optimizer)
         if self.launch.kind == "zero3":
             init_accelerator.plan_gathers_by_training(wrapped)
         if self.launch.kind == "ddp" and self.reduce_dtype == "bf16":
-            wrapped.register_comm_hook(None, init_accelerator.sum_in_bf16)
+            wrapped.register_comm_hook(wrapped.process_group, init_accelerator.sum_in_bf16)
         if self.launch.uses_fsdp:
             distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
             if len(distinct) != before:
@@ -178,6 +203,12 @@ class Backend:
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
 
+    def _num_weights(self, name: str, parameter: Any) -> int:
+        """Weights that a whole parameter stands for."""
+        split = self.splits.parameters.get(name)
+        packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
+        return int(packed if packed is not None else self.splits.size(name, parameter))
+
     def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify`."""
         report = verify_launch.verify(
@@ -187,6 +218,7 @@ class Backend:
             model,
             optimizer,
             self.accumulation,
+            self.splits,
             init_accelerator.REDUCED[self.reduce_dtype],
             rehearse,
         )
@@ -262,10 +294,23 @@ class Backend:
             norm: Any = self.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
         else:
             self.accelerator.unscale_gradients()
-            norm = _total_norm([p.grad for p in model.parameters() if p.grad is not None], self.device)
+            norm = self._norm(model)
             if max_norm is not None:
                 nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
         return torch.as_tensor(norm, dtype=torch.float32)
+
+    def _norm(self, model: nn.Module) -> torch.Tensor:
+        """The norm of all gradients over all ranks, a scalar in fp32."""
+        gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        if self.launch.tensor == 1:
+            return _total_square((gradient for _, gradient in gradients), self.device).sqrt().float()
+        named = {_inner_name(name): gradient for name, gradient in gradients}
+        tensor_parallel.sum_partial([local(named[name]) for name in sorted(self.splits.partial & named.keys())])
+        # What each rank of a group has all of, one of them counts.
+        counted = (g for name, g in named.items() if self.counts_losses or name in self.splits.parameters)
+        square = _total_square(counted, self.device)
+        torch.distributed.all_reduce(square, group=tensor_parallel.group().handle)
+        return square.sqrt().float()
 
     def step(self, optimizer: Any, norm: torch.Tensor) -> None:
         """The optimiser's step, unless the gradient norm is not finite: then nothing of it reaches the weights.
@@ -334,11 +379,11 @@ class Backend:
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
         """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
         self._reshard()
-        return state_transfer.read(self.launch, network, optimizer)
+        return state_transfer.read(self.launch, network, optimizer, self.splits)
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Elements of each trainable parameter, whole, by name."""
-        return state_transfer.sizes(network)
+        return state_transfer.sizes(network, self.splits)
 
     def read_rest(self, network: nn.Module) -> Iterator[tuple[str, Shard]]:
         """What a network has beside its trainable parameters, one at a time, as `read_state` gives it.
@@ -347,7 +392,7 @@ class Backend:
         """
         for name, parameter in network.named_parameters():
             if not parameter.requires_grad:
-                yield f"frozen/{name}", state_transfer.frozen(self.launch, parameter)
+                yield f"frozen/{name}", state_transfer.frozen(self.launch, parameter, self.splits.parameters.get(name))
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
@@ -358,7 +403,7 @@ class Backend:
     ) -> None:
         """The inverse, into a freshly prepared model and optimiser; see `state_transfer.write`."""
         self._reshard()
-        state_transfer.write(self.launch, network, optimizer, keys, load)
+        state_transfer.write(self.launch, network, optimizer, keys, load, self.splits)
 
     def scaler_state(self) -> dict[str, float | int] | None:
         """The loss scale and how long it has held; None where the loss is not scaled."""
@@ -383,9 +428,14 @@ class Backend:
             network: The network inside the prepared model.
         """
         self._reshard()
-        trained = state_transfer.read(self.launch, network, self.optimizer, parameters_only=True)
+        splits = self.splits
+        trained = state_transfer.read(self.launch, network, self.optimizer, splits, parameters_only=True)
         others = () if trained_only else network.named_parameters()
-        rest = ((name, state_transfer.frozen(self.launch, p)) for name, p in others if not p.requires_grad)
+        rest = (
+            (name, state_transfer.frozen(self.launch, p, splits.parameters.get(name)))
+            for name, p in others
+            if not p.requires_grad
+        )
         for key, piece in itertools.chain(trained, rest):
             whole = piece.gather()
             yield key.removeprefix(f"{state_transfer.PARAMETER}/"), whole.cpu().clone() if self.is_main else None
@@ -405,9 +455,14 @@ class Backend:
         accelerate_private.reset_state()
 
 
+def _inner_name(name: str) -> str:
+    """A parameter's name in the network inside a prepared model."""
+    return name.partition("network.")[2]
+
+
 @torch.no_grad()
-def _total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The norm of all gradients over all ranks, a scalar in fp32; every rank must call it."""
+def _total_square(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of all gradients' squares over the ranks that shard them, a scalar in fp64; these must all call it."""
     here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
@@ -419,7 +474,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torc
     for where, tensors in here.items():
         square = _square(tensors)
         total += (DTensor.from_local(square, *where).full_tensor() if where else square).to(device)
-    return total.sqrt().float()
+    return total
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:

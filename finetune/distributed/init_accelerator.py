@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import rendezvous_store, sequence_parallel
+from finetune.distributed import rendezvous_store, sequence_parallel, tensor_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.utils.compat import accelerate_private, torch_private
@@ -60,8 +61,10 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
             kwargs_handlers=handlers,
             **settings,
         )
+    if launch.tensor > 1:
+        tensor_parallel.start(launch.tensor, TIMEOUT)
     if launch.sequence > 1:
-        sequence_parallel.start(launch.sequence, TIMEOUT)
+        sequence_parallel.start(launch.sequence, TIMEOUT, stride=launch.tensor)
     if not cpu:
         # fp32 means fp32. Accelerate may turn TF32 on for matrix products; for convolutions torch itself does.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -81,9 +84,13 @@ def _meeting_anew() -> AbstractContextManager[None]:
 
 @contextmanager
 def _split_by_us(launch: Launch) -> Iterator[None]:
-    """Keeps sequence parallelism from Accelerate, whose own is DeepSpeed's and runs under DeepSpeed alone."""
+    """Keeps sequence and tensor parallelism from Accelerate.
+
+    Its sequence parallelism is DeepSpeed's and runs under DeepSpeed alone; its tensor parallelism imports a name that
+    transformers 5.23 no longer has.
+    """
     flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
-    before = os.environ.pop(flag, None) if launch.sequence > 1 else None
+    before = os.environ.pop(flag, None) if launch.sequence * launch.tensor > 1 else None
     try:
         yield
     finally:
@@ -132,6 +139,25 @@ def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
     from finetune.utils.compat.transformers_private import hidden_deepspeed
 
     return hidden_deepspeed()
+
+
+def prepare_beside_split_layers(
+    accelerator: Accelerator, launch: Launch, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any]:
+    """`accelerator.prepare` over the ranks that hold the same part of each layer: gradients are averaged over these."""
+    mesh = init_device_mesh(
+        accelerator.device.type, (launch.averaged_ranks, launch.tensor), mesh_dim_names=("averaged", "tensor")
+    )["averaged"]
+    if launch.uses_fsdp:
+        with accelerate_private.sharding_over(accelerator, mesh):
+            wrapped, prepared = accelerator.prepare(model, optimizer)
+        return wrapped, prepared
+    moved: Any = accelerator.prepare_model(model, evaluation_mode=True)
+    devices = None if accelerator.device.type == "cpu" else [accelerator.device.index]
+    wrapped = nn.parallel.DistributedDataParallel(
+        moved, device_ids=devices, process_group=mesh.get_group(), **accelerator.ddp_handler.to_kwargs()
+    )
+    return wrapped, accelerator.prepare_optimizer(optimizer)
 
 
 def sum_in_bf16(group: Any, bucket: Any) -> Any:

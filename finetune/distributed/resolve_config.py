@@ -143,6 +143,8 @@ def _check_planes(
         )
     if launch.sequence > 1:
         check_split_rows(recipe, launch)
+    if launch.tensor > 1:
+        check_split_layers(recipe, launch, precision)
     if recipe.model.fp8 and precision != "bf16":
         came = " on this machine" if recipe.precision == "auto" else ""
         raise RecipeError(
@@ -192,12 +194,40 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
         "model.fp8": (bool(model.fp8), "false"),
         "model.activation_offload": (model.activation_offload, "false"),
     }
+    _refuse_keys(refused, place, "sequence parallelism")
+
+
+def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
+    """Refuses what is not computed, or was never shown to be, in layers that are split over ranks."""
+    model, lora = recipe.model, recipe.lora
+    place = f"{launch.file or 'The launch environment'} splits layers over {launch.tensor} ranks (tp_size)"
+    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
+        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
+    if launch.mixed_precision != "no":
+        raise BackendError(
+            f"{place}, which is not offered with mixed_precision {launch.mixed_precision}. Take that out: the recipe's "
+            "precision already has products computed in 16 bit."
+        )
+    refused = {
+        "precision fp16": (precision == "fp16", "bf16"),
+        "model.compile": (model.compile, "false"),
+        "model.fp8": (bool(model.fp8), "false"),
+        "model.activation_offload": (model.activation_offload, "false"),
+        "model.quantization int8": (model.quantization == "int8", "nf4"),
+        "lora.dora": (lora is not None and lora.dora, "false"),
+        "lora.dropout": (lora is not None and bool(lora.dropout), "0"),
+    }
+    _refuse_keys(refused, place, "tensor parallelism")
+
+
+def _refuse_keys(refused: Mapping[str, tuple[bool, str]], place: str, kind: str) -> None:
+    """Refuses what a recipe asks for: by key and value, whether it does and what to set the key to."""
     for what, (given, instead) in refused.items():
         if given:
             key = what.split()[0]
             raise BackendError(
                 f"{place}, which is not offered with {what}. Set {key} to {instead}, or take a launch config without "
-                "sequence parallelism."
+                f"{kind}."
             )
 
 

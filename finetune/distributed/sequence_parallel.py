@@ -59,15 +59,21 @@ def recorded() -> Iterator[Exchanged]:
         _exchanged = before
 
 
-def start(size: int, timeout: timedelta) -> None:
-    """Forms the groups: each takes `size` ranks, one after the other. Every rank must call it."""
+def start(size: int, timeout: timedelta, *, stride: int = 1) -> None:
+    """Forms the groups of `size` ranks. Every rank must call it.
+
+    Args:
+        stride: How far the ranks of a group are apart: as many as share layers.
+    """
     global _group
     _group = None
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    for first in range(0, world, size):
-        handle = distributed.new_group(list(range(first, first + size)), timeout=timeout)
-        if first <= rank < first + size:
-            _group = Group(size, rank - first, handle)
+    for begin in range(0, world, size * stride):
+        for first in range(begin, begin + stride):
+            ranks = list(range(first, first + size * stride, stride))
+            handle = distributed.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                _group = Group(size, ranks.index(rank), handle)
 
 
 def group() -> Group | None:

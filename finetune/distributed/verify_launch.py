@@ -4,6 +4,8 @@ Accelerate falls back without a word in many places (CPU flags, missing launch f
 nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devices are what is looked at.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +18,7 @@ from torch import nn
 from finetune.distributed import sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.state.tensor_shards import local
+from finetune.distributed.tensor_parallel import Splits
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
@@ -62,6 +65,12 @@ class RuntimeReport:
     """Parts that rows were split into, by what attention was given in a real forward pass; 1: whole rows."""
     exchanges: int = 0
     """All-to-alls of that forward pass."""
+    tensor: int = 1
+    """Ranks that layers are split over, by the sizes of the parameters here and whole; 1: whole layers."""
+    averaged: int = 1
+    """Ranks that gradients are averaged over: those of the wrapper's process group."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Share that this rank holds of each kind of parameter, such as `q_proj.weight`; torch's own backends."""
     num_trained: int = 0
     """Of the full model's parameters, those that are trained."""
     due: tuple[float, float] | None = None
@@ -73,7 +82,14 @@ class RuntimeReport:
     """What each kind of module put out in a real forward pass, and `loss`."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "mesh": self.mesh}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Ranks in each dimension; all of them multiplied are all ranks."""
+        data = self.averaged // self.sequence
+        over = {"replicate": self.replicas, "shard": data // self.replicas} if self.replicas > 1 else {"data": data}
+        return {**over, "sequence": self.sequence, "tensor": self.tensor}
 
     @property
     def compute_dtype(self) -> str | None:
@@ -84,8 +100,8 @@ class RuntimeReport:
         """Where it runs, in a few words."""
         over = f" ({self.communication})" if self.communication else ""
         ranks = f" x {self.world_size}" if self.world_size != 1 else ""
-        if self.sequence > 1:
-            ranks = f" x {self.world_size // self.sequence} data x {self.sequence} sequence"
+        if self.sequence * self.tensor > 1:
+            ranks = "".join(f" x {size} {name}" for name, size in self.mesh.items() if size > 1 or name == "data")
         return f"{self.kind}{ranks} on {self.device}{over}"
 
     def offload(self) -> str:
@@ -105,19 +121,21 @@ def verify(
     model: nn.Module,
     optimizer: Any,
     accumulation: int,
+    splits: Splits,
     reduced: torch.dtype,
     rehearse: Callable[[], torch.Tensor],
 ) -> RuntimeReport:
     """Reads back what runs and compares it with the request.
 
     Args:
+        splits: What of the network is split over ranks.
         reduced: What gradients are to be summed over ranks in.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
         BackendError: With every difference.
     """
-    report = _read(accelerator, model, optimizer)
+    report = _read(accelerator, model, optimizer, splits)
     with sequence_parallel.recorded() as exchanged:
         report = replace(report, output_dtypes=_census(model, rehearse))
     report = replace(report, sequence=exchanged.parts, exchanges=exchanged.count)
@@ -224,6 +242,8 @@ def _differences(
         ("number of processes", launch.num_processes, report.world_size),
         ("replicas", launch.replicate, report.replicas),
         ("ranks that a row is split over", launch.sequence, report.sequence),
+        ("ranks that a layer is split over", launch.tensor, report.tensor),
+        ("ranks that gradients are averaged over", launch.averaged_ranks, report.averaged),
         ("gradient accumulation", accumulation, report.accumulation),
         ("offload of parameters", launch.offload_params, report.offload_params),
         ("offload of the optimiser", launch.offload_optimizer, report.offload_optimizer),
@@ -239,7 +259,7 @@ def _differences(
     shards = launch.num_processes // launch.replicate
     want_parameters = 1 / shards if launch.sharded else 1.0
     want_optimizer = 1 / shards if launch.sharded or launch.uses_deepspeed else 1.0
-    if launch.sharded and report.due is not None:
+    if report.due is not None:
         want_parameters, want_optimizer = report.due
     for name, want, have in (
         ("parameters held by a rank", want_parameters, report.parameter_fraction),
@@ -283,7 +303,7 @@ def _tiny(report: RuntimeReport, want: float, have: float) -> bool:
     return report.num_parameters < 10_000 and want < 1.0 and have < 1.0
 
 
-def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> RuntimeReport:
+def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Splits) -> RuntimeReport:
     distributed = torch.distributed.is_initialized()
     world = torch.distributed.get_world_size() if distributed else 1
     common: dict[str, Any] = {
@@ -296,24 +316,36 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Runtime
     }
     if hasattr(model, "zero_optimization_stage"):
         return _read_deepspeed(model, common)
-    parameters = list(model.parameters())
+    named = [(name.partition("network.")[2] or name, p) for name, p in model.named_parameters()]
+    parameters = [p for _, p in named]
+    whole = {id(p): splits.size(name, p) for name, p in named}
     optimizer = getattr(optimizer, "optimizer", optimizer)
     master_weights = [p for group in optimizer.param_groups for p in group["params"]]
     common |= {
-        "num_parameters": sum(p.numel() for p in parameters),
+        "num_parameters": sum(whole.values()),
+        "parameter_fraction": _fraction(parameters, whole),
+        "optimizer_fraction": _fraction(master_weights, whole),
         "parameter_dtypes": _dtypes(master_weights),
         "accumulation": accelerator.gradient_accumulation_steps,
+        "tensor": _parts(named, splits),
+        "shares": _shares(named, whole),
     }
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
-        return _read_fsdp(model, parameters, master_weights, common)
+        return _read_fsdp(model, parameters, master_weights, whole, common)
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    split = {id(p) for name, p in named if name in splits.parameters}
+
+    def due(tensors: list[Any]) -> float:
+        here = sum(whole[id(t)] // (common["tensor"] if id(t) in split else 1) for t in tensors)
+        return float(here / max(1, sum(whole[id(t)] for t in tensors)))
+
     return RuntimeReport(
         kind="ddp" if wrapped else "single",
         replicas=1,
-        parameter_fraction=1.0,
-        optimizer_fraction=1.0,
+        averaged=model.process_group.size() if wrapped else 1,
+        due=(due(parameters), due(master_weights)),
         model_dtypes=_dtypes(parameters),
         reduce_dtype="bfloat16" if wrapped and _halves_gradients(model) else "float32",
         offload_params="none",
@@ -322,31 +354,49 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Runtime
     )
 
 
+def _fraction(tensors: list[Any], whole: Mapping[int, int]) -> float:
+    """The share of some parameters that lies here."""
+    here: int = sum(local(t).numel() for t in tensors)
+    return here / max(1, sum(whole[id(t)] for t in tensors))
+
+
+def _parts(named: list[tuple[str, Any]], splits: Splits) -> int:
+    """How many times as large as here split parameters are; 1 if none is split, or not all alike."""
+    found = {math.prod(splits.parameters[name].shape) / p.numel() for name, p in named if name in splits.parameters}
+    return int(found.pop()) if len(found) == 1 else 1
+
+
+def _shares(named: list[tuple[str, Any]], whole: Mapping[int, int]) -> dict[str, float]:
+    """The share that lies here, by the last two words of parameters' names."""
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for name, parameter in named:
+        kinds[".".join(name.split(".")[-2:])].append(parameter)
+    return {kind: round(_fraction(tensors, whole), 4) for kind, tensors in kinds.items()}
+
+
 def _halves_gradients(model: Any) -> bool:
     """Whether DDP sends gradients in bf16."""
     return "bf16" in str(torch_private.ddp_logging_data(model).get("comm_hook", ""))
 
 
-def _read_fsdp(model: Any, parameters: list[Any], master_weights: list[Any], common: dict[str, Any]) -> RuntimeReport:
+def _read_fsdp(
+    model: Any, parameters: list[Any], master_weights: list[Any], whole: Mapping[int, int], common: dict[str, Any]
+) -> RuntimeReport:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
     from torch.distributed.tensor import DTensor, Shard
 
     from finetune.utils.compat import torch_sharding_private as sharding
 
-    def held(tensors: list[Any]) -> float:
-        here: int = sum(local(t).numel() for t in tensors)
-        return here / max(1, sum(int(t.numel()) for t in tensors))
-
-    def due(tensors: list[Any]) -> float:
-        shards = common["world_size"] // replicas
-        # The mesh of hybrid shard is (replicas, shards), in the order of the ranks.
-        rank = torch.distributed.get_rank() % shards
-        here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
-        return float(here / max(1, sum(t.numel() for t in tensors)))
-
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
     replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+
+    def due(tensors: list[Any]) -> float:
+        # The mesh of hybrid shard is (replicas, shards).
+        rank, shards = (0, 1) if mesh is None else (mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+        here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+        return float(here / max(1, sum(whole[id(t)] for t in tensors)))
+
     # The root and the units at the model's ends stay gathered in any case; it is the layers that are asked about.
     layers = accelerate_private.unsplit_classes(model)
     units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
@@ -361,8 +411,7 @@ def _read_fsdp(model: Any, parameters: list[Any], master_weights: list[Any], com
     return RuntimeReport(
         kind=("hsdp" if replicas > 1 else "fsdp") if sharded else "unsharded",
         replicas=replicas,
-        parameter_fraction=held(parameters),
-        optimizer_fraction=held(master_weights),
+        averaged=mesh.size() if mesh is not None else 1,
         model_dtypes=_dtypes(parameters) if compute is None else (_short(compute),),
         reduce_dtype=_short(policy.reduce_dtype or policy.param_dtype or torch.float32),
         offload_params=offload,
@@ -411,6 +460,7 @@ def _read_deepspeed(engine: Any, common: dict[str, Any]) -> RuntimeReport:
     return RuntimeReport(
         kind=f"zero{stage}",
         replicas=1,
+        averaged=engine.dp_world_size,
         num_parameters=sum(sizes),
         parameter_fraction=sum(held) / max(1, sum(sizes)),
         optimizer_fraction=sum(master_sizes) / max(1, trainable),

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config.recipe_schema import ModelSection, Recipe
+from finetune.models import rope_scaling
 from finetune.models.lora_adapters import Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
@@ -53,11 +55,18 @@ def resolve_model_config(
         config = _config_from_name(section)
     _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and 0 <= longest < recipe.data.sequence_length:
+    longest, length = getattr(text, "max_position_embeddings", None), recipe.data.sequence_length
+    if section.rope_scaling is not None:
+        longest = rope_scaling.stretch(config, section.rope_scaling)
+    if longest is not None and 0 <= longest < length:
+        more = ""
+        if section.name is not None and hasattr(text, "rope_parameters"):
+            # In halves, as long as that is no fewer than are needed.
+            old = text.max_position_embeddings
+            more = f", or model.rope_scaling.factor to {math.ceil(2 * length / old) / 2:g} (see docs/recipe.md)"
         raise RecipeError(
-            f"data.sequence_length is {recipe.data.sequence_length}, but the model knows {longest} positions "
-            f"(max_position_embeddings). Set data.sequence_length to at most {longest}."
+            f"data.sequence_length is {length}, but the model knows {longest} positions (max_position_embeddings). Set "
+            f"data.sequence_length to at most {longest}{more}."
         )
     if size is not None and size > text.vocab_size:
         raise RecipeError(

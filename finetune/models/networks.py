@@ -21,6 +21,7 @@ from finetune.models import (
     pretrained_files,
     prompts,
     quantization,
+    rope_scaling,
 )
 from finetune.models.lora_adapters import Head, transformer
 from finetune.models.model_config import AUTO_CLASSES, one_line
@@ -40,6 +41,8 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     """
     section = recipe.model
     network, stored = _as_stored(recipe, config, head)
+    if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
+        rope_scaling.fix_dynamic(network, recipe.data.sequence_length)
     quantization.quantize(network, recipe)
     if recipe.lora is not None:
         network.requires_grad_(False)

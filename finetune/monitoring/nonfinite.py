@@ -66,7 +66,8 @@ class NonFiniteGuard:
         backend = self._backend
         accumulation, micro = len(output.rows), len(output.rows[0])
         losses = torch.zeros(accumulation, backend.data_world, dtype=torch.float64, device=backend.device)
-        losses[:, backend.data_rank] = output.losses.double()
+        if backend.counts_losses:
+            losses[:, backend.data_rank] = output.losses.double()
         rows = torch.zeros(accumulation, backend.data_world, micro, dtype=torch.int64, device=backend.device)
         for index, own in enumerate(output.rows if backend.counts_rows else []):
             rows[index, backend.data_rank] = torch.as_tensor(own, device=backend.device)

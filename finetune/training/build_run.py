@@ -16,14 +16,22 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_sampler import Prefetcher, RowSampler
-from finetune.distributed import rendezvous_store
+from finetune.distributed import rendezvous_store, sequence_parallel
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
-from finetune.models import activation_checkpointing, float8, frozen_weights, lora_adapters, networks, quantization
+from finetune.models import (
+    activation_checkpointing,
+    float8,
+    frozen_weights,
+    lora_adapters,
+    networks,
+    quantization,
+    split_layers,
+)
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.networks import init_weights
 from finetune.models.pretrained_files import Weights
@@ -210,10 +218,13 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     network = _build_network(recipe, backend, inputs)
     if depends_on_micro_size(network.wrapper.network):
         identity[MICRO_SIZE] = recipe.batch.rows
+    whole_loss = _split_layers(backend, network.wrapper, inputs)
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
     runtime = backend.verify(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
+    if whole_loss is not None:
+        preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
@@ -242,10 +253,10 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     reporter = Reporter(
         backend, directory.path, length.num_steps, trackers=trackers, text=inputs.task.text, quiet=quiet
     )
-    if launch.sequence > 1 and depends_on_micro_size(network.wrapper.network):
+    if launch.sequence * launch.tensor > 1 and depends_on_micro_size(network.wrapper.network):
         reporter.warn(
-            f"This network has dropout. On rows that are split over {launch.sequence} ranks it draws other masks than "
-            "on whole rows, so that this run takes another path than under other launch configs."
+            "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
+            "ones, so that this run takes another path than under other launch configs."
         )
     if slow := slow_precision(backend.precision):
         reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
@@ -336,6 +347,16 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
     if recipe.model.activation_offload:
         wrapper.keeping = partial(activation_checkpointing.offload_activations, backend.device)
     return _Network(wrapper, flops, products, infinite)
+
+
+def _split_layers(backend: Backend, wrapper: ForwardWrapper, inputs: _Inputs) -> float | None:
+    """Leaves this rank its part of each layer, where ranks share them; returns the loss of one row from before."""
+    if backend.launch.tensor == 1:
+        return None
+    with sequence_parallel.whole_rows():
+        loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
+    backend.splits = split_layers.split(wrapper.network)
+    return loss
 
 
 def _build_profiler(

@@ -127,7 +127,7 @@ def train_step(run: Run, step: int) -> StepOutput:
     sync = _all_reduce_sync(run, micro_batches)
     targets = sync[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    scale = (backend.world * backend.accumulation / targets.clamp(min=1)).float()
+    scale = (backend.averaged_world * backend.accumulation / targets.clamp(min=1)).float()
     losses: list[torch.Tensor] = []
     read_later = AsyncScalar(sync)
     for index, rows in enumerate(micro_batches):
@@ -138,7 +138,7 @@ def train_step(run: Run, step: int) -> StepOutput:
         batch = evaluation.to_device(run.prefetcher.batch(rows, following), backend.device)
         timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
-        seed_torch(run.recipe.seed, step, index * backend.world + backend.rank)
+        seed_torch(run.recipe.seed, step, index * backend.averaged_world + backend.averaged_rank)
         with backend.micro_batch(run.model, last=last):
             loss_sum = run.model(run.task.loss_sum, batch)
             timer.mark("backward")

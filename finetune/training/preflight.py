@@ -25,11 +25,16 @@ from finetune.utils.errors import BackendError, DataError, FinetuneError
 
 def forward_once(backend: Backend, model: nn.Module, task: Task, data: TaskData) -> torch.Tensor:
     """The loss of one row, without gradients. Every rank must call it."""
+    return loss_of_row(model, task, data, backend.device)
+
+
+def loss_of_row(model: nn.Module, task: Task, data: TaskData, device: torch.device) -> torch.Tensor:
+    """`forward_once`, of a model that may not be prepared yet."""
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
     with evaluation.without_training(model), _by_name(model):
-        loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), backend.device))
+        loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), device))
     return loss
 
 
@@ -254,8 +259,7 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         part = model(CAUSAL_LM.loss_sum, batch)
         with sequence_parallel.whole_rows():
             whole = model(CAUSAL_LM.loss_sum, batch)
-    # Each group has computed all of it.
-    found = backend.sum(part.double().reshape(1)).item() / backend.data_world
+    found = _of_all(backend, part)
     apart = abs(found - whole.item()) / max(abs(whole.item()), 1e-6)
     if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
         who = "this network" if inner is None else _name(inner)
@@ -264,6 +268,36 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
             "itself, as where something but attention looks at neighbouring tokens. Take a launch config without "
             "sequence parallelism (sp_size)."
         )
+
+
+def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData, whole: float) -> None:
+    """Verifies on the prepared model that layers split over ranks give the loss that whole ones did.
+
+    An architecture whose plan leaves something out, or does not fit what its layers do with their parts, would learn
+    something else without a word. Every rank must call it.
+
+    Args:
+        whole: The loss of the same row, of the network before its layers were split.
+
+    Raises:
+        BackendError: If they do not.
+    """
+    found = _of_all(backend, forward_once(backend, model, task, data))
+    apart = abs(found - whole) / max(abs(whole), 1e-6)
+    if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
+        inner = lora_adapters.transformer(unwrap(model))
+        who = "this network" if inner is None else _name(inner)
+        raise BackendError(
+            f"Layers split over {backend.launch.tensor} ranks are not computed as whole ones in {who}: the loss is off "
+            f"by {apart:.2g} of itself, so that its plan for tensor parallelism in transformers does not fit. Take a "
+            "launch config without tensor parallelism (tp_size), such as accelerate_configs/fsdp.yaml."
+        )
+
+
+def _of_all(backend: Backend, part: torch.Tensor) -> float:
+    """The loss of a row that every group of ranks has computed, of what this rank has computed of it."""
+    here = part.double().reshape(1)
+    return backend.sum(here if backend.counts_losses else torch.zeros_like(here)).item() / backend.data_world
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:

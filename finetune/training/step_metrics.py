@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import torch
+
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.step_sync import StepOutput
@@ -27,7 +29,8 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
     run.timer.mark("other")
     split = run.timer.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
-    loss_sum = backend.sum(output.losses.double().sum().reshape(1)).item()
+    here = output.losses.double().sum().reshape(1)
+    loss_sum = backend.sum(here if backend.counts_losses else torch.zeros_like(here)).item()
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.

@@ -31,6 +31,8 @@ class Launch:
     """Hybrid shard: copies of the sharded model."""
     sequence: int = 1
     """Sequence parallelism: ranks that each row is split over. For all else they are data-parallel ranks too."""
+    tensor: int = 1
+    """Tensor parallelism: ranks that each layer is split over. They follow each other, and compute the same rows."""
     reshard: bool = True
     """FSDP2: whether weights are freed again between forward and backward."""
     sync_each_batch: bool | None = None
@@ -53,7 +55,12 @@ class Launch:
     @property
     def data_ranks(self) -> int:
         """Ranks, or groups of ranks, that read rows of their own."""
-        return self.num_processes // self.sequence
+        return self.num_processes // (self.sequence * self.tensor)
+
+    @property
+    def averaged_ranks(self) -> int:
+        """Ranks, or groups of ranks that share layers, over which gradients are averaged."""
+        return self.num_processes // self.tensor
 
     @property
     def sharded(self) -> bool:
@@ -62,7 +69,7 @@ class Launch:
     @property
     def cuts_state(self) -> bool:
         """Whether a tensor, or what an optimiser keeps for it, may lie on several ranks in parts."""
-        return self.sharded or self.uses_deepspeed
+        return self.sharded or self.uses_deepspeed or self.tensor > 1
 
     @property
     def flattens(self) -> bool:
@@ -164,37 +171,47 @@ def of_environment(
 
 
 def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]:
-    """`replicate` and `sequence` of a `Launch`: what the section parallelism_config asks for."""
+    """`replicate`, `sequence` and `tensor` of a `Launch`: what the section parallelism_config asks for."""
     if not _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
-        return {"replicate": 1, "sequence": 1}
+        return {"replicate": 1, "sequence": 1, "tensor": 1}
     place, processes = common["file"] or "The environment", common["num_processes"]
     names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
-    replicate, shard, sequence, *others = (int(env.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names)
-    if max(others) > 1:
+    replicate, shard, sequence, tensor, context = (
+        int(env.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names
+    )
+    if context > 1:
         raise BackendError(
-            f"{place} asks for tensor or context parallelism (tp_size {others[0]}, cp_size {others[1]}), which is not "
-            "offered. Leave those at 1; dp_shard_size, dp_replicate_size and sp_size are."
+            f"{place} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
+            "has no kernel for CPUs, and drops the masks that keep documents in a row apart. Leave cp_size at 1, and "
+            "set sp_size, which splits rows too."
         )
     if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
         raise BackendError(
             f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
             "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1: processes beside sp_size "
-            "are data parallel."
+            "and tp_size are data parallel."
         )
-    if sequence > 1 and replicate > 1:
+    if tensor > 1 and _uses(env, "DEEPSPEED"):
         raise BackendError(
-            f"{place} asks for sequence parallelism (sp_size {sequence}) and {replicate} copies of a sharded model, "
-            "which nothing here has shown to be right together. Leave dp_replicate_size at 1, or sp_size."
+            f"{place} asks for tensor parallelism (tp_size {tensor}) under DeepSpeed, which is not offered. Leave "
+            "tp_size at 1, or take accelerate_configs/fsdp_tp.yaml."
+        )
+    if max(sequence, tensor) > 1 and replicate > 1:
+        raise BackendError(
+            f"{place} asks for {replicate} copies of a sharded model beside sequence or tensor parallelism (sp_size "
+            f"{sequence}, tp_size {tensor}), which nothing here has shown to be right together. Leave "
+            "dp_replicate_size at 1, or sp_size and tp_size."
         )
     # Without sizes of its own, data parallelism takes what is left.
-    derived = sequence > 1 and replicate * shard == 1 and processes % sequence == 0
-    if replicate * shard * sequence != processes and not derived:
+    split = sequence * tensor
+    derived = split > 1 and replicate * shard == 1 and processes % split == 0
+    if replicate * shard * split != processes and not derived:
         raise BackendError(
-            f"{place} asks for {replicate} copies of {shard} shards, and rows split over {sequence}, which takes "
-            f"{replicate * shard * sequence} processes, but {processes} run. Make dp_replicate_size x dp_shard_size x "
-            "sp_size equal num_processes."
+            f"{place} asks for {replicate} copies of {shard} shards, rows split over {sequence} and layers over "
+            f"{tensor}, which takes {replicate * shard * split} processes, but {processes} run. Make dp_replicate_size "
+            "x dp_shard_size x sp_size x tp_size equal num_processes."
         )
-    return {"replicate": replicate, "sequence": sequence}
+    return {"replicate": replicate, "sequence": sequence, "tensor": tensor}
 
 
 def _uses(env: Mapping[str, str], name: str) -> bool:

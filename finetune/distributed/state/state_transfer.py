@@ -18,19 +18,20 @@ from finetune.distributed.state.zero_state import (
     writing,
     zero_states,
 )
+from finetune.distributed.tensor_parallel import WHOLE, Split, Splits
 from finetune.utils.compat.torch_private import GROWTH_TRACKER
 from finetune.utils.errors import BackendError, CheckpointError
 
 PARAMETER = "parameter"
 
 
-def sizes(network: nn.Module) -> dict[str, int]:
+def sizes(network: nn.Module, splits: Splits = WHOLE) -> dict[str, int]:
     """Elements of each trainable parameter, whole, by name, in the order of `named_parameters()`."""
-    return {name: int(getattr(p, "ds_numel", p.numel())) for name, p in _trainable(network)}
+    return {name: splits.size(name, p) for name, p in _trainable(network)}
 
 
 def read(
-    launch: Launch, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
+    launch: Launch, network: nn.Module, optimizer: Any, splits: Splits = WHOLE, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
 
@@ -39,6 +40,7 @@ def read(
     Args:
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
+        splits: Which parameters are split over the ranks of a tensor-parallel group.
 
     Yields:
         `parameter/NAME` or `STATE/NAME`, and the piece, which lasts until the next one is asked for.
@@ -52,18 +54,24 @@ def read(
         return
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
-        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter)
+        split = splits.parameters.get(name)
+        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split)
         for key, value in _in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
-            if launch.sharded and tensor.ndim and tensor.shape != parameter.shape:
+            if launch.cuts_state and tensor.ndim and tensor.shape != parameter.shape:
                 raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", tensor_shards.of(tensor)
+            yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None)
 
 
 def write(
-    launch: Launch, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
+    launch: Launch,
+    network: nn.Module,
+    optimizer: Any,
+    keys: Collection[str],
+    load: Callable[[str], torch.Tensor],
+    splits: Splits = WHOLE,
 ) -> None:
     """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
@@ -74,6 +82,7 @@ def write(
         optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
+        splits: As `read` has it.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.
@@ -88,17 +97,19 @@ def write(
         inner.state.clear()
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
-        whole = _loaded(load, f"{PARAMETER}/{name}", parameter.shape)
-        tensor_shards.local(parameter.detach()).copy_(tensor_shards.part_of(whole, parameter))
+        shard = tensor_shards.of(parameter, splits.parameters.get(name))
+        whole = _loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
+        _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
-            inner.state[parameter][key] = _placed(whole, key, name, parameter, groups[id(parameter)], launch.sharded)
+            group = groups[id(parameter)]
+            inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, launch.cuts_state)
 
 
-def frozen(launch: Launch, parameter: Any) -> Shard:
+def frozen(launch: Launch, parameter: Any, split: Split | None = None) -> Shard:
     """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
     if launch.kind != "zero3":
-        return tensor_shards.of(parameter)
+        return tensor_shards.of(parameter, split)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
@@ -276,17 +287,25 @@ def _loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.
     return whole
 
 
-def _placed(whole: torch.Tensor, key: str, name: str, parameter: Any, group: dict[str, Any], sharded: bool) -> Any:
-    """State as an optimiser of torch's holds it for a parameter."""
-    if whole.shape == parameter.shape and key != "step":
+def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
+    """Gives a tensor that is divided as a shard is its part of a whole one."""
+    here = tensor_shards.local(tensor)
+    here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
+
+
+def _placed(
+    whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
+) -> Any:
+    """State as an optimiser of torch's holds it for a parameter, of which this rank has a shard."""
+    if whole.shape == shard.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-        tensor_shards.local(like).copy_(tensor_shards.part_of(whole, parameter))
+        _fill(like, whole, shard)
         return like
     if whole.ndim == 0:
         return _scalar(whole, key, group, parameter.device)
-    if sharded:
-        raise _not_held(f"{key}/{name}", whole.shape, parameter.shape)
+    if divided:
+        raise _not_held(f"{key}/{name}", whole.shape, shard.shape)
     return whole.to(parameter.device, copy=True)
 
 

@@ -1,13 +1,38 @@
 """Which part of a tensor lies on this rank, and how parts get to the rank that writes the whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from finetune.distributed import tensor_parallel
+from finetune.distributed.tensor_parallel import Split
 from finetune.utils.errors import BackendError
+
+Range = tuple[int, int]
+"""First and last + 1."""
+
+
+class Block(NamedTuple):
+    """What of a whole tensor a rank has in one piece: a range of each dimension.
+
+    One range alone is of the tensor as one dimension.
+    """
+
+    whole: tuple[Range, ...]
+    """Where it lies in the whole tensor."""
+    local: tuple[Range, ...]
+    """Where it lies in what the rank has."""
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """It in a whole tensor; a view."""
+        return (whole.reshape(-1) if len(self.whole) == 1 else whole)[_slices(self.whole)]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """It in what the rank has; a view."""
+        return local[_slices(self.local)]
 
 
 @dataclass(frozen=True)
@@ -17,9 +42,9 @@ class Shard:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     local: torch.Tensor
-    """The piece, as one dimension, on its device. It is live: to be copied before the next one is asked for."""
-    begin: int
-    """Where the piece begins in the whole tensor, as one dimension."""
+    """The piece, on its device. It is live: to be copied before the next one is asked for."""
+    blocks: tuple[Block, ...]
+    """What it is made of; none if it is empty."""
     ranks: tuple[int, ...]
     """The ranks that have the whole tensor among them; empty if each rank has all of it."""
     gather: Callable[[], torch.Tensor]
@@ -32,39 +57,108 @@ def local(tensor: Any) -> torch.Tensor:
     return here
 
 
+def interval(begin: int, size: int) -> tuple[Block, ...]:
+    """A part of a tensor as one dimension."""
+    return (Block(((begin, begin + size),), ((0, size),)),) if size else ()
+
+
 def undivided(tensor: torch.Tensor) -> Shard:
     """A tensor that each rank has all of."""
     whole = tensor.detach()
-    return Shard(tuple(whole.shape), whole.reshape(-1), 0, (), lambda: whole)
+    return Shard(tuple(whole.shape), whole.reshape(-1), interval(0, whole.numel()), (), lambda: whole)
 
 
-def of(tensor: Any) -> Shard:
-    """The piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all."""
-    if not hasattr(tensor, "device_mesh"):
+def of(tensor: Any, split: Split | None = None) -> Shard:
+    """The piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
+
+    Args:
+        split: How it is split over the ranks of a tensor-parallel group, if it is.
+    """
+    ranks: tuple[int, ...] = ()
+    rows = (0, tensor.shape[0] if tensor.ndim else 1)
+    if hasattr(tensor, "device_mesh"):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        sharded = [index for index, placement in enumerate(placements) if placement.is_shard()]
+        if len(sharded) != 1 or placements[sharded[0]].dim != 0:
+            raise BackendError(f"A tensor of {tuple(tensor.shape)} is sharded as {placements}, not along its rows.")
+        shape, offset = _place(tensor)
+        rows = (offset[0], offset[0] + shape[0])
+        ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
+    elif split is None:
         return undivided(tensor)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    sharded = [index for index, placement in enumerate(placements) if placement.is_shard()]
-    if len(sharded) != 1 or placements[sharded[0]].dim != 0:
-        raise BackendError(f"A tensor of {tuple(tensor.shape)} is sharded as {placements}, not along its rows.")
-    _, offset = _place(tensor)
-    row = tensor.numel() // max(1, tensor.shape[0])
-    ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
-    piece = local(tensor.detach()).reshape(-1)
+    here = local(tensor.detach())
+
+    def part() -> torch.Tensor:
+        # Shards that rest in host memory are gathered where the process group is.
+        if not ranks:
+            return here
+        whole: torch.Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+        return whole
+
+    if split is None:
+        row = tensor.numel() // max(1, tensor.shape[0])
+        begin, size = rows[0] * row, here.numel()
+        return Shard(tuple(tensor.shape), here.reshape(-1), interval(begin, size), ranks, part)
+    if split.packed is not None:
+        raise BackendError("A packed tensor that is split over ranks cannot be put together.")
+    group = tensor_parallel.group()
 
     def gather() -> torch.Tensor:
-        # Shards that rest in host memory are gathered where the process group is.
-        whole: torch.Tensor = tensor.detach().to(mesh.device_type).full_tensor()
+        parts = tensor_parallel.gather(part())
+        whole = torch.empty(split.shape, dtype=here.dtype, device=parts[0].device)
+        for rank, found in enumerate(parts):
+            for block in _blocks(split, (0, found.shape[0]), group.size, rank):
+                block.within(whole).copy_(block.of(found))
         return whole
 
-    return Shard(tuple(tensor.shape), piece, offset[0] * row, ranks, gather)
+    # The ranks of a group follow each other, and each has the same rows of its part.
+    mates = ranks or (distributed.get_rank(),)
+    holders = tuple(rank - group.rank + mate for rank in mates for mate in range(group.size))
+    return Shard(split.shape, here, tuple(_blocks(split, rows, group.size, group.rank)), holders, gather)
 
 
-def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """What of a whole tensor belongs to this rank if it is sharded as another is; a view."""
-    if not hasattr(like, "device_mesh"):
-        return whole
-    shape, offset = _place(like)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+def _blocks(split: Split, rows: Range, size: int, rank: int) -> Iterator[Block]:
+    """What a rank of a tensor-parallel group has in some rows of its part of a tensor."""
+    at = 0
+    for first, last in split.indices(size, rank):
+        begin, end = (max(at, rows[0]), min(at + last - first, rows[1])) if split.dim == 0 else rows
+        if begin < end:
+            whole, here = [(0, n) for n in split.shape], [(0, n) for n in split.shape]
+            whole[0], here[0] = (begin, end), (begin - rows[0], end - rows[0])
+            if split.dim == 0:
+                whole[0] = (first + begin - at, first + end - at)
+            else:
+                whole[split.dim], here[split.dim] = (first, last), (at, at + last - first)
+            yield Block(tuple(whole), tuple(here))
+        at += last - first
+
+
+def part_of(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """What of a whole tensor belongs to this rank if it is divided as another one is."""
+    if len(shard.blocks) == 1:
+        return shard.blocks[0].within(whole).reshape(shard.local.shape)
+    part = torch.empty(shard.local.shape, dtype=whole.dtype)
+    for block in shard.blocks:
+        block.of(part).copy_(block.within(whole))
+    return part
+
+
+def to_numbers(blocks: tuple[Block, ...]) -> list[int]:
+    """Blocks as whole numbers, for a table that ranks share: dimensions and blocks, and the ranges of each."""
+    dims = len(blocks[0].whole) if blocks else 0
+    return [dims, len(blocks), *(n for block in blocks for side in block for ends in side for n in ends)]
+
+
+def from_numbers(numbers: list[int]) -> tuple[Block, ...]:
+    """The inverse; numbers may follow that mean nothing."""
+    dims, count, *ends = numbers
+    ranges = list(zip(ends[::2], ends[1::2], strict=False))
+    sides = [tuple(ranges[i * dims : (i + 1) * dims]) for i in range(2 * count)]
+    return tuple(Block(whole, here) for whole, here in zip(sides[::2], sides[1::2], strict=True))
+
+
+def _slices(ranges: tuple[Range, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in ranges)
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -87,9 +181,9 @@ class Exchange:
         distributed.send(_bytes(piece), rank, group=self._group)
 
     def receive(self, into: torch.Tensor, rank: int) -> None:
-        """Takes the next piece that a rank sends."""
+        """Takes the next piece that a rank sends, into a contiguous tensor."""
         distributed.recv(_bytes(into), rank, group=self._group)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)

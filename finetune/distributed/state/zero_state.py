@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.state.tensor_shards import Shard, interval
 from finetune.utils.errors import BackendError
 
 
@@ -66,7 +66,8 @@ class ZeroState:
     def piece(self, part: Part, buffer: torch.Tensor) -> Shard:
         """What lies in such a buffer of one parameter."""
         ranks = tuple(distributed.get_process_group_ranks(self.ranks))
-        return Shard(part.shape, part.within(buffer), part.begin, ranks, lambda: self._gather(part, buffer))
+        blocks = interval(part.begin, part.size)
+        return Shard(part.shape, part.within(buffer), blocks, ranks, lambda: self._gather(part, buffer))
 
     def _gather(self, part: Part, buffer: torch.Tensor) -> torch.Tensor:
         from deepspeed.accelerator import get_accelerator

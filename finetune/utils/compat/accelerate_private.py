@@ -1,10 +1,11 @@
 """Private names of accelerate, and what it imports for nothing."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import modeling, other
 
@@ -32,6 +33,22 @@ def reset_state() -> None:
     """Forgets what all instances have in common, so that another `Accelerator` can be made in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@contextmanager
+def sharding_over(accelerator: Any, mesh: Any) -> Iterator[None]:
+    """Has FSDP2 shard over a mesh of some of the ranks, not over all of them.
+
+    Source: accelerate 1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`.
+    """
+    state = accelerator.state
+    before = state.parallelism_config, state.device_mesh
+    state.parallelism_config = ParallelismConfig(dp_shard_size=max(2, mesh.size()))
+    state.device_mesh = {tuple(state.parallelism_config.fsdp_dim_names): mesh}
+    try:
+        yield
+    finally:
+        state.parallelism_config, state.device_mesh = before
 
 
 def unsplit_classes(model: Any) -> Collection[str]:

@@ -1,0 +1,211 @@
+"""Tensor parallelism: the ranks of a group hold parts of the same layers, and compute the same rows with them.
+
+A rank's part of a parameter is a tensor like any other: backends shard it, optimisers step it, and kernels read it as
+they do a whole one. What a part is of, `Split` says. `models.split_layers` splits a network's layers, and joins what
+they put out with the functions here.
+
+Letters: B rows, T tokens a row, h width, N ranks of a group.
+
+Source: Shoeybi et al. 2019, "Megatron-LM".
+"""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that this one shares layers with."""
+
+    size: int
+    """N."""
+    rank: int
+    """This rank's number among them, which is that of the parts that it holds."""
+    handle: Any
+    """torch's process group."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is split over the ranks of a group."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    """The dimension that is split."""
+    blocks: int = 1
+    """Parts of it, one behind the other, of which each is split: an MLP's gate and up projection may be one tensor."""
+    packed: int | None = None
+    """Weights that the whole parameter stands for, if it is packed."""
+
+    def indices(self, size: int, rank: int) -> list[tuple[int, int]]:
+        """Where in the whole dimension the parts of a rank lie, which it has one behind the other: first, last + 1."""
+        whole = self.shape[self.dim] // self.blocks
+        part = whole // size
+        return [(block * whole + rank * part, block * whole + (rank + 1) * part) for block in range(self.blocks)]
+
+    def part_of(self, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        """A rank's part of a whole tensor, in memory of its own."""
+        parts = [whole.narrow(self.dim, first, last - first) for first, last in self.indices(size, rank)]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What is split of a network; empty where nothing is."""
+
+    parameters: Mapping[str, Split] = field(default_factory=dict)
+    """By name."""
+    partial: frozenset[str] = frozenset()
+    """Parameters that each rank has all of, but uses in a part of the layer: gradients are to be summed."""
+
+    def size(self, name: str, parameter: Any) -> int:
+        """Elements of a whole parameter; if it is packed, the weights that it stands for are counted elsewhere."""
+        split = self.parameters.get(name)
+        return math.prod(split.shape) if split is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+WHOLE = Splits()
+"""Nothing is split."""
+
+
+_group: Group | None = None
+
+
+def start(size: int, timeout: timedelta) -> None:
+    """Forms the groups: each takes `size` ranks, one after the other. Every rank must call it."""
+    global _group
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    for first in range(0, world, size):
+        handle = distributed.new_group(list(range(first, first + size)), timeout=timeout)
+        if first <= rank < first + size:
+            _group = Group(size, rank - first, handle)
+
+
+def group() -> Group:
+    """This rank's group."""
+    assert _group is not None
+    return _group
+
+
+class SharedInputs:
+    """Hands a tensor to layers of which each rank computes a part, and sums its gradients over ranks.
+
+    Layers that are given the same tensor (queries, keys and values) share one sum.
+    """
+
+    def __init__(self) -> None:
+        self._given: weakref.ref[torch.Tensor] | None = None
+        self._handed: weakref.ref[torch.Tensor] | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and values.requires_grad):
+            return values
+        given = self._given() if self._given is not None else None
+        handed = self._handed() if self._handed is not None else None
+        if given is not values or handed is None:
+            handed = sum_gradients(values)
+            # Weak, so that they live no longer than the graph that they belong to.
+            self._given, self._handed = weakref.ref(values), weakref.ref(handed)
+        return handed
+
+
+def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
+    """Sums gradients over the group's ranks, in place and at once."""
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    distributed.all_reduce(flat, group=group().handle)
+    for gradient, whole in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(whole.view_as(gradient))
+
+
+def sum_gradients(values: torch.Tensor) -> torch.Tensor:
+    """The same values, whose gradients are summed over the group's ranks."""
+    same: torch.Tensor = _SumGradients.apply(values)  # type: ignore[no-untyped-call]
+    return same
+
+
+def sum_outputs(part: torch.Tensor) -> torch.Tensor:
+    """The sum of what the group's ranks have, on each of them."""
+    whole: torch.Tensor = _SumOutputs.apply(part)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def gather_outputs(part: torch.Tensor) -> torch.Tensor:
+    """What the group's ranks have, (..., h / N), one behind the other, (..., h), on each of them."""
+    whole: torch.Tensor = _GatherOutputs.apply(part)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def split_inputs(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part, (..., h / N), of what each has, (..., h)."""
+    part: torch.Tensor = _SplitInputs.apply(whole)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _sum(gradients[0])
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        return _sum(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class _GatherOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat(gather(part), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _own(gradients[0])
+
+
+class _SplitInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
+        return _own(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.cat(gather(gradients[0]), -1)
+
+
+def _sum(part: torch.Tensor) -> torch.Tensor:
+    # In fp32: rounded to 16 bit before they are added, parts would lose what the whole product keeps.
+    wide = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
+    whole = part.to(wide, copy=True, memory_format=torch.contiguous_format)
+    distributed.all_reduce(whole, group=group().handle)
+    return whole.to(part.dtype)
+
+
+def _own(whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(group().size, -1)[group().rank].contiguous()
+
+
+def gather(part: torch.Tensor) -> list[torch.Tensor]:
+    """What each of the group's ranks has, in their order; every one of them must call it."""
+    here = part.contiguous()
+    parts = [torch.empty_like(here) for _ in range(group().size)]
+    distributed.all_gather(parts, here, group=group().handle)
+    return parts
