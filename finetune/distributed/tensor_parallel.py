@@ -43,7 +43,11 @@ class Split:
     blocks: int = 1
     """Parts of it, one behind the other, of which each is split: an MLP's gate and up projection may be one tensor."""
     packed: int | None = None
-    """Weights that the whole parameter stands for, if it is packed."""
+    """Weights that the whole parameter stands for, if it is packed; `shape` is that in which it can be split then."""
+
+    def part_shape(self, size: int) -> tuple[int, ...]:
+        """Of a rank's part."""
+        return tuple(n // size if dim == self.dim else n for dim, n in enumerate(self.shape))
 
     def indices(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Where in the whole dimension the parts of a rank lie, which it has one behind the other: first, last + 1."""

@@ -196,10 +196,10 @@ class _Splitter:
         weight_bytes = weight.data.view(torch.uint8).view(rows, -1).chunk(size, 1)[rank].contiguous()
         state.absmax = state.absmax.view(rows, -1).chunk(size, 1)[rank].contiguous().view(-1)
         state.shape = torch.Size(shape)
-        whole = tuple(weight.shape)
-        weight.data = weight_bytes.view(-1).view(weight.dtype).view(-1, *whole[1:])
+        numbers = weight.numel() // rows
+        weight.data = weight_bytes.view(-1).view(weight.dtype).view(-1, *weight.shape[1:])
         module.out_features, module.in_features = shape
-        self.splits.append((weight, Split(whole, 0, packed=out * features)))
+        self.splits.append((weight, Split((rows, numbers), 1, packed=out * features)))
 
 
 def _unknown(name: str, style: str) -> BackendError:

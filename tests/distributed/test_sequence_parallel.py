@@ -11,7 +11,7 @@ import yaml
 from forkserver import ForkServer
 from harness import ROOT, Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
 from matrix import checkpoint_of, saved
-from recipes_for_tests import ARCHITECTURES, MODEL, PARITY, SGD, base
+from recipes_for_tests import PARITY, SPLIT, SPLIT_ROWS, base
 from split_rows_worker import CASES
 
 from finetune.config.recipe import validate_recipe
@@ -101,32 +101,11 @@ def test_other_tasks_are_refused() -> None:
         check_split_rows(other, ASKED)
 
 
-_SHORT = {"length": {"steps": 8}, "eval": {"at_end": True}}
-_ADAPTERS: dict[str, Any] = {"model": {"name": MODEL, "config": None}, "tokenizer": {}, "lora": {"rank": 4}, **_SHORT}
-# Ranks draw other masks for parts of rows than for whole ones.
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-JOBS: dict[str, dict[str, Any]] = {
-    **{name: ARCHITECTURES[name] for name in ("qwen3", "gemma3", "mixtral")},
-    "checkpointed": {
-        **ARCHITECTURES["llama_tied"],
-        "model": {**ARCHITECTURES["llama_tied"]["model"], "gradient_checkpointing": True},
-    },
-    "gpt2": {
-        **ARCHITECTURES["gpt2"],
-        "model": {"config": {**ARCHITECTURES["gpt2"]["model"]["config"], **_NO_DROPOUT}},
-    },
-    # 8 of 4 micro-batches, at a rate at which a wrong scale of the gradient shows.
-    "accumulates": base(batch={"global_size": 8, "micro_size": 1}, optim={**SGD, "args": {}}, **_SHORT),
-    "lora": base(**_ADAPTERS),
-    "qlora": base(**{**_ADAPTERS, "model": {**_ADAPTERS["model"], "quantization": "nf4"}}, precision="bf16"),
-}
-
-
-@pytest.mark.xdist_group("sp")
-@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.xdist_group("split")
+@pytest.mark.parametrize("name", list(SPLIT_ROWS))
 def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str) -> None:
-    single, split = (launcher.many(config, JOBS)[name] for config in ("single", "sp"))
-    if JOBS[name].get("precision") == "bf16":
+    single, split = launcher.many("single", SPLIT)[name], launcher.many("sp", SPLIT_ROWS)[name]
+    if SPLIT[name].get("precision") == "bf16":
         assert_near_in_bf16(single, split)
     else:
         assert_same_path(single, split, 1e-4)
@@ -134,14 +113,15 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str)
     assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
 
 
+@pytest.mark.xdist_group("split")
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -> None:
     launch = yaml.safe_load((ROOT / f"accelerate_configs/{stage}.yaml").read_text())
     launch["deepspeed_config"]["deepspeed_config_file"] = str(ROOT / f"ds_configs/{stage}.json")
     file = tmp_path / "launch.yaml"
     file.write_text(yaml.safe_dump({**launch, "parallelism_config": {"parallelism_config_sp_size": 2}}))
-    split = launcher.one(file, JOBS["accumulates"])
-    assert_same_path(launcher.many("single", JOBS)["accumulates"], split, 1e-4)
+    split = launcher.one(file, SPLIT["accumulates"])
+    assert_same_path(launcher.many("single", SPLIT)["accumulates"], split, 1e-4)
     assert (split.facts["runs"]["kind"], split.facts["runs"]["sequence"]) == (stage, 2)
 
 
@@ -152,7 +132,7 @@ def resumed(launcher: Launcher, config: str, source: Result) -> Result:
     return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
 
 
-@pytest.mark.xdist_group("sp")
+@pytest.mark.xdist_group("split")
 def test_checkpoints_resume_on_whole_rows_and_back(launcher: Launcher) -> None:
     single, split = (launcher.one(config, KEPT).check() for config in ("single", "sp"))
     own = resumed(launcher, "sp", split)

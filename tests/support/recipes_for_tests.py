@@ -147,3 +147,45 @@ def _architectures() -> dict[str, dict[str, Any]]:
 
 # The same five steps of every architecture.
 ARCHITECTURES = _architectures()
+
+
+# Runs whose rows or layers are split over ranks, which draw other dropout masks than one process does.
+_BRIEF = {"length": {"steps": 8}, "eval": {"at_end": True}}
+_ADAPTERS: dict[str, Any] = {"model": {"name": MODEL, "config": None}, "tokenizer": {}, "lora": {"rank": 4}, **_BRIEF}
+_EITHER: dict[str, dict[str, Any]] = {
+    **{name: ARCHITECTURES[name] for name in ("qwen3", "gemma3", "mixtral")},
+    "checkpointed": {
+        **ARCHITECTURES["llama_tied"],
+        "model": {**ARCHITECTURES["llama_tied"]["model"], "gradient_checkpointing": True},
+    },
+    # 8 of 4 micro-batches, at a rate at which a wrong scale of the gradient shows.
+    "accumulates": base(batch={"global_size": 8, "micro_size": 1}, optim={**SGD, "args": {}}, **_BRIEF),
+    "lora": base(**_ADAPTERS),
+    # So wide that each rank has whole blocks of those weights that share a scale.
+    "qlora": base(
+        model={"config": {**LLAMA, "hidden_size": 128, "intermediate_size": 256}, "quantization": "nf4"},
+        lora={"rank": 4},
+        precision="bf16",
+        **_BRIEF,
+    ),
+}
+SPLIT_ROWS = {
+    **_EITHER,
+    "gpt2": {
+        **ARCHITECTURES["gpt2"],
+        "model": {"config": {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}},
+    },
+}
+SPLIT_LAYERS = {
+    **_EITHER,
+    # One tensor for queries, keys and values, and one for both halves of an MLP: outputs are gathered, inputs split.
+    "phi3": base(model={"config": {"model_type": "phi3", **_FEWER_KV, "pad_token_id": 0}}, **_BRIEF),
+    # Biases, of which some are added to a sum over ranks.
+    "gpt_neox": base(
+        model={"config": {"model_type": "gpt_neox", **_FEW, "intermediate_size": 64, "use_parallel_residual": False}},
+        **_BRIEF,
+    ),
+    "biases": base(model={"config": {**LLAMA, "attention_bias": True, "mlp_bias": True}}, **_BRIEF),
+}
+SPLIT = {**SPLIT_ROWS, **SPLIT_LAYERS}
+"""All of them, which one process runs to be compared with."""

@@ -99,22 +99,22 @@ def of(tensor: Any, split: Split | None = None) -> Shard:
         row = tensor.numel() // max(1, tensor.shape[0])
         begin, size = rows[0] * row, here.numel()
         return Shard(tuple(tensor.shape), here.reshape(-1), interval(begin, size), ranks, part)
-    if split.packed is not None:
-        raise BackendError("A packed tensor that is split over ranks cannot be put together.")
     group = tensor_parallel.group()
 
     def gather() -> torch.Tensor:
-        parts = tensor_parallel.gather(part())
+        parts = [found.view(split.part_shape(group.size)) for found in tensor_parallel.gather(part())]
         whole = torch.empty(split.shape, dtype=here.dtype, device=parts[0].device)
         for rank, found in enumerate(parts):
             for block in _blocks(split, (0, found.shape[0]), group.size, rank):
                 block.within(whole).copy_(block.of(found))
-        return whole
+        return whole if split.packed is None else whole.view(-1, *here.shape[1:])
 
     # The ranks of a group follow each other, and each has the same rows of its part.
     mates = ranks or (distributed.get_rank(),)
     holders = tuple(rank - group.rank + mate for rank in mates for mate in range(group.size))
-    return Shard(split.shape, here, tuple(_blocks(split, rows, group.size, group.rank)), holders, gather)
+    # What is packed is frozen under adapters, and saved nowhere.
+    blocks = () if split.packed is not None else tuple(_blocks(split, rows, group.size, group.rank))
+    return Shard(split.shape, here, blocks, holders, gather)
 
 
 def _blocks(split: Split, rows: Range, size: int, rank: int) -> Iterator[Block]:

@@ -1,0 +1,177 @@
+"""Layers that are split over ranks: parts of tensors, what is refused, and runs of many kinds beside one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
+from matrix import checkpoint_of, saved
+from recipes_for_tests import PARITY, SPLIT, SPLIT_LAYERS, base
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from finetune.config.recipe import validate_recipe
+from finetune.distributed import tensor_parallel
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import check_split_layers
+from finetune.distributed.state import tensor_shards
+from finetune.distributed.tensor_parallel import Split
+from finetune.models import split_layers
+from finetune.utils.errors import BackendError
+
+ASKED = Launch(kind="ddp", num_processes=4, tensor=2, file="tp.yaml")
+
+
+@pytest.mark.xdist_group("split")
+@pytest.mark.parametrize("name", list(SPLIT_LAYERS))
+def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str) -> None:
+    single, split = launcher.many("single", SPLIT)[name], launcher.many("tp", SPLIT_LAYERS)[name]
+    if SPLIT[name].get("precision") == "bf16":
+        assert_near_in_bf16(single, split)
+    else:
+        assert_same_path(single, split, 1e-4)
+    assert split.facts["runs"]["tensor"] == 2
+    assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
+
+
+KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
+
+
+def resumed(launcher: Launcher, config: str, source: Result) -> Result:
+    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
+
+
+@pytest.mark.xdist_group("split")
+@pytest.mark.parametrize("config", ["tp", "fsdp_tp"])
+def test_checkpoints_resume_on_whole_layers_and_back(launcher: Launcher, config: str) -> None:
+    single, split = (launcher.one(c, KEPT).check() for c in ("single", config))
+    own = resumed(launcher, config, split)
+    assert saved(own) == saved(split), "to the bit on the same launch config"
+    for other in (resumed(launcher, "single", split), resumed(launcher, config, single)):
+        assert weight_difference(single, other) <= 1e-4
+
+
+def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
+    runs = launcher.one("fsdp_tp", KEPT).check().facts["runs"]
+    assert runs["mesh"] == {"data": 2, "sequence": 1, "tensor": 2}
+    assert {runs["shares"][f"{name}.weight"] for name in ("q_proj", "o_proj", "up_proj", "down_proj")} == {0.25}
+    assert {runs["shares"][f"{name}.weight"] for name in ("embed_tokens", "lm_head", "norm")} == {0.5}
+
+
+SPLITS = [
+    Split((12, 5), 0),
+    Split((5, 12), 1),
+    Split((24, 5), 0, blocks=2),
+    Split((3, 24, 5), 1, blocks=2),
+    Split((12,), 0),
+    Split((3, 5, 12), 2),
+]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+def test_blocks_of_all_ranks_make_up_the_tensor(split: Split, size: int, shards: int) -> None:
+    whole = torch.arange(torch.Size(split.shape).numel()).view(split.shape)
+    found = torch.full_like(whole, -1)
+    for rank in range(size):
+        part = split.part_of(whole, size, rank)
+        step = -(-part.shape[0] // shards)
+        for first in range(0, shards * step, step):
+            rows = (min(first, len(part)), min(first + step, len(part)))
+            local = part[slice(*rows)]
+            blocks = tuple(tensor_shards._blocks(split, rows, size, rank))
+            assert tensor_shards.from_numbers([*tensor_shards.to_numbers(blocks), 0, 0]) == blocks
+            shard = tensor_shards.Shard(split.shape, local, blocks, (), lambda: whole)
+            assert torch.equal(tensor_shards.part_of(whole, shard), local)
+            for block in blocks:
+                assert (block.within(found) == -1).all(), "no element belongs to two ranks"
+                block.within(found).copy_(block.of(local))
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("sections", "precision", "says"),
+    [
+        ({}, "fp16", "Set precision to bf16"),
+        ({"model": {"compile": True}}, "fp32", r"Set model\.compile to false"),
+        ({"model": {"activation_offload": True}}, "fp32", r"Set model\.activation_offload to false"),
+        ({"lora": {"rank": 4, "dora": True}}, "fp32", r"Set lora\.dora to false"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "fp32", r"Set lora\.dropout to 0"),
+    ],
+)
+def test_what_split_layers_cannot_do_is_refused(sections: dict[str, Any], precision: str, says: str) -> None:
+    with pytest.raises(BackendError, match=says) as raised:
+        check_split_layers(validate_recipe(base(**sections)), ASKED, precision)
+    assert str(raised.value).startswith("tp.yaml splits layers over 2 ranks (tp_size)")
+
+
+def test_offload_is_refused() -> None:
+    with pytest.raises(BackendError, match="not offered with offload"):
+        check_split_layers(validate_recipe(base()), replace(ASKED, offload_optimizer="cpu"), "fp32")
+
+
+@pytest.fixture
+def as_one_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def become(size: int) -> None:
+        monkeypatch.setattr(tensor_parallel, "_group", tensor_parallel.Group(size, 0, None))
+
+    return become
+
+
+def small(**sizes: Any) -> nn.Module:
+    kept = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, **sizes}
+    network: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**kept))
+    return network
+
+
+def test_architectures_without_a_plan_are_refused(as_one_of: Any) -> None:
+    as_one_of(2)
+    network = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+    with pytest.raises(BackendError, match=r"no plan by which those of GPT2LMHeadModel \(gpt2\) are split"):
+        split_layers.split(network)
+    with pytest.raises(BackendError, match="no plan by which those of Linear are split"):
+        split_layers.split(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "says"),
+    [
+        ({"num_attention_heads": 4}, 3, r"the 4 attention heads of LlamaForCausalLM do not divide\. .*: 1, 2, 4"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, r"the 2 key-value heads .*: 1, 2"),
+        ({"num_attention_heads": 4, "intermediate_size": 46}, 4, r"the 46 rows or columns of model\.layers\.0\.mlp"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(as_one_of: Any, sizes: dict[str, int], ranks: int, says: str) -> None:
+    as_one_of(ranks)
+    with pytest.raises(BackendError, match=says):
+        split_layers.split(small(**sizes))
+
+
+def test_every_parameter_of_a_layer_is_split_by_its_plan(as_one_of: Any) -> None:
+    as_one_of(2)
+    network = small(num_attention_heads=4, num_key_value_heads=2)
+    whole = {name: tuple(p.shape) for name, p in network.named_parameters()}
+    splits = split_layers.split(network)
+    halved = {name for name, p in network.named_parameters() if tuple(p.shape) != whole[name]}
+    assert halved == splits.parameters.keys() == {name for name in whole if "_proj" in name}
+    assert all(splits.parameters[name].shape == whole[name] for name in halved)
+
+
+def test_weights_of_other_ranks_are_let_go(as_one_of: Any) -> None:
+    as_one_of(2)
+    network = small(num_attention_heads=4)
+    split_layers.split(network)
+    weight: Any = network.get_submodule("model.layers.0.mlp.up_proj").weight
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+
+
+EXPLAINED = Path(__file__).parents[2] / "accelerate_configs"
+
+
+@pytest.mark.parametrize("name", ["tp", "fsdp_tp", "fsdp_tp_sp"])
+def test_launch_files_say_what_must_divide(name: str) -> None:
+    text = (EXPLAINED / f"{name}.yaml").read_text()
+    assert "key-value heads" in text
