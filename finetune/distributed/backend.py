@@ -179,6 +179,7 @@ class Backend:
             kept = model.state_dict().keys()
             learned = any(name in kept for name, _ in model.named_buffers())
             self.accelerator.ddp_handler.broadcast_buffers = learned
+        wrapped: Any
         if self.launch.tensor > 1:
             wrapped, prepared = init_accelerator.prepare_beside_split_layers(
                 self.accelerator, self.launch, model, optimizer

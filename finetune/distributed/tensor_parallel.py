@@ -127,8 +127,10 @@ def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     distributed.all_reduce(flat, group=group().handle)
-    for gradient, whole in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(whole.view_as(gradient))
+    begin = 0
+    for gradient in gradients:
+        gradient.copy_(flat.narrow(0, begin, gradient.numel()).view_as(gradient))
+        begin += gradient.numel()
 
 
 def sum_gradients(values: torch.Tensor) -> torch.Tensor:

@@ -334,7 +334,7 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Sp
 
     if isinstance(model, FSDPModule):
         return _read_fsdp(model, parameters, master_weights, whole, common)
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    averaged = model.process_group.size() if isinstance(model, nn.parallel.DistributedDataParallel) else None
     split = {id(p) for name, p in named if name in splits.parameters}
 
     def due(tensors: list[Any]) -> float:
@@ -342,12 +342,12 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Sp
         return float(here / max(1, sum(whole[id(t)] for t in tensors)))
 
     return RuntimeReport(
-        kind="ddp" if wrapped else "single",
+        kind="single" if averaged is None else "ddp",
         replicas=1,
-        averaged=model.process_group.size() if wrapped else 1,
+        averaged=averaged or 1,
         due=(due(parameters), due(master_weights)),
         model_dtypes=_dtypes(parameters),
-        reduce_dtype="bfloat16" if wrapped and _halves_gradients(model) else "float32",
+        reduce_dtype="bfloat16" if averaged is not None and _halves_gradients(model) else "float32",
         offload_params="none",
         offload_optimizer="none",
         **common,

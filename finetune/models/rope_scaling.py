@@ -24,9 +24,9 @@ def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
         RecipeError: If the model has no rotary positions, or stretched ones already.
     """
     text: Any = config.get_text_config()
-    whole = getattr(text, "rope_parameters", None)
-    nested = bool(whole) and "full_attention" in whole
-    parameters = whole["full_attention"] if nested else whole
+    whole: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    nested = "full_attention" in whole
+    parameters: dict[str, Any] = whole["full_attention"] if nested else whole
     if not parameters or not getattr(text, "max_position_embeddings", None):
         raise RecipeError(
             f"model.rope_scaling: {config.model_type} has no rotary positions that could be stretched. Remove the "

@@ -237,7 +237,8 @@ def _add_bias_once(module: nn.Module, base: nn.Module) -> None:
         bias: Any = kept.pop()
         base._parameters["bias"] = bias
         whole = tensor_parallel.sum_outputs(output)
-        return (whole + bias).to(whole.dtype)
+        summed: torch.Tensor = (whole + bias).to(whole.dtype)
+        return summed
 
     module.register_forward_pre_hook(take)
     module.register_forward_hook(give)

@@ -1,6 +1,7 @@
 """The same recipe takes the same path under every launch file (invariants 1, 2, 3, 4 and 7 of the design)."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,14 @@ from recipes_for_tests import PARITY, SPLITS, WIDE
 
 from finetune.distributed.native_ops.toolchain import has_libaio
 
-BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "sp", "fsdp_sp"]
+BACKENDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+BACKENDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]
 needs_libaio = pytest.mark.skipif(not has_libaio(), reason="needs libaio-dev")
 NVME = pytest.param("zero3_nvme", marks=[pytest.mark.nvme, needs_libaio, pytest.mark.xdist_group("zero3_nvme")])
 EVERY = [*(pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS), NVME]
+
+# The share of the parameters that no plan splits: embedding, head and norms.
+WHOLE = 65_856 / 139_584
 
 # Offload replaces torch's AdamW by DeepSpeed's, and refuses every other optimiser.
 OFFLOADED = ("zero3_offload", "zero3_nvme")
@@ -71,18 +76,27 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
         "zero3_nvme": ("DeepSpeedEngine", "zero3", (0.5, 0.5)),
         "sp": ("DistributedDataParallel", "ddp", (1.0, 1.0)),
         "fsdp_sp": ("FSDPForwardWrapper", "fsdp", (0.25, 0.25)),
+        # Embedding and head are whole on each rank of those that share layers.
+        "tp": ("DistributedDataParallel", "ddp", (WHOLE + (1 - WHOLE) / 2,) * 2),
+        "fsdp_tp": ("FSDPForwardWrapper", "fsdp", (WHOLE / 2 + (1 - WHOLE) / 4,) * 2),
+        "fsdp_tp_sp": ("FSDPForwardWrapper", "fsdp", (WHOLE / 2 + (1 - WHOLE) / 4,) * 2),
     }[backend]
-    ranks, parts = 4 if backend in ("hsdp", "fsdp_sp") else 2, 2 if backend in ("sp", "fsdp_sp") else 1
+    ranks = 4 if backend == "hsdp" or backend.startswith("fsdp_") and backend != "fsdp_grad_op" else 2
+    words = backend.split("_")
+    parts, layers = 2 if "sp" in words else 1, 2 if "tp" in words else 1
     assert (runs["wrapper"], runs["kind"]) == (wrapper, kind)
-    assert (runs["world_size"], runs["sequence"]) == (ranks, parts)
+    assert (runs["world_size"], runs["sequence"], runs["tensor"]) == (ranks, parts, layers)
+    assert math.prod(runs["mesh"].values()) == ranks
     # Queries, keys, values and what comes out, of two layers.
     assert runs["exchanges"] == (8 if parts > 1 else 0)
     assert (runs["parameter_fraction"], runs["optimizer_fraction"]) == pytest.approx(shards, abs=0.03)
     offload = {"zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(backend, "none")
     assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
-    assert runs["reshards"] == {"fsdp": True, "fsdp_grad_op": False, "hsdp": True, "fsdp_sp": True}.get(backend)
-    assert runs["accumulation"] == 8 // (2 * ranks // parts)
-    split = f"{ranks // parts} data x {parts} sequence" if parts > 1 else str(ranks)
+    assert runs["reshards"] == (None if kind not in ("fsdp", "hsdp") else backend != "fsdp_grad_op")
+    data = ranks // (parts * layers)
+    assert runs["accumulation"] == 8 // (2 * data)
+    sizes = [f"{size} {name}" for name, size in (("sequence", parts), ("tensor", layers)) if size > 1]
+    split = " x ".join([f"{data} data", *sizes]) if sizes else str(ranks)
     assert f"launch    {kind} x {split} on cpu (gloo), fp32" in run.output
 
 
