@@ -56,14 +56,14 @@ def resolve_model_config(
     _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
     text = config.get_text_config()
     longest, length = getattr(text, "max_position_embeddings", None), recipe.data.sequence_length
+    trained = longest
     if section.rope_scaling is not None:
         longest = rope_scaling.stretch(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
         if section.name is not None and hasattr(text, "rope_parameters"):
-            # In halves, as long as that is no fewer than are needed.
-            old = text.max_position_embeddings
-            more = f", or model.rope_scaling.factor to {math.ceil(2 * length / old) / 2:g} (see docs/recipe.md)"
+            # In halves.
+            more = f", or model.rope_scaling.factor to {math.ceil(2 * length / trained) / 2:g} (see docs/recipe.md)"
         raise RecipeError(
             f"data.sequence_length is {length}, but the model knows {longest} positions (max_position_embeddings). Set "
             f"data.sequence_length to at most {longest}{more}."
