@@ -6,7 +6,7 @@ Nothing imports this. `parity --inject` has each worker run it in place of `scri
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,10 @@ import torch
 
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity.launch_runs import FAULTS
+from finetune.distributed import sequence_parallel, tensor_parallel
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import read_launch
+from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
@@ -29,14 +33,19 @@ def planted(fault: str) -> Iterator[None]:
     Raises:
         RecipeError: If the fault needs more processes than there are.
     """
-    if fault in ("lost-rank", "scheduler") and os.environ.get("WORLD_SIZE", "1") == "1":
+    launch = read_launch()
+    if fault in ("lost-rank", "scheduler") and launch.num_processes == 1:
         raise RecipeError(f"--inject {fault} breaks what ranks do together, and a single process has no other.")
-    whole = loop._all_reduce_sync, ForwardWrapper.forward, lr_schedule.lr_at
-    {"mean-of-means": _average_means, "lost-rank": _lose_rank, "scheduler": _hurry, "bf16-loss": _round}[fault]()
+    for among, ranks, what in ((("lost-targets",), launch.sequence, "rows"), (_OF_LAYERS, launch.tensor, "layers")):
+        if fault in among and ranks == 1:
+            raise RecipeError(f"--inject {fault} breaks {what} that are split over ranks, and none are here.")
+    whole = [(owner, name, getattr(owner, name)) for owner, name in _BROKEN]
+    _FAULTS[fault]()
     try:
         yield
     finally:
-        loop._all_reduce_sync, ForwardWrapper.forward, lr_schedule.lr_at = whole  # type: ignore[method-assign]
+        for owner, name, before in whole:
+            setattr(owner, name, before)
 
 
 def _average_means() -> None:
@@ -100,6 +109,61 @@ def _round() -> None:
         return value.bfloat16().float() if value.requires_grad else value
 
     ForwardWrapper.forward = rounded  # type: ignore[method-assign]
+
+
+def _leak() -> None:
+    def edges_of_rows(batch: Any) -> dict[str, Any]:
+        rows, length = batch["input_ids"].shape
+        edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
+        return {**batch, "cu_seqlens": edges}
+
+    split = sequence_parallel.split
+    # What is verified before the first step has no gradients.
+    sequence_parallel.split = lambda batch: split(edges_of_rows(batch) if torch.is_grad_enabled() else batch)
+
+
+def _lose_targets() -> None:
+    split = sequence_parallel.split
+
+    def without_last(batch: Any) -> Any:
+        part = split(batch)
+        if not torch.is_grad_enabled():
+            return part
+        targets = part["targets"].clone()
+        targets[:, -1] = IGNORED
+        return {**part, "targets": targets}
+
+    sequence_parallel.split = without_last
+
+
+def _lose_sum() -> None:
+    tensor_parallel.sum_gradients = lambda values: values.view_as(values)
+
+
+def _count_twice() -> None:
+    Backend._counts_in_norm = lambda self, name: True  # type: ignore[method-assign]
+
+
+_OF_LAYERS = ("lost-sum", "wrong-norm")
+_FAULTS: dict[str, Callable[[], None]] = {
+    "mean-of-means": _average_means,
+    "lost-rank": _lose_rank,
+    "scheduler": _hurry,
+    "bf16-loss": _round,
+    "leaking-documents": _leak,
+    "lost-targets": _lose_targets,
+    "lost-sum": _lose_sum,
+    "wrong-norm": _count_twice,
+}
+# What they replace.
+_BROKEN: tuple[tuple[Any, str], ...] = (
+    (loop, "_all_reduce_sync"),
+    (ForwardWrapper, "forward"),
+    (lr_schedule, "lr_at"),
+    (sequence_parallel, "split"),
+    (tensor_parallel, "sum_gradients"),
+    (Backend, "_counts_in_norm"),
+)
 
 
 def main(arguments: list[str]) -> int:

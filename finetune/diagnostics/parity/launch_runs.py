@@ -25,6 +25,10 @@ FAULTS = {
     "lost-rank": "the last rank's rows are dropped",
     "scheduler": "the learning rate's schedule advances by one step a rank",
     "bf16-loss": "the loss of each micro-batch is rounded to bf16",
+    "leaking-documents": "documents that share a row see each other",
+    "lost-targets": "targets are shifted after rows are split, so that the last token of each part has none",
+    "lost-sum": "gradients of what goes into split layers are not summed over the ranks that share them",
+    "wrong-norm": "the gradient norm counts what ranks that share layers have in common once for each of them",
 }
 
 
