@@ -231,6 +231,11 @@ def _check_has_adapter(found: WeightSource) -> None:
             f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as "
             "merged or --as merged-16bit."
         )
+    if found.recipe.model.rope_scaling is not None:
+        raise RecipeError(
+            f"{found.run} stretched the positions of its base (model.rope_scaling), which an adapter cannot say of the "
+            "model that it is put on. Use --as merged or --as merged-16bit."
+        )
     if found.recipe.model.name is None:
         raise RecipeError(
             f"{found.run} put its adapter onto random weights, which lie in no folder that peft could open. Use "

@@ -122,15 +122,19 @@ PARALLELISM = {
         1,
         "PARALLELISM_CONFIG_DP_SHARD_SIZE",
     ),
-    **{
-        f"parallelism_config.parallelism_config_{name}_size": Key(
-            f"{what} parallelism, which is not offered: leave it at 1.",
-            "processes",
-            1,
-            f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
-        )
-        for name, what in (("tp", "Tensor"), ("cp", "Context"))
-    },
+    "parallelism_config.parallelism_config_cp_size": Key(
+        "Context parallelism, which is not offered: leave it at 1.",
+        "processes",
+        1,
+        "PARALLELISM_CONFIG_CP_SIZE",
+    ),
+    "parallelism_config.parallelism_config_tp_size": Key(
+        "Tensor parallelism: processes that each layer is split over. They follow each other and read the same rows; the "
+        "rest is data parallelism, of the kind that distributed_type says, over the groups of them.",
+        "processes",
+        1,
+        "PARALLELISM_CONFIG_TP_SIZE",
+    ),
     "parallelism_config.parallelism_config_sp_size": Key(
         "Sequence parallelism: processes that each row is split over. Those of a group read the same rows; the rest is "
         "data parallelism, of the kind that distributed_type says, over all processes.",
