@@ -59,8 +59,8 @@ def _plan(network: nn.Module, inner: PreTrainedModel | None) -> dict[str, str]:
         who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
         raise BackendError(
             f"The launch file splits layers over {tensor_parallel.group().size} ranks (tp_size), but transformers has "
-            f"no plan by which those of {who} are split. Take accelerate_configs/fsdp.yaml, which shards any network, "
-            "or sp.yaml for long rows."
+            f"no plan by which those of {who} are split. Take a launch config without it, such as one that shards, "
+            "which any network can be."
         )
     return plan
 
@@ -184,7 +184,7 @@ class _Splitter:
             raise BackendError(
                 f"The launch file splits layers over {size} ranks (tp_size), but {name} is quantized in blocks of "
                 f"{block} weights, which its {out} x {features} weights do not give each rank whole. Set tp_size to a "
-                "smaller number, or take accelerate_configs/fsdp.yaml."
+                "smaller number, or take a launch config without it."
             )
         if state.nested:
             # The scales are quantized in blocks of their own: these are read back, exactly, and kept in fp32.
@@ -209,7 +209,7 @@ def _unknown(name: str, style: str) -> BackendError:
 def _refused(name: str, what: str) -> str:
     return (
         f"The launch file splits layers over {tensor_parallel.group().size} ranks (tp_size), but {name} has {what}, "
-        "which is not offered there. Take accelerate_configs/fsdp.yaml, which shards any network."
+        "which is not offered there. Take a launch config without it, such as one that shards, which any network can be."
     )
 
 

@@ -118,6 +118,9 @@ def test_world_size_that_was_not_asked_for(here: Here, arguments: list[str], ask
         ("fsdp", "fsdp", 2),
         ("hsdp", "hsdp", 4),
         ("zero3", "zero3", 2),
+        ("sp", "ddp", 2),
+        ("tp", "ddp", 2),
+        ("fsdp_tp_sp", "fsdp", 4),
     ],
 )
 def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, world: int) -> None:
@@ -129,6 +132,8 @@ def test_what_shipped_launch_files_ask_for(here: Here, config: str, kind: str, w
     launch = read_launch()
     assert (launch.kind, launch.num_processes, launch.file) == (kind, world, file)
     assert launch.mixed_precision == "no"
+    words = config.split("_")
+    assert (launch.sequence, launch.tensor) == (2 if "sp" in words else 1, 2 if "tp" in words else 1)
 
 
 WORDS = ["--config_file", "accelerate_configs/ddp.yaml", "scripts/train.py"]
@@ -200,12 +205,24 @@ FALLBACKS = {
     "ddp": "from accelerate import Accelerator; Accelerator.prepare = lambda self, *parts: parts",
     # It takes no notice of the sharding that is asked for, as it does for CPU processes.
     "fsdp": "from accelerate import PartialState as S\ninit_accelerator._enter_fsdp_on_gloo = lambda: S(cpu=True)",
+    # Plain DDP of whole layers,
+    "tp": "from finetune.models import split_layers as s\ns.split = lambda network: s.Splits()",
+    # and gradients averaged over ranks that hold different parts of a layer.
+    "fsdp_tp": "init_accelerator.prepare_beside_split_layers = lambda a, launch, *parts: a.prepare(*parts)",
 }
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(("kind", "runs"), [("ddp", "single"), ("fsdp", "ddp")])
-def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("ddp", "kind: asked ddp, runs single"),
+        ("fsdp", "kind: asked fsdp, runs ddp"),
+        ("tp", "ranks that a layer is split over: asked 2, runs 1"),
+        ("fsdp_tp", "ranks that gradients are averaged over: asked 2, runs 4"),
+    ],
+)
+def test_a_fallback_is_seen(place: Place, kind: str, says: str) -> None:
     place.write(
         "falls_back.py",
         "from finetune.distributed import init_accelerator\nfrom finetune.training.entry_point import train_main\n"
@@ -218,7 +235,7 @@ def test_a_fallback_is_seen(place: Place, kind: str, runs: str) -> None:
     assert code == 2, output
     assert len(PARAGRAPH.findall(output)) == 1, output
     assert f"Error: What runs is not what accelerate_configs/{kind}.yaml asks for: " in output
-    assert f"kind: asked {kind}, runs {runs}" in output
+    assert says in output
     assert "Nothing was trained" in output
     assert "Traceback" not in output
     assert not place.files()
@@ -234,6 +251,7 @@ def report(kind: str, **fields: Any) -> RuntimeReport:
         "kind": kind,
         "world_size": {"single": 1, "hsdp": 4}.get(kind, 2),
         "replicas": 2 if kind == "hsdp" else 1,
+        "averaged": {"single": 1, "hsdp": 4}.get(kind, 2),
         "communication": None if kind == "single" else "gloo",
         "device": "cpu",
         "wrapper": "Wrapper",
@@ -286,6 +304,8 @@ def test_no_difference(kind: str) -> None:
         ("hsdp", "replicas", 1, "replicas: asked 2, runs 1"),
         ("fsdp", "replicas", 2, "replicas: asked 1, runs 2"),
         ("fsdp", "sequence", 2, "ranks that a row is split over: asked 1, runs 2"),
+        ("ddp", "tensor", 2, "ranks that a layer is split over: asked 1, runs 2"),
+        ("ddp", "averaged", 1, "ranks that gradients are averaged over: asked 2, runs 1"),
         ("zero2", "accumulation", 1, "gradient accumulation: asked 2, runs 1"),
         ("zero3", "offload_params", "cpu", "offload of parameters: asked none, runs cpu"),
         ("zero2", "offload_optimizer", "nvme", "offload of the optimiser: asked none, runs nvme"),
@@ -318,8 +338,9 @@ def test_rows_of_a_shard_are_those_of_torch(shards: int) -> None:
 def test_uneven_shards_are_compared_with_their_own_rule() -> None:
     """Of four rows on three ranks, the last one holds none."""
     launch = asked("fsdp", num_processes=3)
+    three = {"world_size": 3, "averaged": 3}
     for share in (0.5, 0.0):
-        holds = report("fsdp", world_size=3, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
+        holds = report("fsdp", **three, parameter_fraction=1 / 3, optimizer_fraction=share, due=(1 / 3, share))
         assert differences(holds, launch) == []
         (problem,) = differences(dataclasses.replace(holds, optimizer_fraction=1.0), launch)
         assert f"optimiser state held by a rank: asked {share:.1%}, holds 100.0%" in problem

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import tensor_parallel
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, of_environment
 from finetune.distributed.resolve_config import check_split_layers
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.tensor_parallel import Split
@@ -106,6 +106,30 @@ def test_what_split_layers_cannot_do_is_refused(sections: dict[str, Any], precis
     with pytest.raises(BackendError, match=says) as raised:
         check_split_layers(validate_recipe(base(**sections)), ASKED, precision)
     assert str(raised.value).startswith("tp.yaml splits layers over 2 ranks (tp_size)")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "processes", "says"),
+    [
+        ({"TP": 2}, {}, 3, "which takes 2 processes, but 3 run"),
+        ({"TP": 2, "SP": 2}, {}, 6, "rows split over 2 and layers over 2, which takes 4 processes, but 6 run"),
+        ({"TP": 2, "DP_SHARD": 4}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, 4, "takes 8 processes"),
+        ({"TP": 2}, {"ACCELERATE_USE_DEEPSPEED": "true"}, 2, "under DeepSpeed, which is not offered"),
+        (
+            {"TP": 2, "DP_REPLICATE": 2},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            4,
+            "2 copies of a sharded model beside sequence or tensor parallelism",
+        ),
+        ({"CP": 2}, {}, 2, "ring attention has no kernel for CPUs, and drops the masks"),
+    ],
+)
+def test_layouts_that_do_not_come_out_are_refused(
+    sizes: dict[str, int], flags: dict[str, str], processes: int, says: str
+) -> None:
+    env = {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    with pytest.raises(BackendError, match=says):
+        of_environment({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **flags, **env}, processes, "some.yaml")
 
 
 def test_offload_is_refused() -> None:

@@ -129,8 +129,8 @@ PARALLELISM = {
         "PARALLELISM_CONFIG_CP_SIZE",
     ),
     "parallelism_config.parallelism_config_tp_size": Key(
-        "Tensor parallelism: processes that each layer is split over. They follow each other and read the same rows; the "
-        "rest is data parallelism, of the kind that distributed_type says, over the groups of them.",
+        "Tensor parallelism: processes that each layer is split over. They follow each other and read the same rows; "
+        "the rest is data parallelism, of the kind that distributed_type says, over the groups of them.",
         "processes",
         1,
         "PARALLELISM_CONFIG_TP_SIZE",
