@@ -55,13 +55,13 @@ def resolve_model_config(
         config = _config_from_name(section)
     _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
     text = config.get_text_config()
-    longest, length = getattr(text, "max_position_embeddings", None), recipe.data.sequence_length
-    trained = longest
+    length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
+    longest = trained
     if section.rope_scaling is not None:
         longest = rope_scaling.stretch(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
-        if section.name is not None and hasattr(text, "rope_parameters"):
+        if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
             # In halves.
             more = f", or model.rope_scaling.factor to {math.ceil(2 * length / trained) / 2:g} (see docs/recipe.md)"
         raise RecipeError(

@@ -209,7 +209,7 @@ def _unknown(name: str, style: str) -> BackendError:
 def _refused(name: str, what: str) -> str:
     return (
         f"The launch file splits layers over {tensor_parallel.group().size} ranks (tp_size), but {name} has {what}, "
-        "which is not offered there. Take a launch config without it, such as one that shards, which any network can be."
+        "which is not offered there. Take a launch config without it, such as one that shards."
     )
 
 
