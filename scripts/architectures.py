@@ -328,7 +328,7 @@ def work(kind: str, types: list[str], folder: Path) -> None:
     import torch
     import transformers
 
-    from finetune.utils.silence_libraries import silence_libraries
+    from finetune.utils.library_imports import silence_libraries
 
     silence_libraries()
     transformers.logging.set_verbosity_error()

@@ -21,7 +21,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 GIB = 2.0**30
 

@@ -196,7 +196,7 @@ def main(path: str, folder: str) -> None:
     from finetune.training.loop import train_step
     from finetune.utils import exit_codes
     from finetune.utils.errors import FinetuneError
-    from finetune.utils.silence_libraries import silence_libraries
+    from finetune.utils.library_imports import silence_libraries
 
     silence_libraries()
     wait_at_once()

@@ -18,7 +18,7 @@ from finetune.utils import hub_access
 from finetune.utils.console import plain_console
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
-from finetune.utils.quick_imports import quick_imports
+from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import launch_file
 
 if TYPE_CHECKING:
@@ -278,7 +278,6 @@ def plan(parsed: argparse.Namespace) -> None:
     with quick_imports():
         from finetune.planning import plan_report
         from finetune.planning.planner import machines_of, make, write
-        from finetune.utils.silence_libraries import silence_libraries
 
         silence_libraries()
 
@@ -423,8 +422,6 @@ def _prepare_libraries(parsed: argparse.Namespace | None = None) -> None:
     if parsed is not None:
         hub_access.require(parsed.run, None)
         hub_access.require(parsed.base, "--base")
-    from finetune.utils.silence_libraries import silence_libraries
-
     silence_libraries()
 
 

@@ -16,7 +16,7 @@ from finetune.checkpoint.best_evaluation import sentence
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series
 from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report import figures
-from finetune.diagnostics.run_report.downsample import running_mean
+from finetune.diagnostics.run_report.charts import running_mean
 
 REFRESH_S = 2.0
 _PLOT_ROWS = 9

@@ -146,7 +146,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     """
     from finetune.distributed.backend import Backend
     from finetune.training.build_run import build_run
-    from finetune.utils.silence_libraries import silence_libraries
+    from finetune.utils.library_imports import silence_libraries
 
     silence_libraries()
     with _with_objects(recipe, overrides, objects) as (named, _):

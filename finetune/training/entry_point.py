@@ -12,7 +12,7 @@ from finetune.utils import hub_access, orphan_watch
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
 from finetune.utils.hub_access import go_offline_if_unreachable
-from finetune.utils.quick_imports import quick_imports
+from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def _train(parsed: argparse.Namespace) -> int:
         from finetune.monitoring.out_of_memory import explain_out_of_memory
         from finetune.training.build_run import build_run
         from finetune.training.loop import train
-        from finetune.utils.silence_libraries import silence_libraries
 
     silence_libraries()
     try:

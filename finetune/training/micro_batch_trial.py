@@ -16,7 +16,7 @@ from finetune.training.micro_batch_search import OUT_OF_MEMORY
 from finetune.utils import exit_codes, orphan_watch
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import FinetuneError, MemoryFullError
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 
 class LongestRows:

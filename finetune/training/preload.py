@@ -3,5 +3,4 @@
 import finetune.monitoring.out_of_memory
 import finetune.training.build_run
 import finetune.training.entry_point
-import finetune.training.loop
-import finetune.utils.silence_libraries  # noqa: F401
+import finetune.training.loop  # noqa: F401

@@ -205,7 +205,6 @@ class Result:
     """Largest relative difference of a step's loss to the first arm's, over the steps that are judged."""
     last_gap: float = 0.0
     """The same over all steps."""
-    norm_gap: float = 0.0
     compared: int = 0
     """Steps whose losses were compared."""
     step_ms: list[float] = field(default_factory=list)
@@ -299,7 +298,6 @@ def _compare(case: Case, results: dict[str, Result], turns: dict[str, list[Turn]
             continue
         result.loss_gap = _gap(losses[:JUDGED], right[0][:JUDGED])
         result.last_gap = _gap(losses, right[0])
-        result.norm_gap = _gap(norms, right[1])
         if not result.loss_gap <= case.tolerance:  # not a number is no match
             worst = max(range(len(losses[:JUDGED])), key=lambda i: abs(losses[i] - right[0][i]))
             result.problem = (

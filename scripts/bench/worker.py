@@ -21,6 +21,8 @@ def main() -> None:
     name = spec.arm.partition("@")[0]
     if name == "ours":
         from bench.arms.ours import run
+    elif name in ("bare", "bare+") and spec.processes > 1:
+        from bench.arms.bare_many import run
     elif name in ("bare", "bare+"):
         from bench.arms.bare import run
     elif name == "litgpt":

@@ -17,8 +17,8 @@ from inside import Crash, copy, crash_after, mlp, run_here
 
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, live_server, page, write_report
+from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
 from finetune.diagnostics.run_report.compare_runs import differences
-from finetune.diagnostics.run_report.downsample import MOST_POINTS, downsample, running_mean
 from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
 from finetune.utils.errors import RecipeError
 

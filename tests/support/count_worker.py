@@ -13,7 +13,7 @@ from finetune.distributed.backend import Backend
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
 from finetune.utils import exit_codes
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 
 class Calls(TorchDispatchMode):

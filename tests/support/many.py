@@ -28,7 +28,7 @@ from finetune.training import loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
 from finetune.utils.errors import FinetuneError
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 
 def plant(fault: str) -> None:

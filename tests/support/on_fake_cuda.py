@@ -28,7 +28,7 @@ from finetune.monitoring import step_sync
 from finetune.training import evaluation, loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 
 def note_what_steps_wait_for() -> None:

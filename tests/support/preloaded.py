@@ -26,7 +26,7 @@ MODULES = (
 LOADED_BY = os.getpid()
 """The process that has imported it all."""
 _before = dict(os.environ)
-# As `finetune.utils.silence_libraries` does: it looks for a kernel to download.
+# As `finetune.utils.library_imports` does: it looks for a kernel to download.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 for _module in MODULES:
     importlib.import_module(_module)

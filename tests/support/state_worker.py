@@ -34,7 +34,7 @@ from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.utils import exit_codes
 from finetune.utils.errors import CheckpointError
-from finetune.utils.silence_libraries import silence_libraries
+from finetune.utils.library_imports import silence_libraries
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY, LENGTH, ROWS = 101, 16, 4

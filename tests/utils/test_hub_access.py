@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from harness import ROOT, python
 
-from finetune.cli import main
+from finetune.cli import commands, main
 from finetune.training import entry_point
-from finetune.utils import hub_access, silence_libraries
+from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
 
 
@@ -20,7 +20,8 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     def imported() -> None:
         raise AssertionError("the libraries were imported")
 
-    monkeypatch.setattr(silence_libraries, "silence_libraries", imported)
+    for module in (commands, entry_point):
+        monkeypatch.setattr(module, "silence_libraries", imported)
 
 
 @pytest.mark.usefixtures("light")

@@ -47,7 +47,7 @@ LIGHT = [
     "utils/errors",
     "utils/exit_codes",
     "utils/hub_access",
-    "utils/silence_libraries",
+    "utils/library_imports",
 ]
 OURS = "finetune."
 # Imported by every module inside.
@@ -144,7 +144,7 @@ BACKEND_WORD = re.compile(r"(?i:fsdp|deepspeed|zero[-_ ]?(stage|[1-3]))|ZeRO")
 NAMED = {
     "orphan_watch.py": {'"deepspeed"', '"deepspeed.launcher."'},
     "run_directory.py": {'"deepspeed"', '"deepspeed_config"'},
-    "silence_libraries.py": {
+    "library_imports.py": {
         "# Accelerate notes per parameter that FSDP2 keeps fp32 master weights, which the start line says as well."
     },
 }

@@ -24,7 +24,7 @@ def predict_peak(run: RunHistory) -> int | str:
     # From here on torch is there, which takes seconds.
     from finetune.distributed.launch.launch_config import Launch
     from finetune.planning.planner import candidates_of
-    from finetune.utils.silence_libraries import silence_libraries
+    from finetune.utils.library_imports import silence_libraries
 
     silence_libraries()
     known = {field.name for field in fields(Launch)}

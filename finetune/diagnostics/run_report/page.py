@@ -9,9 +9,8 @@ from pathlib import Path
 
 from finetune.checkpoint.run_history import RunHistory
 from finetune.diagnostics.run_report import charts
-from finetune.diagnostics.run_report.charts import Chart
+from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart
 from finetune.diagnostics.run_report.compare_runs import comparison
-from finetune.diagnostics.run_report.downsample import MOST_POINTS
 from finetune.diagnostics.run_report.html_parts import Html, join, section, tag, text
 from finetune.diagnostics.run_report.one_run import sections, summary
 

@@ -23,7 +23,7 @@ from finetune.distributed.launch.forked_workers import forked_workers, import_ah
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.utils.exit_codes import REQUEUE, guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
-from finetune.utils.quick_imports import quick_imports
+from finetune.utils.library_imports import quick_imports
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25

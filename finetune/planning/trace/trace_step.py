@@ -236,7 +236,7 @@ def _dropout_as_on_gpus() -> None:
 
 
 if __name__ == "__main__":
-    from finetune.utils.silence_libraries import silence_libraries
+    from finetune.utils.library_imports import silence_libraries
 
     silence_libraries()
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -19,11 +19,6 @@ from bench.spec import BETAS, CLIP, LR, Spec
 
 def run(spec: Spec, gate: Gate) -> None:
     """Trains, turn by turn."""
-    if spec.processes > 1:
-        from bench.arms.bare_many import run as run_many
-
-        run_many(spec, gate)
-        return
     case = spec.case
     model = load(spec.model, case.kind, case.precision)
     model = (adapted(model) if case.kind != "full" else model).train()
