@@ -21,7 +21,6 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
 from finetune.models import (
     activation_checkpointing,
@@ -125,8 +124,6 @@ class Run:
     sampler: RowSampler
     prefetcher: Prefetcher | None
     """Of the training rows; None where there are none."""
-    runtime: RuntimeReport
-    """What was found to run."""
     directory: RunDirectory
     reporter: Reporter
     resume: ResumePoint
@@ -281,7 +278,6 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         ),
         sampler=_build_sampler(recipe, backend, data, length, resume),
         prefetcher=Prefetcher(data.train.batch) if data.train is not None else None,
-        runtime=runtime,
         directory=directory,
         reporter=reporter,
         resume=resume,

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer
-from harness import ROOT, Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
-from matrix import checkpoint_of, saved
-from recipes_for_tests import PARITY, SPLIT, SPLIT_ROWS, base
+from harness import ROOT, Launcher, assert_near_in_bf16, assert_same_path, weight_difference
+from matrix import KEPT, continued, saved
+from recipes_for_tests import SPLIT, SPLIT_ROWS, base
 from split_rows_worker import CASES
 
 from finetune.config.recipe import validate_recipe
@@ -125,17 +125,10 @@ def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -
     assert (split.facts["runs"]["kind"], split.facts["runs"]["sequence"]) == (stage, 2)
 
 
-KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
-
-
-def resumed(launcher: Launcher, config: str, source: Result) -> Result:
-    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
-
-
 @pytest.mark.xdist_group("split")
 def test_checkpoints_resume_on_whole_rows_and_back(launcher: Launcher) -> None:
     single, split = (launcher.one(config, KEPT).check() for config in ("single", "sp"))
-    own = resumed(launcher, "sp", split)
+    own = continued(launcher, "sp", split)
     assert saved(own) == saved(split), "to the bit on the same launch config"
-    for other in (resumed(launcher, "single", split), resumed(launcher, "sp", single)):
+    for other in (continued(launcher, "single", split), continued(launcher, "sp", single)):
         assert weight_difference(single, other) <= 1e-4

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Launcher, Result, assert_near_in_bf16, assert_same_path, weight_difference
-from matrix import checkpoint_of, saved
-from recipes_for_tests import PARITY, SPLIT, SPLIT_LAYERS, base
+from harness import Launcher, assert_near_in_bf16, assert_same_path, weight_difference
+from matrix import KEPT, continued, saved
+from recipes_for_tests import SPLIT, SPLIT_LAYERS, base
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -36,20 +36,13 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str)
     assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
 
 
-KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": 6, "every_minutes": None, "keep": 9}}
-
-
-def resumed(launcher: Launcher, config: str, source: Result) -> Result:
-    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
-
-
 @pytest.mark.xdist_group("split")
 @pytest.mark.parametrize("config", ["tp", "fsdp_tp"])
 def test_checkpoints_resume_on_whole_layers_and_back(launcher: Launcher, config: str) -> None:
     single, split = (launcher.one(c, KEPT).check() for c in ("single", config))
-    own = resumed(launcher, config, split)
+    own = continued(launcher, config, split)
     assert saved(own) == saved(split), "to the bit on the same launch config"
-    for other in (resumed(launcher, "single", split), resumed(launcher, config, single)):
+    for other in (continued(launcher, "single", split), continued(launcher, config, single)):
         assert weight_difference(single, other) <= 1e-4
 
 

@@ -16,7 +16,7 @@ import testdata
 import torch
 from forkserver import ForkServer
 from harness import Launcher, Result, weight_difference
-from recipes_for_tests import MODEL, base
+from recipes_for_tests import MODEL, PARITY, base
 
 # The launch files, and in brackets how many processes they start here.
 BACKENDS = {
@@ -58,6 +58,15 @@ def backends(kind: str) -> list[str]:
 def checkpoint_of(run: Result) -> Path:
     """The checkpoint in the middle of a run."""
     return run.directory / "checkpoints" / f"step-{STOP:08d}"
+
+
+# At a large rate, and without clipping.
+KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9}}
+
+
+def continued(launcher: Launcher, config: str, source: Result) -> Result:
+    """The second half of a run of `KEPT` under another launch config."""
+    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
 
 
 def straight(launcher: Launcher, backend: str) -> dict[str, Result]:
