@@ -290,7 +290,7 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
         raise BackendError(
             f"Layers split over {backend.launch.tensor} ranks are not computed as whole ones in {who}: the loss is off "
             f"by {apart:.2g} of itself, so that its plan for tensor parallelism in transformers does not fit. Take a "
-            "launch config without tensor parallelism (tp_size), such as accelerate_configs/fsdp.yaml."
+            "launch config without tensor parallelism (tp_size)."
         )
 
 

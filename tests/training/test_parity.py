@@ -81,7 +81,7 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
         "fsdp_tp": ("FSDPForwardWrapper", "fsdp", (WHOLE / 2 + (1 - WHOLE) / 4,) * 2),
         "fsdp_tp_sp": ("FSDPForwardWrapper", "fsdp", (WHOLE / 2 + (1 - WHOLE) / 4,) * 2),
     }[backend]
-    ranks = 4 if backend == "hsdp" or backend.startswith("fsdp_") and backend != "fsdp_grad_op" else 2
+    ranks = 4 if backend == "hsdp" or (backend.startswith("fsdp_") and backend != "fsdp_grad_op") else 2
     words = backend.split("_")
     parts, layers = 2 if "sp" in words else 1, 2 if "tp" in words else 1
     assert (runs["wrapper"], runs["kind"]) == (wrapper, kind)
