@@ -56,7 +56,6 @@ def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch)
     [
         ({"num_key_value_heads": 1}, "the 1 key-value heads"),
         ({"intermediate_size": 175}, "the 175 rows or columns of model.layers.0.mlp"),
-        ({"model_type": "gpt2", "n_head": 4, "n_embd": 64}, "has no plan"),
     ],
 )
 def test_what_cannot_be_split_is_refused(config: dict[str, Any], says: str) -> None:
