@@ -47,6 +47,8 @@ RINGS = {
     "all_gather": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
     "reduce_scatter": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
     "all_to_all": Ring(lambda n: n - 1, lambda n: (n - 1) / n),
+    "reduce": Ring(lambda n: n - 1, lambda n: 1.0),
+    "send": Ring(lambda n: 1, lambda n: 1.0),
 }
 
 
@@ -130,6 +132,8 @@ def _measure(name: str, size: int, device: torch.device) -> Size:
         "all_gather": lambda: distributed.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: distributed.reduce_scatter_tensor(part, whole),
         "all_to_all": lambda: distributed.all_to_all_single(received, whole),
+        "reduce": lambda: distributed.reduce(whole, dst=0),
+        "send": lambda: _send(whole, received),
     }[name]
     for _ in range(_WARMUPS):
         call()
@@ -138,6 +142,15 @@ def _measure(name: str, size: int, device: torch.device) -> Size:
     distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
     seconds = longest.item()
     return Size(size, seconds, size / seconds, size / seconds * RINGS[name].share(processes))
+
+
+def _send(given: torch.Tensor, received: torch.Tensor) -> None:
+    """To the next rank, while what the one before sends is received."""
+    rank, processes = distributed.get_rank(), distributed.get_world_size()
+    sent = distributed.P2POp(distributed.isend, given, (rank + 1) % processes)
+    come = distributed.P2POp(distributed.irecv, received, (rank - 1) % processes)
+    for work in distributed.batch_isend_irecv([sent, come]):
+        work.wait()
 
 
 def _time(call: Callable[[], Any], times: int, device: torch.device) -> float:

@@ -107,18 +107,19 @@ class SharedInputs:
 
     def __init__(self) -> None:
         self._given: weakref.ref[torch.Tensor] | None = None
-        self._handed: weakref.ref[torch.Tensor] | None = None
+        self._handed: torch.Tensor | None = None
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         if not (torch.is_grad_enabled() and values.requires_grad):
             return values
-        given = self._given() if self._given is not None else None
-        handed = self._handed() if self._handed is not None else None
-        if given is not values or handed is None:
-            handed = sum_gradients(values)
-            # Weak, so that they live no longer than the graph that they belong to.
-            self._given, self._handed = weakref.ref(values), weakref.ref(handed)
-        return handed
+        if self._handed is None or self._given is None or self._given() is not values:
+            # No longer than what was given: the graph that it belongs to is let go with that.
+            self._given, self._handed = weakref.ref(values, self._forget), sum_gradients(values)
+        return self._handed
+
+    def _forget(self, given: weakref.ref[torch.Tensor]) -> None:
+        if given is self._given:
+            self._given = self._handed = None
 
 
 def sum_partial(gradients: Sequence[torch.Tensor]) -> None:

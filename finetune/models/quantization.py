@@ -16,6 +16,9 @@ from finetune.utils.errors import RecipeError
 
 _STORAGE = torch.float32
 
+# Weights of 4 bits that share a scale. Source: Dettmers et al. 2023, section 3.
+BLOCK = 64
+
 
 class Linear8bit(nn.Linear):
     """A linear module whose frozen weight is 8 bits an element, with one scale a row.

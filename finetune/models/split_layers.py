@@ -6,7 +6,10 @@ them as its inputs, and its outputs are summed over the ranks: two sums a layer 
 whole on every rank.
 """
 
+import math
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers import PreTrainedModel
 
 from finetune.distributed import tensor_parallel
 from finetune.distributed.tensor_parallel import SharedInputs, Split, Splits
+from finetune.models import quantization
 from finetune.models.frozen_weights import StoredLinear
 from finetune.models.lora_adapters import transformer
 from finetune.utils.errors import BackendError
@@ -25,44 +29,92 @@ _ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
 """By inputs; whether these come whole."""
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the layers of a network are split, over however many ranks."""
+
+    splits: Splits
+    units: Mapping[str, int]
+    """Numbers that ranks must divide, by what there are so many of."""
+
+    def check(self, size: int) -> None:
+        """Refuses a number of ranks.
+
+        Raises:
+            BackendError: If something does not divide over them.
+        """
+        for what, number in self.units.items():
+            if number % size:
+                fits = ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
+                raise BackendError(
+                    f"The launch file splits layers over {size} ranks (tp_size), over which the {number} {what} do not "
+                    f"divide. Set tp_size to a number that divides them: {fits}."
+                )
+
+
+def divide(network: nn.Module) -> Division:
+    """Says how the layers of a network would be split, by its architecture's plan, and leaves them as they are.
+
+    The network may be without storage.
+
+    Raises:
+        BackendError: If the architecture has no plan, or one that is not known here.
+    """
+    inner, plan = _plan(network)
+    finder = _Finder()
+    for name, module, style in _styled(inner, plan):
+        finder.module(name, module, style)
+    for name, module in inner.named_modules():
+        for key in list(module._parameters):
+            own = f"{name}.{key}"
+            if (how := plan.get(_generic(own))) is not None:
+                finder.parameter(own, module, key, how)
+    names = [(name, id(p)) for name, p in network.named_parameters()]
+    return Division(
+        Splits(
+            {name: finder.splits[key] for name, key in names if key in finder.splits},
+            frozenset(name for name, key in names if key in finder.partial),
+        ),
+        {**_heads(inner), **finder.units},
+    )
+
+
 def split(network: nn.Module) -> Splits:
     """Leaves this rank its part of a network's layers, in place; each rank has the whole network before.
 
     Raises:
         BackendError: If the architecture has no plan, or what it has cannot be split over so many ranks.
     """
+    division, (inner, plan) = divide(network), _plan(network)
+    division.check(tensor_parallel.group().size)
+    shared = SharedInputs()
+    for _, module, style in _styled(inner, plan):
+        _join(module, style, shared)
+    for name, how in division.splits.parameters.items():
+        where, _, key = name.rpartition(".")
+        _cut(network.get_submodule(where), key, how)
+    return division.splits
+
+
+def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
     inner = transformer(network)
-    plan = _plan(network, inner)
-    assert inner is not None
-    _check_heads(inner)
-    splitter = _Splitter()
-    for name, module in list(inner.named_modules()):
-        style = plan.get(_generic(name))
-        if style is not None and module not in _ends(inner):
-            splitter.module(name, module, style)
-        for parameter in list(module._parameters):
-            own = f"{name}.{parameter}"
-            if (style := plan.get(_generic(own))) is not None:
-                splitter.parameter(own, module, parameter, style)
-    found = {id(p): how for p, how in splitter.splits}
-    summed = {id(p) for p in splitter.partial}
-    return Splits(
-        {name: found[id(p)] for name, p in network.named_parameters() if id(p) in found},
-        frozenset(name for name, p in network.named_parameters() if id(p) in summed),
-    )
-
-
-def _plan(network: nn.Module, inner: PreTrainedModel | None) -> dict[str, str]:
     plan: dict[str, str] = {} if inner is None else dict(inner.tp_plan)
     ends = set() if inner is None else {_generic(name) for name, m in inner.named_modules() if m in _ends(inner)}
-    if not plan.keys() - ends:
+    if inner is None or not plan.keys() - ends:
         who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
         raise BackendError(
-            f"The launch file splits layers over {tensor_parallel.group().size} ranks (tp_size), but transformers has "
-            f"no plan by which those of {who} are split. Take a launch config without it, such as one that shards, "
-            "which any network can be."
+            "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
+            f"{who} are split. Take a launch config that shards weights, which does so with any network."
         )
-    return plan
+    return inner, plan
+
+
+def _styled(inner: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    """Modules that a plan names, each with how it is split; embedding and head stay whole."""
+    for name, module in inner.named_modules():
+        style = plan.get(_generic(name))
+        if style is not None and module not in _ends(inner):
+            yield name, module, style
 
 
 def _ends(inner: PreTrainedModel) -> list[nn.Module | None]:
@@ -74,132 +126,134 @@ def _generic(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _check_heads(inner: PreTrainedModel) -> None:
-    size, config = tensor_parallel.group().size, inner.config.get_text_config()
+def _heads(inner: PreTrainedModel) -> dict[str, int]:
+    config, found = inner.config.get_text_config(), {}
     for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            _refuse_size(f"the {heads} {what} of {type(inner).__name__}", heads)
+        if isinstance(heads, int):
+            found[f"{what} of {type(inner).__name__}"] = heads
+    return found
 
 
-def _refuse_size(what: str, number: int) -> None:
-    size = tensor_parallel.group().size
-    fits = ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
-    raise BackendError(
-        f"The launch file splits layers over {size} ranks (tp_size), over which {what} do not divide. Set tp_size to a "
-        f"number that divides them: {fits}."
-    )
-
-
-class _Splitter:
-    """Splits modules and parameters, and remembers which."""
+class _Finder:
+    """Finds out what is split, and how."""
 
     def __init__(self) -> None:
-        self.group = tensor_parallel.group()
-        self.shared = SharedInputs()
-        self.splits: list[tuple[nn.Parameter, Split]] = []
-        self.partial: list[nn.Parameter] = []
+        self.splits: dict[int, Split] = {}
+        """By the identity of a parameter."""
+        self.partial: set[int] = set()
+        self.units: dict[str, int] = {}
 
-    def module(self, name: str, module: nn.Module, style: str) -> None:
+    def module(self, name: str, module: Any, style: str) -> None:
         if style in _COLUMNS:
-            self._columns(name, module, gathers=_COLUMNS[style])
+            base = self._linear(name, module, 0)
+            if base is not module:
+                self.partial |= {id(p) for p in module.lora_A.parameters()}
+                for key, adapter in module.lora_B.items():
+                    self._plain(f"{name}.lora_B.{key}", adapter.weight, 0)
+            if base.bias is not None:
+                self._plain(f"{name}.bias", base.bias, 0)
         elif style in _ROWS:
-            self._rows(name, module, comes_whole=_ROWS[style])
+            base = self._linear(name, module, 1)
+            if base is not module:
+                self.partial |= {id(p) for p in module.lora_B.parameters()}
+                for key, adapter in module.lora_A.items():
+                    self._plain(f"{name}.lora_A.{key}", adapter.weight, 1)
         elif style == "replicated_with_grad_allreduce":
-            self.partial += module.parameters()
-        elif style == "moe_tp_experts":
-            module.register_forward_pre_hook(_share_all)
-            module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
-        else:
+            self.partial |= {id(p) for p in module.parameters()}
+        elif style != "moe_tp_experts":
             raise _unknown(name, style)
 
     def parameter(self, name: str, module: Any, key: str, style: str) -> None:
-        """Splits a parameter that a plan names itself: the weights of all experts, (E, out, in)."""
+        """A parameter that a plan names itself: the weights of all experts, (E, out, in)."""
         weight = module._parameters[key]
         if weight.ndim != 3 or getattr(module, "is_transposed", False) or style not in ("packed_colwise", "rowwise"):
             raise _unknown(name, style)
         if style == "packed_colwise":
-            self._cut(name, module, key, 1, blocks=2)
+            self._plain(name, weight, 1, blocks=2)
         else:
-            self._cut(name, module, key, 2)
-
-    def _columns(self, name: str, module: Any, *, gathers: bool) -> None:
-        base = self._linear(name, module, 0)
-        if base is not module:
-            self.partial += module.lora_A.parameters()
-            for key, adapter in module.lora_B.items():
-                self._cut(f"{name}.lora_B.{key}", adapter, "weight", 0)
-        if base.bias is not None:
-            self._cut(f"{name}.bias", base, "bias", 0)
-        module.register_forward_pre_hook(lambda _, inputs: (self.shared(inputs[0]), *inputs[1:]))
-        if gathers:
-            module.register_forward_hook(lambda _, __, output: tensor_parallel.gather_outputs(output))
-
-    def _rows(self, name: str, module: Any, *, comes_whole: bool) -> None:
-        base = self._linear(name, module, 1)
-        if base is not module:
-            self.partial += module.lora_B.parameters()
-            for key, adapter in module.lora_A.items():
-                self._cut(f"{name}.lora_A.{key}", adapter, "weight", 1)
-        if comes_whole:
-            module.register_forward_pre_hook(lambda _, inputs: (tensor_parallel.split_inputs(inputs[0]), *inputs[1:]))
-        if base.bias is None:
-            module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
-        else:
-            _add_bias_once(module, base)
+            self._plain(name, weight, 2)
 
     def _linear(self, name: str, module: Any, dim: int) -> Any:
-        """Splits the weight of a linear module, inside its adapter if it has one, and returns that module."""
+        """The weight of a linear module, inside its adapter if it has one; returns that module."""
         base = getattr(module, "base_layer", module)
         adapted = base is not module
         if adapted and not (hasattr(module, "lora_A") and not any(map(bool, module.use_dora.values()))):
             raise BackendError(_refused(name, "an adapter that is no LoRA"))
         kind = type(base)
-        if kind in (nn.Linear, StoredLinear):
-            self._cut(name, base, "weight", dim)
-            base.out_features, base.in_features = base.weight.shape
-        elif kind.__name__ == "Linear4bit":
-            self._cut_4bit(name, base, dim)
+        if kind.__name__ == "Linear4bit" or (kind is nn.Linear and hasattr(base.weight, "packed_weights")):
+            self._of_blocks(name, base, dim)
+        elif kind in (nn.Linear, StoredLinear):
+            self._plain(name, base.weight, dim)
         else:
             raise BackendError(_refused(name, kind.__name__))
         return base
 
-    def _cut(self, name: str, module: nn.Module, key: str, dim: int, *, blocks: int = 1) -> None:
-        whole: Any = module._parameters[key]
-        how = Split(tuple(whole.shape), dim, blocks)
-        if whole.shape[dim] % (blocks * self.group.size):
-            _refuse_size(f"the {whole.shape[dim] // blocks} rows or columns of {name}", whole.shape[dim] // blocks)
-        part = how.part_of(whole.detach(), self.group.size, self.group.rank)
-        module._parameters[key] = parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
-        self.splits.append((parameter, how))
+    def _plain(self, name: str, weight: Any, dim: int, *, blocks: int = 1) -> None:
+        self.splits[id(weight)] = Split(tuple(weight.shape), dim, blocks)
+        self.units[f"rows or columns of {name}"] = weight.shape[dim] // blocks
 
-    def _cut_4bit(self, name: str, module: Any, dim: int) -> None:
-        """Splits a weight of 4 bits, each block of which has a scale: of whole blocks only."""
-        weight, size, rank = module.weight, self.group.size, self.group.rank
-        state = weight.quant_state
-        (out, features), block = state.shape, state.blocksize
-        shape = (out // size, features) if dim == 0 else (out, features // size)
-        run = shape[0] * features if dim == 0 else shape[1]
-        if (out, features)[dim] % size or run % block or features % (block if dim else 1):
-            raise BackendError(
-                f"The launch file splits layers over {size} ranks (tp_size), but {name} is quantized in blocks of "
-                f"{block} weights, which its {out} x {features} weights do not give each rank whole. Set tp_size to a "
-                "smaller number, or take a launch config without it."
-            )
-        if state.nested:
-            # The scales are quantized in blocks of their own: these are read back, exactly, and kept in fp32.
-            from bitsandbytes.functional import dequantize_blockwise
-
-            state.absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset
-            state.offset, state.state2, state.nested = None, None, False
+    def _of_blocks(self, name: str, base: Any, dim: int) -> None:
+        """A weight of 4 bits, each block of which has a scale: it is split between blocks only."""
+        out, features = base.out_features, base.in_features
+        state = getattr(base.weight, "quant_state", None)
+        block = quantization.BLOCK if state is None else state.blocksize
         rows = out if dim else 1
-        weight_bytes = weight.data.view(torch.uint8).view(rows, -1).chunk(size, 1)[rank].contiguous()
-        state.absmax = state.absmax.view(rows, -1).chunk(size, 1)[rank].contiguous().view(-1)
-        state.shape = torch.Size(shape)
-        numbers = weight.numel() // rows
-        weight.data = weight_bytes.view(-1).view(weight.dtype).view(-1, *weight.shape[1:])
-        module.out_features, module.in_features = shape
-        self.splits.append((weight, Split((rows, numbers), 1, packed=out * features)))
+        self.splits[id(base.weight)] = Split((rows, base.weight.numel() // rows), 1, packed=out * features)
+        # Of columns a block, of rows as many as fill blocks.
+        side, step = (features, block) if dim else (out, block // math.gcd(features, block))
+        what = f"{'columns' if dim else 'rows'} of {name}"
+        if step > 1:
+            what = f"groups of {step} {what}, which is quantized in blocks of {block} weights,"
+        self.units[what] = side // step if side % step == 0 else 1
+
+
+def _join(module: Any, style: str, shared: SharedInputs) -> None:
+    """Has a module's inputs and outputs handed from rank to rank as its part of the layer asks for."""
+    if style in _COLUMNS:
+        module.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0]), *inputs[1:]))
+        if _COLUMNS[style]:
+            module.register_forward_hook(lambda _, __, output: tensor_parallel.gather_outputs(output))
+    elif style in _ROWS:
+        base = getattr(module, "base_layer", module)
+        if _ROWS[style]:
+            module.register_forward_pre_hook(lambda _, inputs: (tensor_parallel.split_inputs(inputs[0]), *inputs[1:]))
+        if base.bias is None:
+            module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
+        else:
+            _add_bias_once(module, base)
+    elif style == "moe_tp_experts":
+        module.register_forward_pre_hook(_share_all)
+        module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
+
+
+def _cut(module: Any, key: str, how: Split) -> None:
+    """Leaves a module this rank's part of a parameter."""
+    group, whole = tensor_parallel.group(), module._parameters[key]
+    if how.packed is not None:
+        _cut_4bit(module, how)
+        return
+    part = how.part_of(whole.detach(), group.size, group.rank)
+    module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    if isinstance(module, nn.Linear) and key == "weight":
+        module.out_features, module.in_features = part.shape
+
+
+def _cut_4bit(module: Any, how: Split) -> None:
+    weight, (size, rank) = module.weight, (tensor_parallel.group().size, tensor_parallel.group().rank)
+    state, rows = weight.quant_state, how.shape[0]
+    if state.nested:
+        # The scales are quantized in blocks of their own: these are read back, exactly, and kept in fp32.
+        from bitsandbytes.functional import dequantize_blockwise
+
+        state.absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        state.offset, state.state2, state.nested = None, None, False
+    weight_bytes = weight.data.view(torch.uint8).view(rows, -1).chunk(size, 1)[rank].contiguous()
+    state.absmax = state.absmax.view(rows, -1).chunk(size, 1)[rank].contiguous().view(-1)
+    out, features = state.shape
+    state.shape = torch.Size((out // size, features) if rows == 1 else (out, features // size))
+    weight.data = weight_bytes.view(-1).view(weight.dtype).view(-1, *weight.shape[1:])
+    module.out_features, module.in_features = state.shape
 
 
 def _unknown(name: str, style: str) -> BackendError:
@@ -208,8 +262,8 @@ def _unknown(name: str, style: str) -> BackendError:
 
 def _refused(name: str, what: str) -> str:
     return (
-        f"The launch file splits layers over {tensor_parallel.group().size} ranks (tp_size), but {name} has {what}, "
-        "which is not offered there. Take a launch config without it, such as one that shards."
+        f"The launch file splits layers over ranks (tp_size), but {name} has {what}, which is not offered there. Take a "
+        "launch config that shards weights, which does so with any network."
     )
 
 

@@ -63,6 +63,8 @@ class Shape:
     rms: bool
     head_norms: bool
     composite: bool
+    parts: int
+    """Ranks that the layer is split over: `f`, `a` and `k` are a rank's."""
 
 
 def shape_of(variant: Variant) -> Shape | None:
@@ -77,9 +79,9 @@ def shape_of(variant: Variant) -> Shape | None:
     kind = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     return Shape(
         h=h,
-        f=max(_inner(layer, h) for layer in each) * experts,
-        a=heads,
-        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each),
+        f=max(_inner(layer, h) for layer in each) * experts // variant.parts,
+        a=heads // variant.attention_parts,
+        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // variant.attention_parts,
         d=max(int(getattr(layer, "head_dim", None) or h // heads) for layer in each),
         layers=len(each),
         vocabulary=int(config.vocab_size),
@@ -87,6 +89,7 @@ def shape_of(variant: Variant) -> Shape | None:
         rms="rms_norm_eps" in config.to_dict(),
         head_norms="q_norm" in variant.names,
         composite=kind in _COMPOSITE,
+        parts=variant.parts,
     )
 
 
@@ -137,9 +140,12 @@ def activations(
         ends += c
     kept = (4 * tokens * s.h if checkpointed else layer) * s.layers
     # Of both factors of a gated product, and of the residual stream, also in 16 bit. An adapter's is made in fp32.
-    last = any(inputs == s.f and kept for inputs, kept in variant.linears)
+    last = _ends_kept(variant, s)
     cast = half and last and variant.adapters is not None
     stream = (6 if half else 4) * s.h
+    if s.parts > 1:
+        # What is summed over ranks is copied for it in fp32; in 16 bit, part and sum are there beside that.
+        stream += (6 if half else 4) * s.h
     # And where its inputs were dropped, that gradient is there before and after.
     dropped = cast and recipe.lora is not None and recipe.lora.dropout > 0
     gradients = tokens * (((2 if s.gated else 1) * c + (2 if cast else 0) + (4 if dropped else 0)) * s.f + stream)
@@ -196,15 +202,24 @@ def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
 
 def _inputs(variant: Variant, s: Shape) -> int:
     """16-bit copies of linear modules' inputs, but for those that come out of an MLP's product in 16 bit anyway."""
-    inside = [inputs for inputs, kept in variant.linears if kept and inputs != s.f]
+    inside = [
+        inputs // (s.parts if split else 1)
+        for inputs, kept, split in variant.linears
+        if kept and inputs != s.f * s.parts
+    ]
     head = s.h if variant.linears and variant.linears[-1][1] else 0
     return 2 * (sum(inside) - head) // s.layers
+
+
+def _ends_kept(variant: Variant, s: Shape) -> bool:
+    """Whether what MLPs' last modules are given is kept."""
+    return any(inputs == s.f * s.parts and kept for inputs, kept, _ in variant.linears)
 
 
 def _mlp(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
     """What goes into the activation and into the product, and what comes out."""
     c = 2 if half else 4
-    kept = any(inputs == s.f and kept for inputs, kept in variant.linears)
+    kept = _ends_kept(variant, s)
     last = c * s.f if kept else 0
     if whole and half:
         # A frozen module keeps it as well, unless it is packed; an adapter is given it in fp32.

@@ -7,10 +7,10 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
+from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, computes_in_chunks, shape_of
-from finetune.planning.model_shapes import Variant, is_half, unpaged
+from finetune.planning.model_shapes import Variant, is_half, part_of, unpaged
 from finetune.planning.rank_memory import (
     adds_on_device,
     casts_weights,
@@ -102,6 +102,9 @@ def assess(
         accumulation = derive_accumulation(recipe, launch.data_ranks)
         if launch.sequence > 1:
             check_split_rows(recipe, launch)
+        if launch.tensor > 1:
+            check_split_layers(recipe, launch, _precision(recipe))
+            variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
         optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
@@ -137,6 +140,10 @@ def assess(
 
 def _with(recipe: Recipe, setting: Setting) -> Recipe:
     return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": setting.micro})})
+
+
+def _precision(recipe: Recipe) -> str:
+    return recipe.precision if recipe.precision != "auto" else "bf16"
 
 
 def _of_part(variant: Variant, launch: Launch) -> Variant:

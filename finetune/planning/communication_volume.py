@@ -52,7 +52,7 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
 
     Frozen weights are gathered where they are cut, and never reduced.
     """
-    ranks = launch.num_processes
+    ranks, apart = launch.averaged_ranks, launch.tensor
     if ranks == 1:
         return []
     weights = sum(w.nbytes for w in outline.weights)
@@ -60,7 +60,7 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
     ring = (ranks - 1) / ranks
     if launch.kind == "ddp":
         buckets = math.ceil(gradients / _DDP_BUCKET)
-        return [Flow("all_reduce", "gradients", round(2 * ring * gradients), ranks, "last backward", buckets)]
+        return [Flow("all_reduce", "gradients", round(2 * ring * gradients), ranks, "last backward", buckets, apart)]
     if launch.uses_deepspeed:
         return _of_stages(launch, outline, accumulation, weights, gradients)
     units = outline.by_unit().values()
@@ -71,8 +71,8 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
     ring, gathers = (cut - 1) / cut, 2 if launch.reshard else 1
     gathered = round(gathers * accumulation * ring * weights)
     found = [
-        Flow("all_gather", "weights", gathered, cut, "all", gathers * accumulation * len(units)),
-        Flow("reduce_scatter", "gradients", round(times * ring * gradients), cut, window, times * trained),
+        Flow("all_gather", "weights", gathered, cut, "all", gathers * accumulation * len(units), apart),
+        Flow("reduce_scatter", "gradients", round(times * ring * gradients), cut, window, times * trained, apart),
     ]
     if launch.replicate > 1:
         copies = launch.replicate
@@ -83,7 +83,7 @@ def flows(launch: Launch, outline: Outline, accumulation: int) -> list[Flow]:
 
 def _of_stages(launch: Launch, outline: Outline, accumulation: int, weights: int, gradients: int) -> list[Flow]:
     """DeepSpeed's, whose buckets are counted in elements."""
-    ranks = launch.num_processes
+    ranks = launch.averaged_ranks
     ring, section = (ranks - 1) / ranks, fitted(launch, outline)["zero_optimization"]
     reduced = math.ceil(gradients / 4 / int(section["reduce_bucket_size"]))
     if launch.kind == "zero3":
@@ -120,4 +120,29 @@ def flows_of_rows(launch: Launch, variant: Variant, *, micro: int, checkpointed:
     tokens = micro * variant.recipe.data.sequence_length // parts
     times = (3 if checkpointed else 2) * accumulation * shape.layers
     moved = times * tokens * heads * shape.d * (2 if is_half(variant.recipe) else 4) * (parts - 1) // parts
-    return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times)]
+    return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times, apart=launch.tensor)]
+
+
+def flows_of_layers(
+    launch: Launch, variant: Variant, *, micro: int, checkpointed: bool, accumulation: int
+) -> list[Flow]:
+    """What the ranks that share layers sum, in fp32; a step waits for all of it.
+
+    Outputs of attention and MLP, and gradients of their inputs; where layers are recomputed, attention's outputs once
+    more (recomputing ends before an MLP's are summed). At the end, gradients of what each rank has all of, but uses in
+    a part of the layer.
+
+    Args:
+        micro: Rows of a micro-batch.
+        checkpointed: Whether layers are recomputed in the backward pass.
+    """
+    parts, shape = launch.tensor, shape_of(variant)
+    if parts == 1 or shape is None:
+        return []
+    ring = 2 * (parts - 1) / parts
+    tokens = micro * variant.recipe.data.sequence_length // launch.sequence
+    calls = (5 if checkpointed else 4) * accumulation * shape.layers
+    found = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
+    if partial := sum(4 * w.elements for w in variant.outline.trained if w.partial):
+        found.append(Flow("all_reduce", "gradients of parts", round(ring * partial), parts, "none", 1))
+    return found

@@ -69,7 +69,7 @@ def _of_file(file: Path) -> _Measured:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise RecipeError(f"{problem}{reason}. Measure again.") from error
-    # Files of earlier versions have no all-to-all, for which the data sheet's bandwidth is taken then.
-    if missing := RINGS.keys() - {"all_to_all"} - measured.collectives.keys():
+    # Files of earlier versions lack some; for all-to-all the data sheet's bandwidth is taken then.
+    if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
         raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
     return measured

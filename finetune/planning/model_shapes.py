@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,20 +13,23 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.models import frozen_weights, lora_adapters, pretrained_files
+from finetune.distributed.tensor_parallel import WHOLE, Splits
+from finetune.models import frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.quantization import BLOCK
+from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
 from finetune.optim import optimizers
 from finetune.optim.optimizers import parameter_groups
 from finetune.planning.rank_memory import Outline, outline
 from finetune.tasks.task_lookup import find_task, head_of
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "LoRA", "QLoRA")
 
-# Elements that share a scale, and scales that share one. Source: Dettmers et al. 2023, section 3.
-BLOCK, _BLOCK_OF_SCALES = 64, 256
+# Scales that share one. Source: Dettmers et al. 2023, section 3.
+_BLOCK_OF_SCALES = 256
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Variant:
     trained: int
     state_bytes: float
     """That the optimiser keeps for an element."""
-    linears: tuple[tuple[int, bool], ...]
-    """Of each linear module: its input features, and whether these are kept for the backward pass."""
+    linears: tuple[tuple[int, bool, bool], ...]
+    """Of each linear module: its input features, whether these are kept for the backward pass, and whether ranks that
+    share its layer have a part of them each."""
     adapters: str | None
     adapted: tuple[tuple[int, int], ...]
     """Input and output features of each module that has an adapter."""
@@ -54,6 +58,34 @@ class Variant:
     norms_trained: bool
     names: frozenset[str]
     """Of the modules."""
+    division: Division | str
+    """How its layers can be split over ranks, or why they cannot."""
+    parts: int = 1
+    """Ranks that its layers are split over."""
+
+    @property
+    def attention_parts(self) -> int:
+        """Ranks that its attention is split over: some plans split MLPs only."""
+        split = isinstance(self.division, Division) and any("att" in name for name in self.division.splits.parameters)
+        return self.parts if split else 1
+
+
+def part_of(variant: Variant, size: int) -> Variant:
+    """What one of so many ranks has of a variant, which split its layers among them.
+
+    Raises:
+        BackendError: If they cannot.
+    """
+    if isinstance(variant.division, str):
+        raise BackendError(variant.division)
+    variant.division.check(size)
+    weights = variant.outline.weights
+    # The scales of what is split are no longer quantized themselves.
+    double, packed = variant.recipe.model.double_quantization, [w.packed for w in weights if w.packed and w.split]
+    more = sum(_scales(count // size, double=False) - _scales(count, double=double) for count in packed)
+    parts = tuple(w.part(size) for w in weights)
+    outline = replace(variant.outline, weights=parts, rest=variant.outline.rest + more)
+    return replace(variant, outline=outline, parts=size)
 
 
 def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
@@ -161,6 +193,12 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     caller = ForwardWrapper(network)
     known = lora_adapters.transformer(network)
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
+    division: Division | str
+    try:
+        division = split_layers.divide(network)
+    except BackendError as error:
+        division = str(error)
+    splits = division.splits if isinstance(division, Division) else WHOLE
     # Were all of it trained, each product would be done three times, of which one is forward.
     network.requires_grad_(True)
     forward = flops_per_target(network, length) / 3
@@ -170,18 +208,19 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     return Variant(
         kind=kind,
         recipe=recipe,
-        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales),
+        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales, splits),
         flops_per_token=flops_per_target(network, length),
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
         state_bytes=optimizers.state_bytes(unpaged(recipe)),
-        linears=tuple(_linears(network)),
+        linears=tuple(_linears(network, splits)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
         config=known.config if known is not None else None,
         norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
         names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
+        division=division,
     )
 
 
@@ -230,8 +269,13 @@ def pack(module: Any, recipe: Recipe, shape: torch.Size) -> int:
     module.weight = weight
     if bits == 8:
         return 4 * out
+    return _scales(count, double=recipe.model.double_quantization)
+
+
+def _scales(count: int, *, double: bool) -> int:
+    """Bytes of the scales of so many weights of 4 bits."""
     blocks, code = math.ceil(count / BLOCK), 4 * 16
-    if not recipe.model.double_quantization:
+    if not double:
         return 4 * blocks + code
     # A byte a scale; their own scales, code and offset.
     return blocks + code + 4 * math.ceil(blocks / _BLOCK_OF_SCALES) + 4 * 256 + 4
@@ -242,11 +286,13 @@ def _wrappers(network: nn.Module) -> list[Any]:
     return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
 
 
-def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
+def _linears(network: nn.Module, splits: Splits) -> Iterator[tuple[int, bool, bool]]:
     adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
     module: Any
     for name, module in network.named_modules():
         if type(module).__name__ not in ("Linear", "StoredLinear", "Conv1D") or ".lora_" in name:
             continue
         inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
-        yield inputs, id(module) in adapted or bool(module.weight.requires_grad)
+        how = splits.parameters.get(f"{name}.weight")
+        by_inputs = how is not None and how.dim == 1 and (how.packed is None or how.shape[0] > 1)
+        yield inputs, id(module) in adapted or bool(module.weight.requires_grad), by_inputs

@@ -150,14 +150,17 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
                 continue  # copies that do not come out even, or of nothing that is cut
         if machines.ranks % num_parts(file):
             continue  # groups that do not come out even
-        found[name] = launch_of_file(file, machines.ranks, copies)
+        launch = launch_of_file(file, machines.ranks, copies)
+        if machines.gpus % launch.tensor:
+            continue  # layers are split within a machine
+        found[name] = launch
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
 
 
 def _first_size(recipe: Recipe, chosen: Candidate | None, make: recommendations.Make) -> int | None:
     if recipe.batch.micro_size != "auto" or chosen is None:
         return None
-    sizes = divisors(recipe.batch.global_size // chosen.launch.num_processes)
+    sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
     settings = (replace(chosen.setting, micro=size) for size in sizes)
     return max(s.micro for s in settings if make(chosen.name, chosen.kind, s).verdict == "fits")
 

@@ -6,7 +6,7 @@ Its counterpart, `held_memory.py`, reads the same four figures back from what ru
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from finetune.distributed.deepspeed_config import fit_to_model, width_of
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.tensor_parallel import WHOLE, Split, Splits
 from finetune.utils.compat.accelerate_private import unsplit_classes
 
 
@@ -32,6 +33,17 @@ class Weight:
     """Whether autocast makes a copy of it in 16 bit."""
     packed: int = 0
     """How many weights it stands for, if they are packed: they are read back for each product."""
+    split: Split | None = None
+    """How it is split over the ranks of a tensor-parallel group, if it is where there are such groups."""
+    partial: bool = False
+    """Whether these ranks each hold all of it, and its gradients are to be summed over them."""
+
+    def part(self, size: int) -> "Weight":
+        """What each of so many ranks has of it that split layers among them."""
+        if self.split is None:
+            return self
+        shape = (self.shape[0] // size, *self.shape[1:]) if self.packed else self.split.part_shape(size)
+        return replace(self, shape=shape, packed=self.packed // size, split=None)
 
     @property
     def elements(self) -> int:
@@ -66,13 +78,14 @@ class Outline:
         return found
 
 
-def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0) -> Outline:
+def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0, splits: Splits = WHOLE) -> Outline:
     """Reads an outline off a network on the meta device.
 
     Args:
         model: The `ForwardWrapper` around the network.
         groups: The optimiser's.
         scales: Bytes of the scales of quantized weights that are no buffers.
+        splits: How its layers are split where they are.
     """
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -95,8 +108,10 @@ def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0) -> Ou
             unit_of.get(id(p), ""),
             p.ndim >= 2 and id(p) not in plain and not hasattr(p, "packed_weights"),
             int(getattr(p, "packed_weights", 0)),
+            splits.parameters.get(name.removeprefix("network.")),
+            name.removeprefix("network.") in splits.partial,
         )
-        for p in model.parameters()
+        for name, p in model.named_parameters()
     )
     # A head may be without weights of its own, such as one that a task adds.
     units = [unit_of.get(id(next(iter(end.parameters()), None)), "") if end is not None else "" for end in ends]
@@ -117,9 +132,9 @@ def state(
     trained = outline.trained
     held_trained, masters = sum(_held(launch, outline, trained)), sum(_part(launch, w) for w in trained)
     if launch.kind in ("zero1", "zero2"):
-        masters = sum(_partitions(launch.num_processes, trained))
+        masters = sum(_partitions(launch.averaged_ranks, trained))
         # Weights of a group are views of one tensor, padded.
-        held_trained = sum(w.nbytes for w in trained) + _padding(launch.num_processes, trained)
+        held_trained = sum(w.nbytes for w in trained) + _padding(launch.averaged_ranks, trained)
     whole = sum(w.elements for w in trained)
     if not launch.holds_whole_gradients(accumulation):
         whole = masters
@@ -174,13 +189,13 @@ def fitted(launch: Launch, outline: Outline) -> dict[str, Any]:
 
 def shards(launch: Launch) -> int:
     """Ranks that hold a copy of the weights among them."""
-    return launch.num_processes // launch.replicate if launch.sharded else 1
+    return launch.averaged_ranks // launch.replicate if launch.sharded else 1
 
 
 def _part(launch: Launch, weight: Weight) -> int:
     """Elements of a weight that the fullest rank holds."""
     if launch.kind == "zero3":
-        return math.ceil(weight.elements / launch.num_processes)
+        return math.ceil(weight.elements / launch.averaged_ranks)
     if launch.uses_fsdp:
         # Along the first side, as torch.chunk cuts it.
         rows = weight.shape[0]

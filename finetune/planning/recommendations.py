@@ -66,7 +66,7 @@ def cheapest(
     candidate: Candidate, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make
 ) -> str:
     """The cheapest change that makes a candidate fit: to the recipe, else to the next launch file, else to the way."""
-    offered = list(settings(recipe, candidate.launch.num_processes))
+    offered = list(settings(recipe, candidate.launch.data_ranks))
     tries = [(candidate.name, candidate.kind, setting) for setting in offered]
     for name in names[names.index(candidate.name) + 1 :]:
         tries += [(name, candidate.kind, setting) for setting in offered]
@@ -114,17 +114,21 @@ _ORDER = (
     ("zero3", "all is cut, and layers are gathered for use"),
     ("sp", "rows are split over ranks, which exchange them around attention: a rank holds a part of the activations"),
     ("fsdp_sp", "all is cut, and rows are split over ranks: a rank holds a part of the activations"),
+    ("tp", "each layer is split over ranks, which sum what they find: a rank holds a part of weights and activations"),
+    ("fsdp_tp", "each layer is split over ranks, and what each has of it is cut over the others"),
+    ("fsdp_tp_sp", "layers and rows are split over ranks, and all is cut: the least on each without host memory"),
     ("fsdp_offload", "what is cut rests in host memory"),
     ("zero3_offload", "what is cut rests in host memory, where the optimiser steps"),
     ("zero3_nvme", "what is cut rests on disk: slow, and the last way on these GPUs"),
 )
-NONE_LEFT = "A layer must then be cut within itself: tensor or pipeline parallelism, which this toolkit does not offer"
+NONE_LEFT = "Take more or larger GPUs, or a larger tp_size; pipeline parallelism is not offered here"
 
 
 def plain_name(launch: Launch) -> str:
     """The shipped file that does the same on one machine."""
-    if launch.sequence > 1:
-        return "sp" if launch.kind == "ddp" else f"{launch.kind}_sp"
+    if launch.sequence * launch.tensor > 1:
+        split = ("_tp" if launch.tensor > 1 else "") + ("_sp" if launch.sequence > 1 else "")
+        return split.removeprefix("_") if launch.kind == "ddp" else launch.kind + split
     if launch.kind == "fsdp" and not launch.reshard:
         return "fsdp_grad_op"
     if launch.offload_params == "nvme":

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning.candidates import Candidate
-from finetune.planning.communication_volume import Flow, flows, flows_of_rows
+from finetune.planning.communication_volume import Flow, flows, flows_of_layers, flows_of_rows
 from finetune.planning.link_speeds import LinkSpeeds
-from finetune.planning.model_shapes import Variant, is_half
+from finetune.planning.model_shapes import Variant, is_half, part_of
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
@@ -104,26 +104,35 @@ def work(variant: Variant) -> Work:
 
 
 def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
-    """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs."""
+    """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs.
+
+    Ranks that share layers each compute the head's product whole, which is counted; their norms and routers are not.
+    """
     recipe, ranks = variant.recipe, candidate.launch.num_processes
     if not is_half(recipe) or candidate.memory is None:
         return None
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
+    variant = variant if candidate.launch.tensor == 1 else part_of(variant, candidate.launch.tensor)
+    a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate
     backward = compute * (1 - forward / a_token)
     windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
     moved, exposed = [], 0.0
-    rows = flows_of_rows(
-        candidate.launch,
-        variant,
-        micro=candidate.setting.micro,
-        checkpointed=candidate.setting.checkpointed,
-        accumulation=candidate.accumulation,
-    )
-    for flow in [*flows(candidate.launch, variant.outline, candidate.accumulation), *rows]:
+    between = [
+        flow
+        for of in (flows_of_rows, flows_of_layers)
+        for flow in of(
+            candidate.launch,
+            variant,
+            micro=candidate.setting.micro,
+            checkpointed=candidate.setting.checkpointed,
+            accumulation=candidate.accumulation,
+        )
+    ]
+    for flow in [*flows(candidate.launch, variant.outline, candidate.accumulation), *between]:
         far = flow.ranks * flow.apart > machines.gpus
         line = machines.links.line(flow.collective, far=far)
         seconds = _seconds(flow, machines, line, far=far)
@@ -143,6 +152,13 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
         cost=None if gpu_hours is None or machines.price is None else gpu_hours * machines.price,
         energy_kwh=None if gpu_hours is None else gpu_hours * machines.gpu.watts / 1000,
     )
+
+
+def _head_flops(variant: Variant) -> float:
+    """Of a language model's head, a token: forward, and the gradients of its inputs and, if it is trained, weights."""
+    units = variant.outline.by_unit()
+    weights = [w for w in units.get(variant.outline.head, []) if variant.outline.head and len(w.shape) == 2]
+    return sum(2.0 * w.elements * (2 if w.group is None else 3) for w in weights)
 
 
 def _seconds(flow: Flow, machines: Machines, line: Line | None, *, far: bool) -> float:

@@ -187,7 +187,7 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     gradients = [4 * w.elements for w in outline.trained]
     # A bucket goes when it is full: all of an adapter's may fit in one.
     gradient = max(min(bucket, sum(gradients)), max(gradients, default=0))
-    masters = math.ceil(sum(w.elements for w in outline.trained) / launch.num_processes)
+    masters = math.ceil(sum(w.elements for w in outline.trained) / launch.averaged_ranks)
     return TransientMemory(
         begins=live + (max(map(_bytes, units.values())) if device == "cpu" else 0),
         ends=max(held, min(live, scores + largest)),

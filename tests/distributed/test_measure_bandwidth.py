@@ -21,6 +21,8 @@ FACTORS = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
+    "reduce": lambda n: 1,
+    "send": lambda n: 1,
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.frozen_weights import multiply
-from finetune.models.quantization import Linear8bit
+from finetune.models.quantization import BLOCK, Linear8bit
 from finetune.planning import model_shapes
 from finetune.utils.compat.torch_private import take_parameter
 
@@ -30,9 +30,7 @@ class Packed4bit(nn.Linear):
         return product.clone() if self.adapted else product
 
     def _read(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        scales = weight.new_empty(
-            math.ceil(self.out_features * self.in_features / model_shapes.BLOCK), dtype=torch.float32
-        )
+        scales = weight.new_empty(math.ceil(self.out_features * self.in_features / BLOCK), dtype=torch.float32)
         whole = weight.new_empty((self.out_features, self.in_features), dtype=dtype)
         del scales  # there until the weight is
         return whole

@@ -86,6 +86,9 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
         if candidate.launch.sequence > 1:
             found.append(_not(candidate, "its ranks exchange parts of rows, which one process cannot imagine"))
             continue
+        if candidate.launch.tensor > 1:
+            found.append(_not(candidate, "its ranks sum parts of layers, which one process cannot imagine"))
+            continue
         recipe, launch = _settled(candidate, variant.recipe), fake_backend.stand_in(candidate.launch)
         job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})
         if job not in taken:

@@ -1,0 +1,67 @@
+"""What `plan` says of layers that are split over ranks is what splitting them leaves, and what they send."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import ROOT
+from test_plan_formulas import recipe
+
+from finetune.distributed import gpu_specs, tensor_parallel
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.models import split_layers
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.planning import model_shapes
+from finetune.planning.candidates import Setting, assess
+from finetune.planning.communication_volume import flows_of_layers
+from finetune.tasks.causal_lm import CAUSAL_LM
+
+WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "full": (False, {}),
+    "lora": (True, {}),
+    "nf4": (True, {"quantization": "nf4"}),
+    "checkpointed": (False, {"gradient_checkpointing": True}),
+}
+SIZES = {"intermediate_size": 256, "hidden_size": 128}
+
+
+@pytest.fixture
+def as_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "_group", tensor_parallel.Group(2, 0, None))
+
+
+@pytest.mark.usefixtures("as_one_of_two")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora, model = WAYS[way]
+    wanted = recipe(2, False, lora, model, **SIZES)
+    variant: Any = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)]
+    part = model_shapes.part_of(variant, 2)
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
+    split_layers.split(network)
+    assert [w.shape for w in part.outline.weights] == [tuple(p.shape) for p in network.parameters()]
+    sent = []
+    monkeypatch.setattr(tensor_parallel.distributed, "all_reduce", lambda t, group: sent.append(t.nbytes))
+    ids = torch.randint(3, 500, (2, 64))
+    CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids}).backward()
+    launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)
+    found = flows_of_layers(launch, part, micro=2, checkpointed=way == "checkpointed", accumulation=1)[0]
+    # The first layer's inputs need no gradient if the embedding is frozen.
+    assert (len(sent), sum(sent)) == (found.calls - lora, found.nbytes - lora * sent[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"num_key_value_heads": 1}, "the 1 key-value heads"),
+        ({"intermediate_size": 175}, "the 175 rows or columns of model.layers.0.mlp"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(config: dict[str, Any], says: str) -> None:
+    wanted = recipe(1, False, False, **config)
+    variant: Any = model_shapes.variants(wanted)["full"]
+    launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)
+    found = assess("tp", launch, variant, Setting(1, False), gpu_specs.find("h100-80gb"))
+    assert found.verdict == "refused"
+    assert says in found.reason
