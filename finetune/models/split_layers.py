@@ -262,8 +262,8 @@ def _unknown(name: str, style: str) -> BackendError:
 
 def _refused(name: str, what: str) -> str:
     return (
-        f"The launch file splits layers over ranks (tp_size), but {name} has {what}, which is not offered there. Take a "
-        "launch config that shards weights, which does so with any network."
+        f"The launch file splits layers over ranks (tp_size), but {name} has {what}, which is not offered there. Take "
+        "a launch config that shards weights, which does so with any network."
     )
 
 

@@ -93,10 +93,17 @@ SINGLE = (LIMIT, LIMIT_OURS, OURS, "trainer", "trl", "trl-best", "litgpt")
 FEW = (LIMIT, LIMIT_OURS, OURS, "trainer", "trl-best")
 
 
+PROCESSES = {"": 1, "single": 1, "fsdp_tp": 4}
+"""Of a launch; two of any other one."""
+
+GROUPS = {"sp": 1, "tp": 1}
+"""Groups of processes that read rows of their own; two of any other launch on several processes."""
+
+
 def launch_of(arm: str) -> tuple[str, str, int]:
     """An arm's name, launch and processes."""
     name, _, launch = arm.partition("@")
-    return name, launch or "single", 1 if launch in ("", "single") else 2
+    return name, launch or "single", PROCESSES.get(launch, 2)
 
 
 def cases() -> list[Case]:
@@ -125,6 +132,12 @@ def cases() -> list[Case]:
             arms=tuple(f"{arm}@fsdp{way}" for way in ("", EACH) for arm in (LIMIT, OURS)),
             micro=2,
             accumulation=4,
+        ),
+        # Rows or layers that are split, beside what is replicated or sharded: the same rows, on two cores.
+        replace(
+            two,
+            name="15M fp32, split",
+            arms=(f"{LIMIT}@ddp", *(f"{OURS}@{launch}" for launch in ("ddp", "fsdp", "sp", "tp", "fsdp_tp"))),
         ),
     ]
 

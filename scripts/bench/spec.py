@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cases import Case
+from bench.cases import GROUPS, Case
 
 LR, CLIP, BETAS = 1e-3, 1.0, (0.9, 0.999)
 """Of all arms. Nothing decays, since libraries decay different parameters."""
@@ -47,8 +47,9 @@ class Spec:
 
     @property
     def micro(self) -> int:
-        """Rows of a micro-batch of one process."""
-        return self.case.micro // self.processes
+        """Rows of a micro-batch of one process, or of the group that it shares them with."""
+        groups = 1 if self.processes == 1 else GROUPS.get(self.launch, 2)
+        return self.case.micro // groups
 
     def window(self, step: int, rank: int) -> list[slice]:
         """The positions that a rank reads in a step, a slice for each micro-batch."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, Launcher
-from recipes_for_tests import ARCHITECTURES, UNEVEN, base
+from matrix import KEPT
+from recipes_for_tests import ARCHITECTURES, SPLIT_LAYERS, UNEVEN, base
 from stored_model import store
 
 from finetune.config.recipe import validate_recipe
@@ -74,3 +75,22 @@ def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
         if asdict(predicted) != (read := run.check().facts["memory"]):
             wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}
     assert not wrong, "(predicted, read back)"
+
+
+@pytest.mark.xdist_group("split")
+@pytest.mark.parametrize(
+    ("name", "job"), [*(("tp", job) for job in SPLIT_LAYERS), ("fsdp_tp", "sgd")], ids=lambda value: value
+)
+def test_state_of_split_layers_is_exact_to_the_byte(launcher: Launcher, name: str, job: str) -> None:
+    run = launcher.many("tp", SPLIT_LAYERS)[job] if name == "tp" else launcher.one(name, KEPT)
+    recipe = validate_recipe(SPLIT_LAYERS[job] if name == "tp" else KEPT)
+    launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 2 if name == "tp" else 4)
+    variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
+    assert isinstance(variant, model_shapes.Variant)
+    predicted = state(
+        launch,
+        model_shapes.part_of(variant, launch.tensor).outline,
+        accumulation=derive_accumulation(recipe, launch.data_ranks),
+        state_bytes=optimizers.state_bytes(recipe),
+    )
+    assert asdict(predicted) == run.check().facts["memory"]

@@ -90,8 +90,10 @@ def run(spec: Spec, gate: Gate) -> None:
     def held(run: Run, step: int) -> Any:
         gate.before_step()
         taken = step_of(run, step)
-        rows = sum(len(part) for part in taken.rows)
-        gate.add(taken.losses.sum(), rows * (spec.case.length - 1))
+        # Of ranks that share rows or layers, what is whole counts once.
+        rows = sum(len(part) for part in taken.rows) if run.backend.counts_rows else 0
+        loss = taken.losses.sum()
+        gate.add(loss if run.backend.counts_losses else torch.zeros_like(loss), rows * (spec.case.length - 1))
         gate.norm(taken.norm.read()[0])
         return taken
 
