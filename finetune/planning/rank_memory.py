@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ class Weight:
     packed: int = 0
     """How many weights it stands for, if they are packed: they are read back for each product."""
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -54,7 +55,7 @@ class Outline:
     """The unit of what looks tokens up, and of what scores them; "" if these are in no unit of their own."""
     head: str = ""
 
-    @property
+    @cached_property
     def trained(self) -> list[Weight]:
         return [w for w in self.weights if w.group is not None]
 
