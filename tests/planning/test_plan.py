@@ -381,10 +381,16 @@ def test_a_named_tokenizer_decides_the_vocabulary(tmp_path: Path, capsys: pytest
     )
 
 
+def test_groups_of_more_ranks_than_there_are_are_left_out() -> None:
+    plan = planned(sections(batch={"global_size": 60, "micro_size": 1}), number=2)
+    assert {"sp", "tp"} <= plan.launches.keys()
+    assert "fsdp_tp_sp" not in plan.launches
+
+
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -> None:
     plan = planned(sections(batch={"global_size": 60, "micro_size": 1}), number=number)
-    assert "hsdp" not in plan.launches
+    assert not {"hsdp", "sp", "tp", "fsdp_tp_sp"} & plan.launches.keys()
     assert "fsdp" in plan.launches or number == 1
     assert "hsdp" in planned(sections(batch={"global_size": 60, "micro_size": 1}), number=4).launches
 

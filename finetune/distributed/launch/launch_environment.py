@@ -4,6 +4,7 @@
 here; from there on it is what a worker does: `launch_config.check_file`, `launch_config.of_environment`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +90,13 @@ def num_copies(file: Path) -> int:
 
 
 def num_parts(file: Path) -> int:
-    """Parts that a launch file has rows split into, over as many ranks.
+    """Parts that a launch file has rows and layers split into, over as many ranks.
 
     Raises:
         BackendError: If it is no launch file.
     """
-    return int(launch_file.read(str(file)).get("parallelism_config.parallelism_config_sp_size", 1))
+    written = launch_file.read(str(file))
+    return math.prod(int(written.get(f"parallelism_config.parallelism_config_{key}_size", 1)) for key in ("sp", "tp"))
 
 
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
