@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
 from finetune.distributed.launch.launch_environment import launch_of_file
-from finetune.planning import planner, recommendations
+from finetune.planning import model_shapes, planner, recommendations
 from finetune.planning.step_time import Machines
 from finetune.training import entry_point
 from finetune.utils.errors import RecipeError
@@ -143,6 +144,19 @@ def test_more_ranks_never_hold_more_each() -> None:
             one, other = facts(fewer, part), facts(more, part)
             # Of small ranks' adapters, a row a rank is the least.
             assert all(other[key] <= one[key] * 1.01 + 4096 for key in one if key in other)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"dora": True, "save_modules": ["lm_head"]}, {"init": "pissa"}])
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_ways_that_share_a_network_are_those_built_alone(lora: dict[str, Any], quantization: str) -> None:
+    model = {"config": SMALL} | ({} if "init" in lora else {"quantization": quantization})
+    recipe = validate_recipe(sections(model=model, lora=lora))
+    together = model_shapes.variants(recipe, "bf16")
+    for kind, found in together.items():
+        alone = model_shapes.variants(recipe, "bf16", [kind])[kind]
+        assert isinstance(found, model_shapes.Variant)
+        assert isinstance(alone, model_shapes.Variant)
+        assert replace(found, config=None) == replace(alone, config=None)
 
 
 def test_packing_and_adapters_save_what_they_should() -> None:
