@@ -19,11 +19,22 @@ from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
 from finetune.utils.console import plain_table
-from finetune.utils.errors import DataError, RecipeError
+from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
 # What a task may raise that cannot be loaded, or does not fit the network: its data, templates and Python code are its
-# own.
-_TASK_ERRORS = (OSError, ValueError, LookupError, AssertionError, ImportError, TemplateError, DatasetsError)
+# own, and lm_eval looks at no key before it uses it.
+_TASK_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    NotImplementedError,
+    ImportError,
+    TemplateError,
+    DatasetsError,
+)
 
 _NUMBERS = ("value", "± error", "questions", "examples")
 
@@ -84,8 +95,8 @@ def score(
         chat_template_args=dict(opened.template_args),
     )
     log.setLevel(before)
-    manager, names = _find(tasks)
     try:
+        manager, names = _find(tasks)
         found = simple_evaluate(
             wrapped,
             tasks=names,
@@ -95,13 +106,14 @@ def score(
             apply_chat_template=chat,
             log_samples=False,
         )
+    except FinetuneError:
+        raise
     except _TASK_ERRORS as error:
-        if not str(error):
-            raise
+        words = " ".join(str(error).split())[:400]
         raise DataError(
-            f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:400]}. Correct the task, or name another; data on the hub need the "
-            "network, or its cache."
+            f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}{': ' if words else ''}"
+            f"{words.removesuffix('.')}. Correct the task (its file may lack a key, such as doc_to_target), or name "
+            "another; data on the hub need the network, or its cache."
         ) from error
     about = {"step": opened.step, "chat": chat, "limit": limit}
     return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})

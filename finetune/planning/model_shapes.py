@@ -28,6 +28,9 @@ from finetune.utils.errors import BackendError, RecipeError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "LoRA", "QLoRA")
 
+Packable = list[tuple[Any, torch.Size]]
+"""Linear modules, with the shapes of their weights."""
+
 # Scales that share one. Source: Dettmers et al. 2023, section 3.
 _BLOCK_OF_SCALES = 256
 
@@ -100,17 +103,28 @@ def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = K
     """
     recipe = sized(recipe)
     found: dict[str, Variant | str] = {}
-    for kind in kinds:
-        wanted = as_kind(recipe, kind)
+    ways = {kind: as_kind(recipe, kind) for kind in kinds}
+    packed_later = _packed_later(ways)
+    adapted: tuple[nn.Module, Packable] | None = None
+    for kind, wanted in ways.items():
         try:
-            network, packed = skeleton(wanted, stored)
-            scales = sum(pack(module, wanted, shape) for module, shape in packed)
+            network, packable = adapted or skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
+            quantized = wanted.model.quantization is not None
+            scales = sum(pack(module, wanted, shape) for module, shape in packable) if quantized else 0
             found[kind] = _read(network, kind, wanted, scales)
+            adapted = (network, packable) if kind == "LoRA" and packable else None
         except RecipeError as error:
             if kind == kind_of(recipe):
                 raise
             found[kind] = str(error)
     return found
+
+
+def _packed_later(ways: dict[str, Recipe]) -> Recipe | None:
+    """QLoRA's recipe if its network is LoRA's, packed: attaching adapters is most of the work, and once is enough."""
+    if not {"LoRA", "QLoRA"} <= ways.keys() or head_of(ways["QLoRA"]) is None:
+        return None
+    return ways["QLoRA"] if ways["LoRA"].lora == ways["QLoRA"].lora else None
 
 
 def kind_of(recipe: Recipe) -> str:
@@ -160,8 +174,11 @@ def sized(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
-def skeleton(recipe: Recipe, stored: str | None) -> tuple[nn.Module, list[tuple[Any, torch.Size]]]:
+def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
     """The network that `networks.build_model` would build, without storage.
+
+    Args:
+        packed_as: The recipe that it is to be packed for, if another.
 
     Returns:
         The network, and its linear modules that are to be packed, with the shapes of their weights.
@@ -177,16 +194,17 @@ def skeleton(recipe: Recipe, stored: str | None) -> tuple[nn.Module, list[tuple[
         )
     network = task.build_skeleton(plain, None)
     # Before adapters hide what they wrap.
-    quantized = recipe.model.quantization is not None
-    packed = [(module, module.weight.shape) for module in _packable(network, recipe)] if quantized else []
+    goal = packed_as or recipe
+    quantized = goal.model.quantization is not None
+    packable = [(module, module.weight.shape) for module in _packable(network, goal)] if quantized else []
     if recipe.lora is not None:
         network.requires_grad_(False)
         with torch.device("meta"):
             network = lora_adapters.attach(network, recipe, head_of(recipe))
-    if quantized and not packed:
+    if recipe.model.quantization is not None and not packable:
         raise RecipeError("model.quantization: the network has no linear modules that can be packed.")
     frozen_weights.cast_frozen(network, _stored_dtype(recipe, network, stored))
-    return network, packed
+    return network, packable
 
 
 def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:

@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,7 @@ class Weight:
         shape = (self.shape[0] // size, *self.shape[1:]) if self.packed else self.split.part_shape(size)
         return replace(self, shape=shape, packed=self.packed // size, split=None)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -66,7 +67,7 @@ class Outline:
     """The unit of what looks tokens up, and of what scores them; "" if these are in no unit of their own."""
     head: str = ""
 
-    @property
+    @cached_property
     def trained(self) -> list[Weight]:
         return [w for w in self.weights if w.group is not None]
 

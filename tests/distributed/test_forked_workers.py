@@ -72,6 +72,16 @@ def test_help_imports_no_library() -> None:
     assert not set(output.splitlines()) & {"torch", "transformers", "accelerate", "numpy", "pydantic", "yaml", "rich"}
 
 
+def test_a_plan_imports_peft_alone() -> None:
+    code = (
+        "import sys\nfrom finetune.cli.main import main\n"
+        "assert main(['plan', 'sample', '--json']) == 0\nprint('\\n'.join(sys.modules))"
+    )
+    code, output = run([sys.executable, "-c", code])
+    assert code == 0, output
+    assert set(output.splitlines()) & LIBRARIES == {"peft"}
+
+
 WORKER = """
 import os, signal, sys, threading, time
 from pathlib import Path

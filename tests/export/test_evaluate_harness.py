@@ -4,6 +4,8 @@ import functools
 import json
 import re
 import socket
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.diagnostics.run_report import one_run
 from finetune.export import evaluate_harness, generate_text, harness_file, load_model
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, DataError
 
 pytestmark = [pytest.mark.xdist_group("harness")]
 QUESTIONS, CHOICES = 40, 3
@@ -208,6 +210,37 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "pip install 'finetune[harness]'" in capsys.readouterr().err
     assert main.main(["eval", MODEL, "--data", "x.jsonl", "--limit", "3"]) == 2
     assert "--limit is for --harness" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [TypeError("'NoneType' object is not callable."), NotImplementedError()])
+def test_what_lm_eval_raises_is_one_paragraph(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.all_tasks: list[str] = []
+
+        def match_tasks(self, words: list[str]) -> list[str]:
+            return words
+
+    def simple_evaluate(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name, held in (
+        ("lm_eval", {"simple_evaluate": simple_evaluate}),
+        ("lm_eval.models", {}),
+        ("lm_eval.models.huggingface", {"HFLM": Stub}),
+        ("lm_eval.tasks", {"TaskManager": Stub}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+    network = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=None))
+    monkeypatch.setattr(evaluate_harness, "transformer", lambda _: network)
+    monkeypatch.setattr(evaluate_harness.prompts, "ends", lambda *_: None)
+    opened: Any = types.SimpleNamespace(
+        network=None, tokenizer=types.SimpleNamespace(chat_template=None), ends=(), template_args={}, step=None
+    )
+    with pytest.raises(DataError, match=f"lm_eval cannot evaluate mine: {type(error).__name__}.*Correct the task"):
+        evaluate_harness.score(opened, ["mine"])
 
 
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:

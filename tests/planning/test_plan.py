@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
 from finetune.distributed.launch.launch_environment import launch_of_file
-from finetune.planning import planner, recommendations
+from finetune.planning import model_shapes, planner, recommendations
 from finetune.planning.step_time import Machines
 from finetune.training import entry_point
 from finetune.utils.errors import RecipeError
@@ -143,6 +144,19 @@ def test_more_ranks_never_hold_more_each() -> None:
             one, other = facts(fewer, part), facts(more, part)
             # Of small ranks' adapters, a row a rank is the least.
             assert all(other[key] <= one[key] * 1.01 + 4096 for key in one if key in other)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"dora": True, "save_modules": ["lm_head"]}, {"init": "pissa"}])
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_ways_that_share_a_network_are_those_built_alone(lora: dict[str, Any], quantization: str) -> None:
+    model = {"config": SMALL} | ({} if "init" in lora else {"quantization": quantization})
+    recipe = validate_recipe(sections(model=model, lora=lora))
+    together = model_shapes.variants(recipe, "bf16")
+    for kind, found in together.items():
+        alone = model_shapes.variants(recipe, "bf16", [kind])[kind]
+        assert isinstance(found, model_shapes.Variant)
+        assert isinstance(alone, model_shapes.Variant)
+        assert replace(found, config=None) == replace(alone, config=None)
 
 
 def test_packing_and_adapters_save_what_they_should() -> None:
@@ -381,10 +395,16 @@ def test_a_named_tokenizer_decides_the_vocabulary(tmp_path: Path, capsys: pytest
     )
 
 
+def test_groups_of_more_ranks_than_there_are_are_left_out() -> None:
+    plan = planned(sections(batch={"global_size": 60, "micro_size": 1}), number=2)
+    assert {"sp", "tp"} <= plan.launches.keys()
+    assert "fsdp_tp_sp" not in plan.launches
+
+
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -> None:
     plan = planned(sections(batch={"global_size": 60, "micro_size": 1}), number=number)
-    assert "hsdp" not in plan.launches
+    assert not {"hsdp", "sp", "tp", "fsdp_tp_sp"} & plan.launches.keys()
     assert "fsdp" in plan.launches or number == 1
     assert "hsdp" in planned(sections(batch={"global_size": 60, "micro_size": 1}), number=4).launches
 
