@@ -181,9 +181,10 @@ class _Finder:
         if adapted and not (hasattr(module, "lora_A") and not any(map(bool, module.use_dora.values()))):
             raise BackendError(_refused(name, "an adapter that is no LoRA"))
         kind = type(base)
-        if kind.__name__ == "Linear4bit" or (kind is nn.Linear and hasattr(base.weight, "packed_weights")):
+        plain = kind in (nn.Linear, StoredLinear)
+        if kind.__name__ == "Linear4bit" or (plain and hasattr(base.weight, "packed_weights")):
             self._of_blocks(name, base, dim)
-        elif kind in (nn.Linear, StoredLinear):
+        elif plain:
             self._plain(name, base.weight, dim)
         else:
             raise BackendError(_refused(name, kind.__name__))

@@ -110,6 +110,7 @@ def facts(plan: planner.Plan, part: str) -> dict[Any, int]:
     return {
         key: candidate.peak if part == "peak" else getattr(candidate.memory, part)
         for key, candidate in plan.candidates.items()
+        if candidate.verdict != "refused"
     }
 
 
@@ -117,6 +118,7 @@ def whole(plan: planner.Plan) -> dict[Any, bool]:
     return {
         key: candidate.launch.holds_whole_gradients(candidate.accumulation)
         for key, candidate in plan.candidates.items()
+        if candidate.verdict != "refused"
     }
 
 
