@@ -381,9 +381,31 @@ class Backend:
         return json.loads(bytes(self.broadcast(content).tolist()))
 
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
-        """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
+        """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`.
+
+        Raises:
+            BackendError: If what ranks that share layers have in common is not the same on each of them.
+        """
         self._reshard()
+        if self.launch.tensor > 1:
+            self._check_copies(network)
         return state_transfer.read(self.launch, network, optimizer, self.splits)
+
+    def _check_copies(self, network: nn.Module) -> None:
+        """Compares the bits of what each rank of a tensor-parallel group has all of: nothing else would show a drift."""
+        bits = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad and name not in self.splits.parameters:
+                bits += local(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
+        most = torch.cat((bits, -bits))
+        group = tensor_parallel.group().handle
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+        if self.max((most.sum(0, keepdim=True) != 0).float()).item():
+            raise BackendError(
+                "Ranks that share layers (tp_size) have come to hold different values of what each has all of, such as "
+                "norms and embeddings, so that the network is no longer one. Resume from the last checkpoint; if this "
+                "happens again, look for hardware that computes wrongly."
+            )
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Elements of each trainable parameter, whole, by name."""

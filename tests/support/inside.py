@@ -187,7 +187,8 @@ class OneRank:
     """The part of a backend that checkpoints need, on one rank, without Accelerate."""
 
     rank, world, is_main, device = 0, 1, True, torch.device("cpu")
-    data_rank, data_world, counts_rows = 0, 1, True
+    data_rank, data_world, averaged_rank, averaged_world = 0, 1, 0, 1
+    counts_rows = counts_losses = True
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
