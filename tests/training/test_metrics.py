@@ -320,6 +320,15 @@ def test_every_backend_predicts_alike(launcher: Launcher, backend: str) -> None:
         )
 
 
+@pytest.mark.xdist_group("metrics")
+def test_ranks_that_share_layers_write_the_same_texts(launcher: Launcher) -> None:
+    single, split = launcher.many("single", ALL)["texts"], launcher.one("tp", JOBS["texts"])
+    assert predictions(split) == predictions(single)
+    assert {name: values(split)[f"validation_{name}"] for name in TEXTS} == {
+        name: values(single)[f"validation_{name}"] for name in TEXTS
+    }
+
+
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
 @pytest.mark.xdist_group("metrics")
 def test_all_ranks_end_together(launcher: Launcher, backend: str) -> None:
