@@ -392,7 +392,7 @@ class Backend:
         return state_transfer.read(self.launch, network, optimizer, self.splits)
 
     def _check_copies(self, network: nn.Module) -> None:
-        """Compares the bits of what each rank of a tensor-parallel group has all of: nothing else would show a drift."""
+        """Compares the bits of what each of the ranks that share layers has all of: nothing else shows a drift."""
         bits = torch.zeros(1, dtype=torch.int64, device=self.device)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and name not in self.splits.parameters:

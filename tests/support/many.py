@@ -47,6 +47,16 @@ def plant(fault: str) -> None:
             return summed
 
         Backend.sum = own
+    elif fault == "drift":
+        # A rank's copy of what it shares with others becomes another one.
+        step = Backend.step
+
+        def drifts(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
+            step(self, optimizer, norm)
+            norms = [p for name, p in self.model.named_parameters() if name.endswith("model.norm.weight")]
+            norms[0].data += 1e-6 * self.rank
+
+        Backend.step = drifts
     elif fault == "adapter_seed":
         # Every rank draws adapters of its own.
         attach, rank = lora_adapters.attach, int(os.environ.get("RANK", "0"))
