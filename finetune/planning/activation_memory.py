@@ -86,7 +86,7 @@ def shape_of(variant: Variant) -> Shape | None:
         layers=len(each),
         vocabulary=int(config.vocab_size),
         gated="gate_proj" in variant.names or experts > 1,
-        rms="rms_norm_eps" in config.to_dict(),
+        rms=hasattr(config, "rms_norm_eps"),
         head_norms="q_norm" in variant.names,
         composite=kind in _COMPOSITE,
         parts=variant.parts,

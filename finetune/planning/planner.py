@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import launch_of_file, num_copies, num_parts
+from finetune.distributed.launch.launch_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
@@ -143,12 +143,12 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     """The launch files for these machines, what to take first at the front."""
     found = {}
     for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
-        copies = num_copies(file)
+        copies, parts = copies_and_parts(file)
         if copies > 1:
             copies = machines.nodes if machines.nodes > 1 else copies
             if machines.ranks % copies or machines.ranks == copies:
                 continue  # copies that do not come out even, or of nothing that is cut
-        if machines.ranks % num_parts(file):
+        if machines.ranks % parts:
             continue  # groups that do not come out even
         launch = launch_of_file(file, machines.ranks, copies)
         if machines.gpus % launch.tensor:

@@ -80,24 +80,19 @@ def read_launch_environment(
 _COPIES = "parallelism_config.parallelism_config_dp_replicate_size"
 
 
-def num_copies(file: Path) -> int:
-    """Copies of the model that a launch file asks for, each cut among ranks of its own.
+def copies_and_parts(file: Path) -> tuple[int, int]:
+    """What a launch file has ranks divided into.
 
-    Raises:
-        BackendError: If it is no launch file.
-    """
-    return int(launch_file.read(str(file)).get(_COPIES, 1))
-
-
-def num_parts(file: Path) -> int:
-    """Ranks that a launch file has share rows, whether they split these or layers.
+    Returns:
+        Copies of the model, each cut among ranks of its own; and ranks that share rows, whether they split these or
+        layers.
 
     Raises:
         BackendError: If it is no launch file.
     """
     written = launch_file.read(str(file))
     sizes = (written.get(f"parallelism_config.parallelism_config_{name}_size", 1) for name in ("sp", "tp"))
-    return math.prod(map(int, sizes))
+    return int(written.get(_COPIES, 1)), math.prod(map(int, sizes))
 
 
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
