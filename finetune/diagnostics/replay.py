@@ -190,7 +190,9 @@ def _look(
     run: Run, directory: Path, facts: dict[str, Any], number: int, start: str, entry: row_ledger.Used
 ) -> Replayed:
     step, micro = number - 1, run.recipe.batch.rows
-    processes = next(s["processes"] for s in reversed(facts["starts"]) if s["from_step"] <= step)
+    begun = next(s for s in reversed(facts["starts"]) if s["from_step"] <= step)
+    # Of ranks that shared rows or layers, one read them; runs of older versions had none.
+    ranks = begun.get("data_ranks", begun["processes"])
     grid = entry.rows.reshape(-1, micro)
     rows = [[_row(run, int(row)) for row in part] for part in grid]
     taken = _take(run, step)
@@ -217,9 +219,7 @@ def _look(
     skipped = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
     if (number in skipped) != (finite["grad_norm"] is None):
         differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
-    where = [
-        f"rank {index % processes} of {processes}, its number {index // processes + 1}" for index in range(len(grid))
-    ]
+    where = [f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}" for index in range(len(grid))]
     parts = list(zip(where, losses.tolist(), rows, strict=True))
     return Replayed(number, start, entry.position, parts, finite, then, skipped.get(number), differences)
 

@@ -244,7 +244,12 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             "base": inputs.base,
             "data": {"digest": data.digest, **data.report},
         }
-        directory.create(backend, recipe, facts, begin={"from_step": resume.step, "resumed_from": resume.source})
+        directory.create(
+            backend,
+            recipe,
+            facts,
+            begin={"from_step": resume.step, "resumed_from": resume.source, "data_ranks": launch.data_ranks},
+        )
     told = {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
     trackers = Trackers(recipe.log.trackers, directory.path, {"recipe": recipe.model_dump(mode="json"), "launch": told})
     reporter = Reporter(
