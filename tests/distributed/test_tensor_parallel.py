@@ -37,8 +37,9 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str)
 
 
 @pytest.mark.xdist_group("split")
-@pytest.mark.parametrize("config", ["tp", "fsdp_tp"])
-def test_checkpoints_resume_on_whole_layers_and_back(launcher: Launcher, config: str) -> None:
+def test_checkpoints_resume_on_whole_layers_and_back(launcher: Launcher) -> None:
+    """`test_resume_matrix.py` has the other launch configs."""
+    config = "fsdp_tp"
     single, split = (launcher.one(c, KEPT).check() for c in ("single", config))
     own = continued(launcher, config, split)
     assert saved(own) == saved(split), "to the bit on the same launch config"

@@ -30,11 +30,10 @@ BACKENDS = {
     "zero3_offload": 2,
     "sp": 2,
     "tp": 2,
-    "fsdp_tp": 4,
     "fsdp_tp_sp": 4,
 }
 # In rows and layers that are split, other dropout masks are drawn, and adapters have none.
-SPLIT = ("sp", "tp", "fsdp_tp", "fsdp_tp_sp")
+SPLIT = ("sp", "tp", "fsdp_tp_sp")
 STEPS, STOP = 12, 6
 TOLERANCE = 1e-4
 
