@@ -30,6 +30,17 @@ from finetune.utils.errors import FinetuneError, RecipeError
 LORA = {"lora": {}}
 CHAT = {"source.path": "chats.jsonl", "chat.template": "plain"}
 SCALED = {"optim.lr_scaling": "linear", "optim.reference_batch": 8}
+
+
+def roped(kind: str) -> dict[str, Any]:
+    """A pretrained model whose positions are stretched."""
+    return {
+        "model.config": None,
+        "model.name": str(MODEL),
+        "model.rope_scaling": {"type": kind, "factor": 2.0},
+    }
+
+
 MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "task.name": ("own_task:mlp", {}),
     "task.loss": ("own_task:smoothed", {}),
@@ -40,6 +51,13 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.quantization": ("nf4", LORA),
     "model.double_quantization": (False, {**LORA, "model.quantization": "nf4"}),
     "model.fp8": ("emulated", {}),
+    "model.rope_scaling.type": ("linear", roped("yarn")),
+    "model.rope_scaling.factor": (4.0, roped("yarn")),
+    "model.rope_scaling.attention_factor": (0.9, roped("yarn")),
+    "model.rope_scaling.beta_fast": (16.0, roped("yarn")),
+    "model.rope_scaling.beta_slow": (2.0, roped("yarn")),
+    "model.rope_scaling.low_freq_factor": (2.0, roped("llama3")),
+    "model.rope_scaling.high_freq_factor": (3.0, roped("llama3")),
     "lora.rank": (4, LORA),
     "lora.alpha": (7.0, LORA),
     "lora.dropout": (0.5, LORA),
@@ -212,6 +230,8 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
             tree["length"] = {name: value}
         elif key == "data.cache_dir":
             tree["data"]["cache_dir"] = str(folder / "another")
+        elif name.startswith("rope_scaling."):
+            tree["model"]["rope_scaling"] = {**tree["model"]["rope_scaling"], name.partition(".")[2]: value}
         elif name:
             tree[section] = {**(tree.get(section) or {}), name: value}
         else:
