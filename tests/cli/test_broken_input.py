@@ -134,8 +134,8 @@ def test_offload_that_needs_a_gpu(place: Place) -> None:
     assert not place.files()
 
 
-TENSOR_PARALLEL = {
-    "parallelism_config_tp_size": 2,
+CONTEXT_PARALLEL = {
+    "parallelism_config_cp_size": 2,
     "parallelism_config_dp_shard_size": 1,
     "parallelism_config_dp_replicate_size": 1,
 }
@@ -145,7 +145,7 @@ TENSOR_PARALLEL = {
     ("base", "keys", "says"),
     [
         ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, ["FSDP version 1", "`fsdp_version: 2`"]),
-        ("hsdp", {"parallelism_config": TENSOR_PARALLEL}, ["tp_size 2", "Leave those at 1"]),
+        ("hsdp", {"parallelism_config": CONTEXT_PARALLEL}, ["cp_size 2", "Leave cp_size at 1"]),
         ("hsdp", {}, ["2 copies of 2 shards", "takes 4 processes", "2 run"]),
         ("ddp", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ["which only FSDP reads"]),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 3}}, ["split over 3", "3 processes", "2 run"]),
@@ -161,7 +161,7 @@ TENSOR_PARALLEL = {
         ),
     ],
     ids=[
-        *("version 1", "tensor parallel", "too few for the mesh", "copies without shards", "too few for the rows"),
+        *("version 1", "context parallel", "too few for the mesh", "copies without shards", "too few for the rows"),
         *("copies of split rows", "activation checkpointing"),
     ],
 )
