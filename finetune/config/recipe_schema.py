@@ -317,17 +317,17 @@ class RopeScalingSection(Section):
     type: Literal["linear", "dynamic", "yarn", "llama3"]
     """`linear` (Chen et al. 2023), `dynamic` (NTK-aware, by the length of rows), `yarn` (Peng et al. 2023) or `llama3`
     (that of Llama 3.1)."""
-    factor: float = Field(gt=1)
+    factor: Annotated[float, Field(gt=1), "times"]
     """How many times as many positions the model has then."""
-    attention_factor: float | None = Field(default=None, gt=0)
+    attention_factor: Annotated[float | None, Field(gt=0), "times"] = None
     """`yarn`: what attention is scaled by; left out, it follows from `factor`."""
-    beta_fast: float | None = Field(default=None, gt=0)
+    beta_fast: Annotated[float | None, Field(gt=0), "rotations"] = None
     """`yarn`: rotations from which on a frequency stays as it is; left out, 32."""
-    beta_slow: float | None = Field(default=None, gt=0)
+    beta_slow: Annotated[float | None, Field(gt=0), "rotations"] = None
     """`yarn`: rotations up to which a frequency is stretched whole; left out, 1."""
-    low_freq_factor: float | None = Field(default=None, gt=0)
+    low_freq_factor: Annotated[float | None, Field(gt=0), "times"] = None
     """`llama3`: wavelengths above the model's positions divided by it are stretched whole; left out, 1."""
-    high_freq_factor: float | None = Field(default=None, gt=0)
+    high_freq_factor: Annotated[float | None, Field(gt=0), "times"] = None
     """`llama3`: wavelengths below the model's positions divided by it stay as they are; left out, 4."""
 
     @model_validator(mode="after")

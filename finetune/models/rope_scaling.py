@@ -12,8 +12,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.config.recipe_schema import RopeScalingSection
 from finetune.utils.errors import RecipeError
 
-_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-
 
 def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
     """Writes a scaling into a model's configuration, and returns how many positions the model has then.
@@ -44,16 +42,30 @@ def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
             "is not offered. Set model.rope_scaling.type to `yarn` or `linear`."
         )
     known = text.max_position_embeddings
-    asked = {**_DEFAULTS.get(section.type, {}), **section.model_dump(exclude={"type"}, exclude_none=True)}
-    if section.type in ("yarn", "llama3"):
-        asked["original_max_position_embeddings"] = known
-    changed = {**parameters, "rope_type": section.type, **asked}
+    changed = {**parameters, "rope_type": section.type, "factor": section.factor, **_of_type(section, known)}
     text.rope_parameters = {**whole, "full_attention": changed} if nested else changed
     longest = int(known * section.factor)
     if section.type != "dynamic":
         # From which `dynamic` reads how far rows go beyond what the model was trained on.
         text.max_position_embeddings = longest
     return longest
+
+
+def _of_type(section: RopeScalingSection, known: int) -> dict[str, Any]:
+    """What a type has beside its factor, as transformers calls it."""
+    if section.type == "llama3":
+        low, high = section.low_freq_factor or 1.0, section.high_freq_factor or 4.0
+        return {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": known}
+    if section.type == "yarn":
+        given = {
+            "attention_factor": section.attention_factor,
+            "beta_fast": section.beta_fast,
+            "beta_slow": section.beta_slow,
+        }
+        return {key: value for key, value in given.items() if value is not None} | {
+            "original_max_position_embeddings": known
+        }
+    return {}
 
 
 def fix_dynamic(network: nn.Module, length: int) -> None:
