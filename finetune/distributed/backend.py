@@ -307,12 +307,12 @@ class Backend:
             return _total_square((gradient for _, gradient in gradients), self.device).sqrt().float()
         named = {_inner_name(name): gradient for name, gradient in gradients}
         tensor_parallel.sum_partial([local(named[name]) for name in sorted(self.splits.partial & named.keys())])
-        counted = (gradient for name, gradient in named.items() if self._counts_in_norm(name))
+        counted = (gradient for name, gradient in named.items() if self.counts_in_norm(name))
         square = _total_square(counted, self.device)
         torch.distributed.all_reduce(square, group=tensor_parallel.group().handle)
         return square.sqrt().float()
 
-    def _counts_in_norm(self, name: str) -> bool:
+    def counts_in_norm(self, name: str) -> bool:
         """Whether this rank counts a parameter's gradient: what each of a group has all of, one of them does."""
         return self.counts_losses or name in self.splits.parameters
 

@@ -65,7 +65,7 @@ def divide(network: nn.Module) -> Division:
     for name, module, style in _styled(inner, plan):
         finder.module(name, module, style)
     for name, module in inner.named_modules():
-        for key in list(module._parameters):
+        for key, _ in module.named_parameters(recurse=False):
             own = f"{name}.{key}"
             if (how := plan.get(_generic(own))) is not None:
                 finder.parameter(own, module, key, how)
@@ -166,7 +166,7 @@ class _Finder:
 
     def parameter(self, name: str, module: Any, key: str, style: str) -> None:
         """A parameter that a plan names itself: the weights of all experts, (E, out, in)."""
-        weight = module._parameters[key]
+        weight = getattr(module, key)
         if weight.ndim != 3 or getattr(module, "is_transposed", False) or style not in ("packed_colwise", "rowwise"):
             raise _unknown(name, style)
         if style == "packed_colwise":
@@ -230,12 +230,12 @@ def _join(module: Any, style: str, shared: SharedInputs) -> None:
 
 def _cut(module: Any, key: str, how: Split) -> None:
     """Leaves a module this rank's part of a parameter."""
-    group, whole = tensor_parallel.group(), module._parameters[key]
+    group, whole = tensor_parallel.group(), getattr(module, key)
     if how.packed is not None:
         _cut_4bit(module, how)
         return
     part = how.part_of(whole.detach(), group.size, group.rank)
-    module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    setattr(module, key, nn.Parameter(part, requires_grad=whole.requires_grad))
     if isinstance(module, nn.Linear) and key == "weight":
         module.out_features, module.in_features = part.shape
 
@@ -275,7 +275,7 @@ def _share_all(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _add_bias_once(module: nn.Module, base: nn.Module) -> None:
+def _add_bias_once(module: nn.Module, base: Any) -> None:
     """Has a bias added to the sum over ranks, not to each part of it.
 
     Args:
@@ -285,12 +285,12 @@ def _add_bias_once(module: nn.Module, base: nn.Module) -> None:
     kept: list[torch.Tensor | None] = []
 
     def take(_: nn.Module, inputs: Any) -> None:
-        kept.append(base._parameters["bias"])
-        base._parameters["bias"] = None
+        kept.append(base.bias)
+        base.bias = None
 
     def give(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         bias: Any = kept.pop()
-        base._parameters["bias"] = bias
+        base.bias = bias
         whole = tensor_parallel.sum_outputs(output)
         summed: torch.Tensor = (whole + bias).to(whole.dtype)
         return summed
