@@ -1,6 +1,7 @@
 """Stretched rotary positions: what transformers computes by itself, through the recipe, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.export import write
 from finetune.models import networks
 from finetune.models.model_config import resolve_model_config
 from finetune.utils.errors import RecipeError
@@ -138,6 +140,13 @@ def test_what_cannot_be_stretched_is_refused(model: Path, tmp_path: Path) -> Non
 def test_sections_that_mean_nothing_are_refused(model: Path, section: dict[str, Any], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         recipe_of(model, section)
+
+
+def test_an_adapter_alone_is_refused(model: Path) -> None:
+    recipe = recipe_of(model, {"type": "linear", "factor": 4.0}).model_copy(update={"lora": LoraSection()})
+    found: Any = SimpleNamespace(recipe=recipe, run="runs/x")
+    with pytest.raises(RecipeError, match=r"runs/x stretched the positions of its base .* Use --as merged"):
+        write._check_has_adapter(found)
 
 
 def test_random_weights_have_keys_of_their_own() -> None:
