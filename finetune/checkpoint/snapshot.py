@@ -220,14 +220,15 @@ class Snapshot:
     def _agree(self, blocks: dict[str, tuple[Block, ...]]) -> None:
         """Tells all ranks which piece of which tensor lies where; they must go through them in the same order."""
         backend = self._backend
-        numbers = [tensor_shards.to_numbers(own) for own in blocks.values()]
-        order, length = zlib.crc32("\n".join(blocks).encode()), max(map(len, numbers))
-        told = backend.max(torch.tensor([order, -order, length], device=backend.device)).tolist()
-        if told[0] != -told[1]:
+        order = zlib.crc32("\n".join(blocks).encode())
+        largest, smallest = backend.max(torch.tensor([order, -order], device=backend.device)).tolist()
+        if largest != -smallest:
             raise RuntimeError("ranks go through the tensors of the state in different orders")
         if blocks.keys() == self._blocks.keys():
             return
-        table = torch.zeros(backend.world, len(blocks), told[2], dtype=torch.int64, device=backend.device)
+        numbers = [tensor_shards.to_numbers(own) for own in blocks.values()]
+        longest = int(backend.max(torch.tensor([max(map(len, numbers))], device=backend.device)).item())
+        table = torch.zeros(backend.world, len(blocks), longest, dtype=torch.int64, device=backend.device)
         for row, own in zip(table[backend.rank], numbers, strict=True):
             row[: len(own)] = torch.tensor(own)
         found = backend.sum(table).transpose(0, 1).tolist()

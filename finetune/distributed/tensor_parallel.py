@@ -11,7 +11,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM".
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -136,66 +136,50 @@ def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
 
 def sum_gradients(values: torch.Tensor) -> torch.Tensor:
     """The same values, whose gradients are summed over the group's ranks."""
-    same: torch.Tensor = _SumGradients.apply(values)  # type: ignore[no-untyped-call]
-    return same
+    return _apply(values, _same, _sum)
 
 
 def sum_outputs(part: torch.Tensor) -> torch.Tensor:
     """The sum of what the group's ranks have, on each of them."""
-    whole: torch.Tensor = _SumOutputs.apply(part)  # type: ignore[no-untyped-call]
-    return whole
+    return _apply(part, _sum, _same)
 
 
 def gather_outputs(part: torch.Tensor) -> torch.Tensor:
     """What the group's ranks have, (..., h / N), one behind the other, (..., h), on each of them."""
-    whole: torch.Tensor = _GatherOutputs.apply(part)  # type: ignore[no-untyped-call]
-    return whole
+    return _apply(part, _joined, _own)
 
 
 def split_inputs(whole: torch.Tensor) -> torch.Tensor:
     """This rank's part, (..., h / N), of what each has, (..., h)."""
-    part: torch.Tensor = _SplitInputs.apply(whole)  # type: ignore[no-untyped-call]
-    return part
+    return _apply(whole, _own, _joined)
 
 
-class _SumGradients(torch.autograd.Function):
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _apply(values: torch.Tensor, there: Step, back: Step) -> torch.Tensor:
+    """`there(values)`, whose gradients go through `back`."""
+    found: torch.Tensor = _ThereAndBack.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ThereAndBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _sum(gradients[0])
-
-
-class _SumOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        return _sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-class _GatherOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        return torch.cat(gather(part), -1)
+    def forward(ctx: Any, values: torch.Tensor, there: Step, back: Step) -> torch.Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _own(gradients[0])
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.back(gradients[0]), None, None
 
 
-class _SplitInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
-        return _own(whole)
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values.view_as(values)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.cat(gather(gradients[0]), -1)
+
+def _joined(part: torch.Tensor) -> torch.Tensor:
+    return torch.cat(gather(part), -1)
 
 
 def _sum(part: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import math
 import time
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from rich.table import Table
 
+import finetune
 from finetune.config.recipe import hint
 from finetune.export.harness_file import metric_of
 from finetune.export.load_model import LoadedModel
@@ -22,7 +24,7 @@ from finetune.utils.console import plain_table
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
 # What a task may raise that cannot be loaded, or does not fit the network: its data, templates and Python code are its
-# own, and lm_eval looks at no key before it uses it.
+# own, lm_eval looks at no key before it uses it, and says of what a class of tasks lacks that it is not implemented.
 _TASK_ERRORS = (
     OSError,
     ValueError,
@@ -109,6 +111,8 @@ def score(
     except FinetuneError:
         raise
     except _TASK_ERRORS as error:
+        if _is_ours(error):
+            raise
         words = " ".join(str(error).split())[:400]
         raise DataError(
             f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}{': ' if words else ''}"
@@ -117,6 +121,12 @@ def score(
         ) from error
     about = {"step": opened.step, "chat": chat, "limit": limit}
     return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it was raised in this package: a fault of its own, which no task is to blame for."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return Path(finetune.__file__).parent in Path(frame.filename).parents
 
 
 def _find(tasks: Sequence[str]) -> tuple[Any, list[str]]:

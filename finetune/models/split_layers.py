@@ -145,20 +145,17 @@ class _Finder:
         self.units: dict[str, int] = {}
 
     def module(self, name: str, module: Any, style: str) -> None:
-        if style in _COLUMNS:
-            base = self._linear(name, module, 0)
+        if style in _COLUMNS or style in _ROWS:
+            dim = 0 if style in _COLUMNS else 1
+            base = self._linear(name, module, dim)
             if base is not module:
-                self.partial |= {id(p) for p in module.lora_A.parameters()}
-                for key, adapter in module.lora_B.items():
-                    self._plain(f"{name}.lora_B.{key}", adapter.weight, 0)
-            if base.bias is not None:
+                whole, split = (module.lora_A, module.lora_B) if dim == 0 else (module.lora_B, module.lora_A)
+                self.partial |= {id(p) for p in whole.parameters()}
+                for key, adapter in split.items():
+                    self._plain(f"{name}'s adapter {key}", adapter.weight, dim)
+            # Of rows, a bias is added to what is summed.
+            if dim == 0 and base.bias is not None:
                 self._plain(f"{name}.bias", base.bias, 0)
-        elif style in _ROWS:
-            base = self._linear(name, module, 1)
-            if base is not module:
-                self.partial |= {id(p) for p in module.lora_B.parameters()}
-                for key, adapter in module.lora_A.items():
-                    self._plain(f"{name}.lora_A.{key}", adapter.weight, 1)
         elif style == "replicated_with_grad_allreduce":
             self.partial |= {id(p) for p in module.parameters()}
         elif style != "moe_tp_experts":

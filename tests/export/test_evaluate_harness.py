@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,17 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "--limit is for --harness" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [TypeError("'NoneType' object is not callable."), NotImplementedError()])
-def test_what_lm_eval_raises_is_one_paragraph(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Any]:
+    """Puts something that raises an error in lm_eval's place, and returns a model for it to evaluate."""
+
+    def raises(error: Exception) -> Any:
+        return _stub(error, monkeypatch)
+
+    return raises
+
+
+def _stub(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
     class Stub:
         def __init__(self, *_: Any, **__: Any) -> None:
             self.all_tasks: list[str] = []
@@ -236,11 +245,23 @@ def test_what_lm_eval_raises_is_one_paragraph(error: Exception, monkeypatch: pyt
     network = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=None))
     monkeypatch.setattr(evaluate_harness, "transformer", lambda _: network)
     monkeypatch.setattr(evaluate_harness.prompts, "ends", lambda *_: None)
-    opened: Any = types.SimpleNamespace(
+    return types.SimpleNamespace(
         network=None, tokenizer=types.SimpleNamespace(chat_template=None), ends=(), template_args={}, step=None
     )
+
+
+# The latter is lm_eval's own word for what a class of tasks lacks.
+@pytest.mark.parametrize("error", [TypeError("'NoneType' object is not callable."), NotImplementedError()])
+def test_what_lm_eval_raises_is_one_paragraph(error: Exception, stub: Callable[[Exception], Any]) -> None:
+    opened = stub(error)
     with pytest.raises(DataError, match=f"lm_eval cannot evaluate mine: {type(error).__name__}.*Correct the task"):
         evaluate_harness.score(opened, ["mine"])
+
+
+def test_a_fault_of_this_package_is_not_put_on_a_task(stub: Callable[[Exception], Any]) -> None:
+    no_name: Any = None
+    with pytest.raises(TypeError, match="'NoneType' is not iterable"):
+        evaluate_harness.score(stub(TypeError("never raised")), [no_name])
 
 
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
