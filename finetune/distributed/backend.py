@@ -158,7 +158,7 @@ class Backend:
                 'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
                 "recipe's precision already has products computed in 16 bit."
             )
-        named = [(_inner_name(name), p) for name, p in model.named_parameters()]
+        named = [(verify_launch.inner_name(name), p) for name, p in model.named_parameters()]
         sizes = [self.splits.size(name, p) for name, p in named]
         counted = [self._num_weights(name, p) for name, p in named]
         self.num_weights = sum(counted)
@@ -305,7 +305,7 @@ class Backend:
         gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         if self.launch.tensor == 1:
             return _total_square((gradient for _, gradient in gradients), self.device).sqrt().float()
-        named = {_inner_name(name): gradient for name, gradient in gradients}
+        named = {verify_launch.inner_name(name): gradient for name, gradient in gradients}
         tensor_parallel.sum_partial([local(named[name]) for name in sorted(self.splits.partial & named.keys())])
         counted = (gradient for name, gradient in named.items() if self.counts_in_norm(name))
         square = _total_square(counted, self.device)
@@ -479,11 +479,6 @@ class Backend:
     def forget() -> None:
         """Lets another run start in this process."""
         accelerate_private.reset_state()
-
-
-def _inner_name(name: str) -> str:
-    """A parameter's name in the network inside a prepared model."""
-    return name.partition("network.")[2]
 
 
 @torch.no_grad()

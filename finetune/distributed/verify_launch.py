@@ -149,6 +149,11 @@ def verify(
     return report
 
 
+def inner_name(name: str) -> str:
+    """A parameter's name in the network inside a prepared model."""
+    return name.partition("network.")[2] or name
+
+
 @contextmanager
 def check_all_used(launch: Launch, model: Any, optimizer: Any, *, holds: bool) -> Iterator[None]:
     """Proves that each trained tensor gets a gradient in the forward and backward pass inside, where that matters.
@@ -195,7 +200,7 @@ def _leaves(launch: Launch, model: Any) -> dict[str, torch.Tensor | None]:
     from finetune.utils.compat import torch_sharding_private as sharding
 
     return {
-        sharding.parameter_name(p).removeprefix("network."): sharding.unsharded(p)
+        inner_name(sharding.parameter_name(p)): sharding.unsharded(p)
         for p in sharding.fsdp_params(model)
         if p.sharded_param.requires_grad
     }
@@ -206,7 +211,7 @@ def _reduced_in_another_dtype(model: Any) -> set[str]:
     from finetune.utils.compat import torch_sharding_private as sharding
 
     return {
-        sharding.parameter_name(p).removeprefix("network.")
+        inner_name(sharding.parameter_name(p))
         for p in sharding.fsdp_params(model)
         if sharding.reduce_dtype(p) is not None
     }
@@ -316,7 +321,7 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Sp
     }
     if hasattr(model, "zero_optimization_stage"):
         return _read_deepspeed(model, common)
-    named = [(name.partition("network.")[2] or name, p) for name, p in model.named_parameters()]
+    named = [(inner_name(name), p) for name, p in model.named_parameters()]
     parameters = [p for _, p in named]
     whole = {id(p): splits.size(name, p) for name, p in named}
     optimizer = getattr(optimizer, "optimizer", optimizer)

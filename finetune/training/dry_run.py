@@ -6,7 +6,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.launch_environment import LaunchEnvironment
 from finetune.distributed.resolve_config import resolve_config
-from finetune.models import float8, lora_adapters
+from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule, optimizers
 from finetune.optim.optimizers import build_optimizer
@@ -34,6 +34,8 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
             f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
         )
     network = task.build_skeleton(sized(recipe), None)
+    if launch.tensor > 1:
+        split_layers.divide(network).check(launch.tensor)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
     counted = sum(p.numel() for p in network.parameters())

@@ -1,4 +1,4 @@
-"""Rows that are split over ranks: exchanges, parts of a batch, and runs of many kinds beside one process."""
+"""Rows that are split over ranks: exchanges, parts of a batch, and ZeRO's stages beside one process."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,8 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer
-from harness import ROOT, Launcher, assert_near_in_bf16, assert_same_path, weight_difference
-from matrix import KEPT, continued, saved
-from recipes_for_tests import SPLIT, SPLIT_ROWS, base
+from harness import ROOT, Launcher, assert_same_path
+from recipes_for_tests import SPLIT, base
 from split_rows_worker import CASES
 
 from finetune.config.recipe import validate_recipe
@@ -102,18 +101,6 @@ def test_other_tasks_are_refused() -> None:
 
 
 @pytest.mark.xdist_group("split")
-@pytest.mark.parametrize("name", list(SPLIT_ROWS))
-def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str) -> None:
-    single, split = launcher.many("single", SPLIT)[name], launcher.many("sp", SPLIT_ROWS)[name]
-    if SPLIT[name].get("precision") == "bf16":
-        assert_near_in_bf16(single, split)
-    else:
-        assert_same_path(single, split, 1e-4)
-    assert split.facts["runs"]["sequence"] == 2
-    assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
-
-
-@pytest.mark.xdist_group("split")
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -> None:
     launch = yaml.safe_load((ROOT / f"accelerate_configs/{stage}.yaml").read_text())
@@ -123,12 +110,3 @@ def test_stages_split_rows_too(launcher: Launcher, tmp_path: Path, stage: str) -
     split = launcher.one(file, SPLIT["accumulates"])
     assert_same_path(launcher.many("single", SPLIT)["accumulates"], split, 1e-4)
     assert (split.facts["runs"]["kind"], split.facts["runs"]["sequence"]) == (stage, 2)
-
-
-@pytest.mark.xdist_group("split")
-def test_checkpoints_resume_on_whole_rows_and_back(launcher: Launcher) -> None:
-    single, split = (launcher.one(config, KEPT).check() for config in ("single", "sp"))
-    own = continued(launcher, "sp", split)
-    assert saved(own) == saved(split), "to the bit on the same launch config"
-    for other in (continued(launcher, "single", split), continued(launcher, "sp", single)):
-        assert weight_difference(single, other) <= 1e-4

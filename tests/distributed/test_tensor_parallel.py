@@ -1,50 +1,28 @@
-"""Layers that are split over ranks: parts of tensors, what is refused, and runs of many kinds beside one process."""
+"""Layers that are split over ranks: parts of tensors, and what is refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import Launcher, assert_near_in_bf16, assert_same_path, weight_difference
-from matrix import KEPT, continued, saved
-from recipes_for_tests import SPLIT, SPLIT_LAYERS, base
+from harness import ROOT, Launcher
+from matrix import KEPT
+from recipes_for_tests import GPT2, LLAMA, base
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import tensor_parallel
 from finetune.distributed.launch.launch_config import Launch, of_environment
+from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import check_split_layers
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.tensor_parallel import Split
 from finetune.models import split_layers
+from finetune.training import dry_run
 from finetune.utils.errors import BackendError
 
 ASKED = Launch(kind="ddp", num_processes=4, tensor=2, file="tp.yaml")
-
-
-@pytest.mark.xdist_group("split")
-@pytest.mark.parametrize("name", list(SPLIT_LAYERS))
-def test_every_kind_takes_the_single_process_path(launcher: Launcher, name: str) -> None:
-    single, split = launcher.many("single", SPLIT)[name], launcher.many("tp", SPLIT_LAYERS)[name]
-    if SPLIT[name].get("precision") == "bf16":
-        assert_near_in_bf16(single, split)
-    else:
-        assert_same_path(single, split, 1e-4)
-    assert split.facts["runs"]["tensor"] == 2
-    assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
-
-
-@pytest.mark.xdist_group("split")
-def test_checkpoints_resume_on_whole_layers_and_back(launcher: Launcher) -> None:
-    """`test_resume_matrix.py` has the other launch configs."""
-    config = "fsdp_tp"
-    single, split = (launcher.one(c, KEPT).check() for c in ("single", config))
-    own = continued(launcher, config, split)
-    assert saved(own) == saved(split), "to the bit on the same launch config"
-    for other in (continued(launcher, "single", split), continued(launcher, config, single)):
-        assert weight_difference(single, other) <= 1e-4
 
 
 def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
@@ -176,6 +154,15 @@ def test_sizes_that_do_not_divide_are_refused(as_one_of: Any, sizes: dict[str, i
         split_layers.split(small(**sizes))
 
 
+def test_a_dry_run_refuses_what_would_be_refused_on_every_rank() -> None:
+    foreseen = read_launch_environment(str(ROOT / "accelerate_configs/tp.yaml"), {}, {})
+    dry_run.describe(validate_recipe(base()), foreseen)
+    with pytest.raises(BackendError, match=r"no plan by which those of GPT2LMHeadModel \(gpt2\) are split"):
+        dry_run.describe(validate_recipe(base(model={"config": GPT2})), foreseen)
+    with pytest.raises(BackendError, match="the 1 key-value heads"):
+        dry_run.describe(validate_recipe(base(model={"config": {**LLAMA, "num_key_value_heads": 1}})), foreseen)
+
+
 def test_every_parameter_of_a_layer_is_split_by_its_plan(as_one_of: Any) -> None:
     as_one_of(2)
     network = small(num_attention_heads=4, num_key_value_heads=2)
@@ -194,10 +181,7 @@ def test_weights_of_other_ranks_are_let_go(as_one_of: Any) -> None:
     assert weight.untyped_storage().nbytes() == weight.nbytes
 
 
-EXPLAINED = Path(__file__).parents[2] / "accelerate_configs"
-
-
 @pytest.mark.parametrize("name", ["tp", "fsdp_tp", "fsdp_tp_sp"])
 def test_launch_files_say_what_must_divide(name: str) -> None:
-    text = (EXPLAINED / f"{name}.yaml").read_text()
+    text = (ROOT / f"accelerate_configs/{name}.yaml").read_text()
     assert "key-value heads" in text
