@@ -179,6 +179,19 @@ def test_a_changed_figure_is_named(pair: Any, what: str) -> None:
     assert found.first is not None
     assert found.first.startswith(CHANGES[what])
     assert not found.holds
+    # Of five steps the first is the same: what differs in the third might have grown.
+    assert any("rounding that grows" in note for note in found.notes) == (what in ("loss", "grad_norm"))
+
+
+def test_what_differs_from_the_start_is_not_called_rounding(pair: Any) -> None:
+    one, copy = pair
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["loss"] *= 1.00001 if line["step"] == 1 else 1.001
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compare.compare(one, finished_run.read(copy))
+    assert not found.holds
+    assert not any("rounding that grows" in note for note in found.notes)
 
 
 def test_a_changed_weight_is_named(pair: Any) -> None:
