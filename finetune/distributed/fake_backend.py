@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed import init_accelerator
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -71,7 +72,7 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         from finetune.utils.compat import torch_tracing_private
 
         torch_tracing_private.start_fake_process_group(launch.num_processes)
-        torch_tracing_private.let_fake_tensors_pass()
+        torch_tracing_private.let_fake_tensors_pass(init_accelerator)
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 

@@ -32,6 +32,8 @@ EDGES = "cu_seqlens"
 """The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32;
 (N, D + 1), N times the same, where rows are split into N parts."""
 
+_one_document = False
+
 # What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
 _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
 # Layers that read nothing off a mask but documents and a window. Others choose keys by it (DeepSeek-V3.2).
@@ -49,7 +51,7 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
     Raises:
         RecipeError: If it cannot use what is asked.
     """
-    _register()
+    register()
     known, text = transformers_private.model_mapping(architectures), config.get_text_config()
     # What a model brings as code of its own is not in the table.
     network = known.get(type(config), None)
@@ -193,7 +195,7 @@ def _by_document(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    lengths = edges.diff().tolist()
+    lengths = [query.shape[0]] if _one_document else edges.diff().tolist()
     # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
     documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
     found = []
@@ -256,6 +258,12 @@ def _mask(edges: torch.Tensor, rows: int, length: int, window: int | None) -> to
     return (same & _band(length, length if window is None else window, edges.device))[:, None]
 
 
+def assume_one_document() -> None:
+    """Takes each batch for one document: tensors without values do not say where documents begin."""
+    global _one_document
+    _one_document = True
+
+
 def keep_eager() -> None:
     """Has `torch.compile` pass over the loop over documents, whose lengths are others in each batch."""
     global _by_document
@@ -263,7 +271,7 @@ def keep_eager() -> None:
 
 
 @cache
-def _register() -> None:
+def register() -> None:
     """Makes `NAME` known to transformers."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

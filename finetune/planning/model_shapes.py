@@ -276,8 +276,12 @@ def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
         yield module
 
 
-def pack(module: Any, recipe: Recipe, shape: torch.Size) -> int:
-    """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it."""
+def pack(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
+    """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it.
+
+    Args:
+        part: Whether `shape` is a rank's part of a split weight, whose scales are no longer quantized themselves.
+    """
     out, inputs = shape
     count, bits = out * inputs, 8 if recipe.model.quantization == "int8" else 4
     numbers = math.ceil(count * bits / 32)
@@ -287,7 +291,7 @@ def pack(module: Any, recipe: Recipe, shape: torch.Size) -> int:
     module.weight = weight
     if bits == 8:
         return 4 * out
-    return _scales(count, double=recipe.model.double_quantization)
+    return _scales(count, double=recipe.model.double_quantization and not part)
 
 
 def _scales(count: int, *, double: bool) -> int:

@@ -183,7 +183,7 @@ def assert_same_path(one: Result, other: Result, tolerance: float, *, weights: f
     assert weight_difference(one, other) <= (tolerance if weights is None else weights)
 
 
-def assert_same_path_in_bf16(one: Result, other: Result, *, splits_products: bool = False) -> None:
+def assert_same_path_in_bf16(one: Result, other: Result, *, other_shapes: bool = False) -> None:
     """Losses, weights and, at the median, gradient norms agree.
 
     Sums of fp32 in another order (1e-7) round to another neighbour in bf16 (4e-3 away) now and then, and from there two
@@ -193,14 +193,16 @@ def assert_same_path_in_bf16(one: Result, other: Result, *, splits_products: boo
     than 8e-5.
 
     Args:
-        splits_products: Whether parts of a product are rounded to bf16 before they are summed, as in layers that are
-            split over two ranks: the first gradient norm was 2.6e-5 apart, against 1e-7 where products are whole.
+        other_shapes: Whether products have other shapes, because rows or layers are split. Kernels add up other parts
+            of them before they round to bf16: the first gradient norm was 1.9e-5 apart for split rows and 2.6e-5 for
+            split layers, and that of one process with micro-batches of 1 and 4 rows 1.0e-5 and 2.2e-5 from that of 2.
+            Of the same shapes it was 1e-7.
     """
     one.check()
     other.check()
     assert np.max(np.abs(one.series("loss") / other.series("loss") - 1)) <= 1e-3
     apart = np.abs(one.series("grad_norm") / other.series("grad_norm") - 1)
-    assert apart[0] <= (2e-4 if splits_products else 1e-5), "nothing has parted the runs before the first step"
+    assert apart[0] <= (2e-4 if other_shapes else 1e-5), "nothing has parted the runs before the first step"
     assert np.median(apart) <= 2e-3
     assert apart.max() <= 3e-2
     assert one.series("lr").tolist() == other.series("lr").tolist()

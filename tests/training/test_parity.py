@@ -46,7 +46,7 @@ def test_fp32_takes_the_single_process_path(launcher: Launcher, backend: str) ->
 def test_bf16_takes_the_single_process_path(launcher: Launcher, backend: str) -> None:
     single = launcher.many("single", PARITY)["bf16"]
     other = launcher.many(backend, jobs(backend))["bf16"]
-    assert_same_path_in_bf16(single, other, splits_products="tp" in backend.split("_"))
+    assert_same_path_in_bf16(single, other, other_shapes=not {"sp", "tp"}.isdisjoint(backend.split("_")))
     # It is bf16, and not everything is.
     seen = other.facts["runs"]["output_dtypes"]
     assert seen == single.facts["runs"]["output_dtypes"]

@@ -40,12 +40,13 @@ def stand_in(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: 
     """Puts stand-ins in the place of linear modules of a network on the meta device.
 
     Args:
-        modules: With the shapes of their weights.
+        modules: With the shapes of their weights before layers were split over ranks.
     """
     layers: list[Any] = [m for m in network.modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
     adapted = {id(layer.get_base_layer()) for layer in layers}
-    for module, shape in modules:
-        scales = model_shapes.pack(module, recipe, shape)
+    for module, whole in modules:
+        shape = module.weight.shape
+        scales = model_shapes.pack(module, recipe, shape, part=shape != whole)
         if recipe.model.quantization == "int8":
             weight = take_parameter(module, "weight")
             module.__class__ = Linear8bit

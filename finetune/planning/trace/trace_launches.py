@@ -83,11 +83,8 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
         if candidate.memory is None or not isinstance(variant, Variant):
             found.append(_not(candidate, candidate.reason))
             continue
-        if candidate.launch.sequence > 1:
-            found.append(_not(candidate, "its ranks exchange parts of rows, which one process cannot imagine"))
-            continue
-        if candidate.launch.tensor > 1:
-            found.append(_not(candidate, "its ranks sum parts of layers, which one process cannot imagine"))
+        if candidate.launch.sequence > 1 and (why := fake_backend.closed(candidate.launch)):
+            found.append(_not(candidate, f"{why}, and its ranks exchange parts of rows"))
             continue
         recipe, launch = _settled(candidate, variant.recipe), fake_backend.stand_in(candidate.launch)
         job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})

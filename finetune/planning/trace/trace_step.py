@@ -18,8 +18,9 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
+from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.models import activation_checkpointing, chunked_loss, lora_adapters
+from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning import model_shapes
@@ -111,7 +112,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     """
     task = find_task(recipe)
     backend = fake_backend.start(recipe, launch)
-    network, example = build(recipe, stored), batch(recipe)
+    network, example = build(recipe, stored, backend), batch(recipe)
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
         transformers_private.assume_one_document_a_row()
     _dropout_as_on_gpus()
@@ -170,11 +171,17 @@ def local(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def build(recipe: Recipe, stored: str | None) -> nn.Module:
-    """The network that is trained, without storage."""
+def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
+    """The network that is trained, or this rank's part of it, without storage."""
     network, packed = model_shapes.skeleton(recipe, stored)
+    if backend.launch.tensor > 1:
+        backend.splits = split_layers.split(network)
     known = lora_adapters.transformer(network)
-    if known is not None:
+    if known is not None and backend.launch.sequence > 1:
+        attention.register()
+        attention.assume_one_document()
+        known.set_attn_implementation(attention.NAME)
+    elif known is not None:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
     fake_quantized.stand_in(network, packed, recipe)

@@ -14,6 +14,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._tools import mem_tracker
 from torch.distributed._tools.mem_tracker import MemTracker, _UpdateType
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed import fake_pg
@@ -88,8 +89,11 @@ def start_fake_process_group(world_size: int) -> None:
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
 
 
-def let_fake_tensors_pass() -> None:
+def let_fake_tensors_pass(*making_meshes: Any) -> None:
     """Replaces what reads values while a model is wrapped.
+
+    Args:
+        making_meshes: Modules of ours that call torch's `init_device_mesh`.
 
     Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
     compare and send; meshes of ranks are tensors themselves.
@@ -97,14 +101,14 @@ def let_fake_tensors_pass() -> None:
     parallel: Any = ddp
     parallel._verify_param_shape_across_processes = lambda *_, **__: True
     parallel._sync_module_states = lambda *_, **__: None
-    shards: Any = _fsdp_init
-    mesh: Callable[..., Any] = shards.init_device_mesh
 
     def really(*arguments: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
-            return mesh(*arguments, **options)
+            return init_device_mesh(*arguments, **options)
 
-    shards.init_device_mesh = really
+    modules: tuple[Any, ...] = (_fsdp_init, *making_meshes)
+    for module in modules:
+        module.init_device_mesh = really
 
 
 def keep_buckets(model: nn.parallel.DistributedDataParallel) -> None:
