@@ -119,8 +119,11 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
         close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-        hint = f", did you mean '{close[0]}'?" if close else ""
-        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}.")
+        hint = f"; did you mean '{close[0]}'?" if close else "."
+        if unknown[0] in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
+            # What transformers 4 called them, and many published configurations still do.
+            hint = "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with the values that you want."
+        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}")
     renamed = dict(default.attribute_map)
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
     if vocab_size is not None and "vocab_size" not in given:

@@ -4,6 +4,9 @@ import pytest
 from harness import Launcher
 from matrix import KINDS, TOLERANCE, backends, distance, resumed, straight
 
+# Neighbours share launches: two workers would wait for each other.
+pytestmark = pytest.mark.xdist_group("resume")
+
 
 @pytest.mark.parametrize(("kind", "target"), [(kind, target) for kind in KINDS for target in backends(kind)])
 def test_a_stop_changes_nothing(launcher: Launcher, kind: str, target: str) -> None:

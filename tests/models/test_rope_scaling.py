@@ -152,3 +152,10 @@ def test_an_adapter_alone_is_refused(model: Path) -> None:
 def test_random_weights_have_keys_of_their_own() -> None:
     with pytest.raises(RecipeError, match="`config` has `rope_parameters` itself"):
         validate_recipe(base(model={**base()["model"], "rope_scaling": {"type": "linear", "factor": 2.0}}))
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rope_scaling"])
+def test_older_names_are_told_the_new_one(key: str) -> None:
+    recipe = validate_recipe(base(model={"config": {**base()["model"]["config"], key: 10000.0}}))
+    with pytest.raises(RecipeError, match=f"no key '{key}'; write rope_parameters: "):
+        resolve_model_config(recipe, vocab_size=64)

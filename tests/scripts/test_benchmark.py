@@ -41,6 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str,
     return code, output, figures, document.read_text()
 
 
+@pytest.mark.xdist_group("benchmark")
 def test_rows_come_out_whole(whole: tuple[int, str, dict[str, Any], str]) -> None:
     code, output, figures, _ = whole
     assert code == 0, output
@@ -63,6 +64,7 @@ def test_rows_come_out_whole(whole: tuple[int, str, dict[str, Any], str]) -> Non
     assert figures["facts"].keys() >= {"torch", "accelerate", "transformers", "processor", "load", "date", "command"}
 
 
+@pytest.mark.xdist_group("benchmark")
 def test_results_go_behind_their_line(whole: tuple[int, str, dict[str, Any], str]) -> None:
     document = whole[3]
     assert document.startswith("method\n")
