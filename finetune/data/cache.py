@@ -135,7 +135,9 @@ class Cache:
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            self._say("Waiting for another process that is preparing the same data.")
+            # Of the ranks of a launch one is enough.
+            if os.environ.get("RANK", "0") == "0":
+                self._say("Waiting for another process that is preparing the same data.")
             self._quiet = True
             lock.acquire()
         try:

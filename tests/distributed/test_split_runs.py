@@ -7,7 +7,12 @@ from recipes_for_tests import SPLIT, SPLIT_LAYERS, SPLIT_ROWS
 
 pytestmark = pytest.mark.xdist_group("split")
 
-JOBS = {"sp": SPLIT_ROWS, "tp": SPLIT_LAYERS}
+JOBS = {"sp": SPLIT_ROWS, "tp": SPLIT_LAYERS, "fsdp_tp": {"qlora": SPLIT_LAYERS["qlora"]}}
+MESHES = {
+    "sp": {"data": 1, "sequence": 2, "tensor": 1},
+    "tp": {"data": 1, "sequence": 1, "tensor": 2},
+    "fsdp_tp": {"data": 2, "sequence": 1, "tensor": 2},
+}
 
 
 @pytest.mark.parametrize(("config", "name"), [(config, name) for config, jobs in JOBS.items() for name in jobs])
@@ -17,9 +22,7 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, config: st
         assert_near_in_bf16(single, split)
     else:
         assert_same_path(single, split, 1e-4)
-    assert split.facts["runs"]["mesh"] == {"data": 1, "sequence": 1, "tensor": 1} | {
-        {"sp": "sequence", "tp": "tensor"}[config]: 2
-    }
+    assert split.facts["runs"]["mesh"] == MESHES[config]
     assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
 
 
