@@ -32,8 +32,6 @@ EDGES = "cu_seqlens"
 """The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32;
 (N, D + 1), N times the same, where rows are split into N parts."""
 
-_one_document = False
-
 # What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
 _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
 # Layers that read nothing off a mask but documents and a window. Others choose keys by it (DeepSeek-V3.2).
@@ -51,7 +49,7 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
     Raises:
         RecipeError: If it cannot use what is asked.
     """
-    register()
+    _register()
     known, text = transformers_private.model_mapping(architectures), config.get_text_config()
     # What a model brings as code of its own is not in the table.
     network = known.get(type(config), None)
@@ -258,9 +256,13 @@ def _mask(edges: torch.Tensor, rows: int, length: int, window: int | None) -> to
     return (same & _band(length, length if window is None else window, edges.device))[:, None]
 
 
+_one_document = False
+
+
 def assume_one_document() -> None:
     """Takes each batch for one document: tensors without values do not say where documents begin."""
     global _one_document
+    _register()
     _one_document = True
 
 
@@ -271,7 +273,7 @@ def keep_eager() -> None:
 
 
 @cache
-def register() -> None:
+def _register() -> None:
     """Makes `NAME` known to transformers."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

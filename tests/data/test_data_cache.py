@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 
@@ -215,3 +216,23 @@ def test_cold_processes_build_once(tmp_path: Path) -> None:
     waits = [err.count("Waiting for another process") for err in errors]
     # There are several things to build in turn, so each may wait for the other, but says so once.
     assert max(waits) <= 1
+
+
+class Taken(filelock.FileLock):
+    """A lock that another process holds until it is waited for."""
+
+    def acquire(self, timeout: float | None = None, **options: Any) -> Any:
+        if timeout == 0:
+            raise filelock.Timeout(str(self.lock_file))
+        return super().acquire(timeout, **options)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_of_the_ranks_that_wait_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(filelock, "FileLock", Taken)
+    entry = Cache(tmp_path, quiet=False).entry("rows", lambda folder: {"rows": len(list(folder.iterdir()))})
+    assert entry.facts == {"rows": 0}
+    assert capsys.readouterr().err.count("Waiting for another process") == lines

@@ -178,7 +178,6 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
         backend.splits = split_layers.split(network)
     known = lora_adapters.transformer(network)
     if known is not None and backend.launch.sequence > 1:
-        attention.register()
         attention.assume_one_document()
         known.set_attn_implementation(attention.NAME)
     elif known is not None:
