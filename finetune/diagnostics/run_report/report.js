@@ -80,6 +80,8 @@
         type: logarithmic[box.dataset.chart] ? "log" : "linear",
         rangemode: chart.fromZero ? "tozero" : "normal",
         exponentformat: "power",
+        minexponent: 5,
+        separatethousands: true,
         nticks: 6,
       },
       shapes: chart.marks.map((mark) => ({
