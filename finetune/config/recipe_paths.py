@@ -44,7 +44,7 @@ def find_files(given: str) -> list[Path]:
     if not names:
         raise DataError(
             f"There is no file {given}{_nearest(Path(pattern))} (looked from {Path.cwd()}). Relative paths count from "
-            "the working directory; correct `path` in data.train or data.validation, or the glob so that it matches."
+            "the working directory; correct the path, or the glob so that it matches."
         )
     # A link to a directory above itself has every file below it match many times: the shortest name stays.
     found: dict[str, Path] = {}

@@ -3,11 +3,12 @@
 import json
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
+from finetune.config import recipe_paths
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
@@ -43,10 +44,14 @@ def write_project(folder: Path, project: Project) -> list[str]:
         What was written and what to do next, a line each.
 
     Raises:
-        FinetuneError: If the options contradict each other, or a file is there already; nothing is written then.
+        FinetuneError: If the options contradict each other, a path leads nowhere, or a file is there already; nothing
+            is written then.
     """
-    text = _recipe(project)
-    recipe = validate_recipe(yaml.safe_load(text))
+    _check_options(project)
+    length = _row_length(project)
+    recipe = validate_recipe(yaml.safe_load(_recipe(project, length)))
+    recipe_paths.check(recipe)
+    text = _recipe(_seen_from(folder, project), length)
     files = {}
     if project.task == "custom":
         files["task.py"] = _TASK
@@ -116,19 +121,35 @@ def this_machine() -> Machines:
     return Machines(Gpu("this machine's share", "", memory, 1.0, 1.0, 100.0), processes, 1, 1.0, 0.4)
 
 
-def _recipe(project: Project) -> str:
-    """The text of the recipe.
-
-    Raises:
-        RecipeError: If the options contradict each other.
-    """
-    pretrained = project.model is not None
-    if project.adapters is not None and (not pretrained or project.task == "custom"):
+def _check_options(project: Project) -> None:
+    """Raises `RecipeError` if the options contradict each other."""
+    if project.adapters is not None and (project.model is None or project.task == "custom"):
         raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
+    if project.task == "custom" and (project.model is not None or project.data is not None):
+        raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
+
+
+def _seen_from(folder: Path, project: Project) -> Project:
+    """The same with relative paths as they are written in the folder, where its commands are given."""
+
+    def seen(path: str) -> str:
+        apart = folder.resolve() != Path.cwd() and not Path(path).expanduser().is_absolute()
+        return os.path.relpath(path, folder.resolve()) if apart else path
+
+    model, data = project.model, project.data
+    # A name without a directory of that name is the hub's.
+    return replace(
+        project,
+        model=seen(model) if model is not None and Path(model).is_dir() else model,
+        data=seen(data) if data is not None else None,
+    )
+
+
+def _recipe(project: Project, row_length: int) -> str:
+    """The text of the recipe."""
     if project.task == "custom":
-        if pretrained or project.data is not None:
-            raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
         return "\n".join([_CUSTOM, _batch(), ""])
+    pretrained = project.model is not None
     sections = [_model(project)]
     if not pretrained:
         sections.append("tokenizer:\n  vocab_size: 1024  # a byte-level BPE, trained on the data")
@@ -137,7 +158,7 @@ def _recipe(project: Project) -> str:
     packing = "padded" if project.task == "classify" else "documents"
     sections.append(
         f"data:\n  train:\n    - {{{source}}}{about}\n  validation_fraction: 0.02\n"
-        f"  sequence_length: {_row_length(project)}\n  packing: {packing}"
+        f"  sequence_length: {row_length}\n  packing: {packing}"
     )
     if project.task == "chat":
         sections.append("chat:\n  template: plain  # leave it out for a model that brings its own")

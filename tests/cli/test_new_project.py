@@ -8,6 +8,7 @@ import yaml
 from forkserver import ForkServer
 from harness import environment
 
+from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch import launch_file
@@ -15,7 +16,7 @@ from finetune.distributed.resolve_config import derive_accumulation
 from finetune.planning import new_project
 from finetune.planning.new_project import TASKS, Project, write_project
 from finetune.planning.step_time import Machines
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import DataError, RecipeError
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -44,6 +45,31 @@ def test_a_project_of_a_pretrained_model(adapters: str, tmp_path: Path) -> None:
     assert recipe.lora is not None
     assert recipe.model.quantization == ("nf4" if adapters == "qlora" else None)
     assert [source.path for source in recipe.data.train] == [str(data)]
+
+
+def test_relative_paths_count_from_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands are given there, and `init` is given anywhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text('{"text": "A cat."}\n')
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small").symlink_to(testdata.MODEL)
+    project = Project("lm", "models/small", "*.jsonl")
+    write_project(Path("projects/cats"), project)
+    monkeypatch.chdir("projects/cats")
+    recipe = load_recipe("recipe.yaml")
+    recipe_paths.check(recipe)
+    assert recipe.model.name == "../../models/small"
+    assert [source.path for source in recipe.data.train] == ["../../*.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    write_project(Path(), project)
+    assert load_recipe("recipe.yaml").model.name == "models/small"
+
+
+def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"There is no file mine\.jsonl"):
+        write_project(Path("project"), Project(data="mine.jsonl"))
+    assert not (tmp_path / "project").exists()
 
 
 def test_its_launch_files_can_be_read_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

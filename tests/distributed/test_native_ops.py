@@ -98,11 +98,12 @@ class Tiny:
         # Without blocking and from now on, so that the script never waits for a reader.
         self.started = os.open(root / "started", os.O_RDONLY | os.O_NONBLOCK)
 
-    def start(self) -> "subprocess.Popen[str]":
+    def start(self, rank: int = 0) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
             [sys.executable, "-c", RUN],
             env={
                 **os.environ,
+                "LOCAL_RANK": str(rank),
                 "PYTHONPATH": os.pathsep.join([str(OPS_FILE.parent), str(OPS_FILE.parents[3])]),
             },
             stderr=subprocess.PIPE,
@@ -224,10 +225,12 @@ def test_two_processes_build_once(tiny: Tiny) -> None:
     first = tiny.start()
     tiny.wait_for_the_compiler()
     second = tiny.start()
+    silent = tiny.start(rank=1)
     read_until(second, "another process builds it")
     tiny.open_the_gate()
     assert "Built DeepSpeed's native op tiny" in finish(first)
     assert "Built" not in finish(second)
+    assert not finish(silent), "of a launch, one rank says that it waits"
     assert tiny.compiles == 1
     assert not tiny.lock.exists()
 

@@ -90,6 +90,8 @@ def main(arguments: Sequence[str]) -> int:
             import_ahead(parsed.training_script)
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # It warns that it sets one thread a process; workers set their own (`launch_config.threads_each`).
+    logging.getLogger("torch.distributed.run").addFilter(lambda record: "OMP_NUM_THREADS" not in record.getMessage())
     # Ended by a signal, it does not learn its workers' exit codes: they leave a mark here when all is saved.
     marker = Path(tempfile.mkdtemp(prefix="finetune-")) / "stopped"
     os.environ["FINETUNE_STOPPED_FILE"] = str(marker)

@@ -112,8 +112,8 @@ def look(launch: Launch | None) -> list[NeededOp]:
 def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
-    Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and those that
-    are not quiet show the progress. See `toolchain.prepare` for what it changes in this process's environment.
+    Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
+    launch shows the progress. See `toolchain.prepare` for what it changes in this process's environment.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -134,6 +134,7 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
                 f"DeepSpeed's native op {op}, for {OPS[op].used_by}, is compiled on the machine that runs it, but "
                 f"{what}. Install what is missing (`{install}`), or choose a launch config that does without this op."
             )
+    quiet = quiet or os.environ.get("LOCAL_RANK", "0") != "0"
     for op in ops:
         _ensure(op, quiet)
 
