@@ -1,8 +1,7 @@
 """Runs whose rows or layers are split over ranks, of many kinds, beside one process."""
 
 import pytest
-from harness import Launcher, assert_near_in_bf16, assert_same_path, weight_difference
-from matrix import KEPT, continued, saved
+from harness import Launcher, assert_near_in_bf16, assert_same_path
 from recipes_for_tests import SPLIT, SPLIT_LAYERS, SPLIT_ROWS
 
 pytestmark = pytest.mark.xdist_group("split")
@@ -24,13 +23,3 @@ def test_every_kind_takes_the_single_process_path(launcher: Launcher, config: st
         assert_same_path(single, split, 1e-4)
     assert split.facts["runs"]["mesh"] == MESHES[config]
     assert single.validation() == pytest.approx(split.validation(), rel=1e-4)
-
-
-@pytest.mark.parametrize("config", ["sp", "fsdp_tp"])
-def test_checkpoints_resume_on_what_is_whole_and_back(launcher: Launcher, config: str) -> None:
-    """`test_resume_matrix.py` has other launch configs."""
-    single, split = (launcher.one(name, KEPT).check() for name in ("single", config))
-    own = continued(launcher, config, split)
-    assert saved(own) == saved(split), "to the bit on the same launch config"
-    for other in (continued(launcher, "single", split), continued(launcher, config, single)):
-        assert weight_difference(single, other) <= 1e-4

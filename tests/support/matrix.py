@@ -29,24 +29,28 @@ BACKENDS = {
     "zero3": 2,
     "zero3_offload": 2,
     "sp": 2,
+    "fsdp_sp": 4,
     "tp": 2,
+    "fsdp_tp": 4,
     "fsdp_tp_sp": 4,
 }
-# In rows and layers that are split, other dropout masks are drawn, and adapters have none.
-SPLIT = ("sp", "tp", "fsdp_tp_sp")
 STEPS, STOP = 12, 6
 TOLERANCE = 1e-4
 
 _KEEP = {"checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9}, "length": {"steps": STEPS}}
+_LORA = base(model={"name": MODEL, "config": None}, tokenizer={}, **_KEEP)
 KINDS: dict[str, dict[str, Any]] = {
     "full": base(**_KEEP),
-    "lora": base(model={"name": MODEL, "config": None}, tokenizer={}, lora={"rank": 8, "dropout": 0.1}, **_KEEP),
+    "lora": {**_LORA, "lora": {"rank": 8}},
+    "lora_dropout": {**_LORA, "lora": {"rank": 8, "dropout": 0.1}},
 }
+# In rows and layers that are split, other dropout masks are drawn.
+_SPLIT = ("sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp")
 
 
 def kinds(backend: str) -> dict[str, dict[str, Any]]:
     """The recipes that run on a backend."""
-    return {kind: recipe for kind, recipe in KINDS.items() if kind == "full" or backend not in SPLIT}
+    return {kind: recipe for kind, recipe in KINDS.items() if kind != "lora_dropout" or backend not in _SPLIT}
 
 
 def backends(kind: str) -> list[str]:
@@ -61,11 +65,6 @@ def checkpoint_of(run: Result) -> Path:
 
 # At a large rate, and without clipping.
 KEPT = {**PARITY["sgd"], "checkpoint": {"every_steps": STOP, "every_minutes": None, "keep": 9}}
-
-
-def continued(launcher: Launcher, config: str, source: Result) -> Result:
-    """The second half of a run of `KEPT` under another launch config."""
-    return launcher.one(config, {**KEPT, "resume": {"mode": str(checkpoint_of(source))}}).check()
 
 
 def straight(launcher: Launcher, backend: str) -> dict[str, Result]:
