@@ -40,6 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             task={"name": "troubled_task:mlp"},
             eval={"every_steps": 5},
             guard={"max_skipped_steps": 5},
+            optim={"lr": 2e-4},
         )
         with pytest.raises(Crash):
             run_here(tree, crash_after(7))
@@ -88,6 +89,7 @@ def test_a_run_in_a_browser(finished: Path, tmp_path: Path, browser: Page, width
         "memory": 1,
     }
     assert shown.overflow() == 0
+    assert shown.cut_labels() == []
     assert "training loss" in (told := shown.hover("loss")), told
     assert any(f"{loss:.5g}" in told for loss in read_run(finished).training["loss"]), told
     assert shown.js("return performance.getEntriesByType('resource').length") == 0

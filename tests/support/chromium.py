@@ -89,6 +89,13 @@ class Page:
         """Pixels by which the page is wider than the window."""
         return int(self.js("return document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
+    def cut_labels(self) -> list[str]:
+        """Labels of vertical axes that begin left of their chart."""
+        labels = "[...document.querySelectorAll('.ytick text')]"
+        left = "label.closest('.chart').getBoundingClientRect().left"
+        cut = f"{labels}.filter((label) => label.getBoundingClientRect().left < {left})"
+        return list(self.js(f"return {cut}.map((label) => label.textContent)"))
+
 
 @contextmanager
 def chromium() -> Iterator[Page]:

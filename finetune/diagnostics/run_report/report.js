@@ -82,6 +82,8 @@
         exponentformat: "power",
         minexponent: 5,
         separatethousands: true,
+        // Small learning rates take more room than the left margin.
+        automargin: true,
         nticks: 6,
       },
       shapes: chart.marks.map((mark) => ({
