@@ -38,7 +38,7 @@ test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 20 minutes)
+test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md
 
 # KILLS, requests to stop and the seed of what is drawn: make test-chaos CHAOS="100 20 7"
