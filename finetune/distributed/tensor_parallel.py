@@ -4,7 +4,7 @@ A rank's part of a parameter is a tensor like any other: backends shard it, opti
 they do a whole one. What a part is of, `Split` says. `models.split_layers` splits a network's layers, and joins what
 they put out with the functions here.
 
-Letters: B rows, T tokens a row, h width, N ranks of a group.
+Letters: B rows, T tokens a row, n tokens of a batch, h width, N ranks of a group.
 
 Source: Shoeybi et al. 2019, "Megatron-LM".
 """
@@ -68,7 +68,8 @@ class Splits:
     parameters: Mapping[str, Split] = field(default_factory=dict)
     """By name."""
     partial: frozenset[str] = frozenset()
-    """Parameters that each rank has all of, but uses in a part of the layer: gradients are to be summed."""
+    """Parameters that each rank has all of, but uses in a part of the layer, or for some tokens: gradients are to be
+    summed."""
 
     def size(self, name: str, parameter: Any) -> int:
         """Elements of a whole parameter; if it is packed, the weights that it stands for are counted elsewhere."""
@@ -122,14 +123,22 @@ class SharedInputs:
             self._given = self._handed = None
 
 
+# Elements from which a gradient is summed by itself: copies of small ones save calls, one of an output head's is large.
+_LARGE = 1 << 20
+
+
 def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
-    """Sums gradients over the group's ranks, in place and at once."""
-    if not gradients:
+    """Sums gradients over the group's ranks, in place, small ones at once."""
+    small = [g for g in gradients if g.numel() < _LARGE or not g.is_contiguous()]
+    for gradient in gradients:
+        if all(gradient is not other for other in small):
+            distributed.all_reduce(gradient, group=group().handle)
+    if not small:
         return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = torch.cat([gradient.reshape(-1) for gradient in small])
     distributed.all_reduce(flat, group=group().handle)
     begin = 0
-    for gradient in gradients:
+    for gradient in small:
         gradient.copy_(flat.narrow(0, begin, gradient.numel()).view_as(gradient))
         begin += gradient.numel()
 
@@ -152,6 +161,43 @@ def gather_outputs(part: torch.Tensor) -> torch.Tensor:
 def split_inputs(whole: torch.Tensor) -> torch.Tensor:
     """This rank's part, (..., h / N), of what each has, (..., h)."""
     return _apply(whole, _own, _joined)
+
+
+def split_tokens(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of tokens that each has, (n, h) to (n / N, h); see `part_of_tokens`."""
+    tokens = len(whole)
+
+    def join(part: torch.Tensor) -> torch.Tensor:
+        joined = part.new_empty(group().size * len(part), *part.shape[1:])
+        distributed.all_gather_into_tensor(joined, part.contiguous(), group=group().handle)
+        return joined[:tokens]
+
+    return _apply(whole, part_of_tokens, join)
+
+
+def part_of_tokens(whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    """This rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
+    first, last = _own_tokens(len(whole))
+    part = whole[first:last]
+    missing = last - first - len(part)
+    return torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)]) if missing else part.clone()
+
+
+def split_gradients(values: torch.Tensor) -> torch.Tensor:
+    """The same values, (B, T, h), of whose gradients each rank has those of its part of the tokens, and else zeros."""
+    return _apply(values, _same, _of_own_tokens)
+
+
+def _of_own_tokens(gradients: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
+    first, last = _own_tokens(gradients[..., 0].numel())
+    found.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
+    return found
+
+
+def _own_tokens(tokens: int) -> tuple[int, int]:
+    part = -(-tokens // group().size)
+    return group().rank * part, (group().rank + 1) * part
 
 
 Step = Callable[[torch.Tensor], torch.Tensor]

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+from finetune.distributed import tensor_parallel
 from finetune.models.frozen_weights import StoredLinear
 
 IGNORED = -100
@@ -30,8 +31,13 @@ class LossHead:
     def __init__(self, head: nn.Module) -> None:
         self._head = head
         self._logits: Forward = head.forward
+        self.computes_loss = True
+        """Whether it may be given targets."""
         self.targets: torch.Tensor | None = None
         """(N,) int64, -100 where there is nothing to learn."""
+        self.splits_tokens = False
+        """Whether ranks that share layers compute the loss of some tokens each, or at least its gradients. Those of the
+        head are to be summed over them."""
         self.plants = False
         """Whether it puts out `planted` in place of its own logits."""
         self.planted: torch.Tensor | None = None
@@ -45,14 +51,20 @@ class LossHead:
             self.planted = values.expand_as(own).contiguous()
             return self.planted.clone()
         if self.targets is None:
-            return self._logits(hidden)
+            if not self.splits_tokens:
+                return self._logits(hidden)
+            return tensor_parallel.split_gradients(self._logits(tensor_parallel.sum_gradients(hidden)))
         head: Any = self._head
-        flat, dtype = hidden.flatten(0, -2), _products_in(hidden)
+        flat, targets, dtype = hidden.flatten(0, -2), self.targets, _products_in(hidden)
+        if self.splits_tokens:
+            flat, targets = tensor_parallel.split_tokens(flat), tensor_parallel.part_of_tokens(targets, IGNORED)
         # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
         if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
-            loss = loss_of(flat, head.weight, head.bias, self.targets, dtype)
+            loss = loss_of(flat, head.weight, head.bias, targets, dtype)
         else:
-            loss = _of_any_head(self._logits, flat, self.targets)
+            loss = _of_any_head(self._logits, flat, targets)
+        if self.splits_tokens:
+            loss = tensor_parallel.sum_outputs(loss)
         # A copy, not a view: wrappers that shard warn of views that leave a module.
         return loss.reshape(1, 1, 1).clone()
 
@@ -89,13 +101,14 @@ def of_network(network: PreTrainedModel | None) -> LossHead | None:
     """What `fuse` has put into a network."""
     head = network.get_output_embeddings() if network is not None else None
     forward: Any = getattr(head, "forward", None)
-    return forward if isinstance(forward, LossHead) else None
+    return forward if isinstance(forward, LossHead) and forward.computes_loss else None
 
 
 def unfuse(network: PreTrainedModel) -> None:
-    """Undoes `fuse`."""
-    head: Any = network.get_output_embeddings()
-    del head.forward
+    """Has a network's head put out logits only."""
+    head = of_network(network)
+    assert head is not None
+    head.computes_loss = False
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:

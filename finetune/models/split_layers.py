@@ -3,7 +3,7 @@
 transformers' configurations say of each module whether its outputs ("colwise") or its inputs ("rowwise") are split.
 Queries, keys, values and the first half of an MLP are split by outputs, which nobody needs whole; what follows takes
 them as its inputs, and its outputs are summed over the ranks: two sums a layer and pass. Embedding and output head stay
-whole on every rank.
+whole on every rank; where the head computes the loss, each rank does so for a part of the tokens.
 """
 
 import math
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from finetune.distributed import tensor_parallel
 from finetune.distributed.tensor_parallel import SharedInputs, Split, Splits
-from finetune.models import quantization
+from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
 from finetune.models.lora_adapters import transformer
 from finetune.utils.errors import BackendError
@@ -52,10 +52,13 @@ class Division:
                 )
 
 
-def divide(network: nn.Module) -> Division:
+def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     """Says how the layers of a network would be split, by its architecture's plan, and leaves them as they are.
 
     The network may be without storage.
+
+    Args:
+        loss_by_head: Whether its head computes the loss (`chunked_loss`).
 
     Raises:
         BackendError: If the architecture has no plan, or one that is not known here.
@@ -69,11 +72,12 @@ def divide(network: nn.Module) -> Division:
             own = f"{name}.{key}"
             if (how := plan.get(_generic(own))) is not None:
                 finder.parameter(own, module, key, how)
+    partial = finder.partial | (_used_by_tokens(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
     return Division(
         Splits(
             {name: finder.splits[key] for name, key in names if key in finder.splits},
-            frozenset(name for name, key in names if key in finder.partial),
+            frozenset(name for name, key in names if key in partial),
         ),
         {**_heads(inner), **finder.units},
     )
@@ -85,7 +89,9 @@ def split(network: nn.Module) -> Splits:
     Raises:
         BackendError: If the architecture has no plan, or what it has cannot be split over so many ranks.
     """
-    division, (inner, plan) = divide(network), _plan(network)
+    inner, plan = _plan(network)
+    head = chunked_loss.of_network(inner)
+    division = divide(network, loss_by_head=head is not None)
     division.check(tensor_parallel.group().size)
     shared = SharedInputs()
     for _, module, style in _styled(inner, plan):
@@ -93,7 +99,34 @@ def split(network: nn.Module) -> Splits:
     for name, how in division.splits.parameters.items():
         where, _, key = name.rpartition(".")
         _cut(network.get_submodule(where), key, how)
+    if head is not None and _used_by_tokens(network, inner):
+        _split_tokens(inner, head)
     return division.splits
+
+
+def _used_by_tokens(network: nn.Module, inner: PreTrainedModel) -> set[int]:
+    """The parameters, by identity, that a rank uses for its part of the tokens if the head computes the loss of these.
+
+    The head's; where these are the embedding's as well, the embedding's. None if others use them, too.
+    """
+    embedding, head = (set() if end is None else set(map(id, end.parameters())) for end in _ends(inner))
+    ends = head | embedding if head & embedding else head
+    inside = {id(part) for end in _ends(inner) if end is not None for part in end.modules()}
+    outside = [module for module in network.modules() if id(module) not in inside]
+    return set() if any(id(p) in ends for m in outside for p in m.parameters(recurse=False)) else ends
+
+
+def _split_tokens(inner: PreTrainedModel, head: chunked_loss.LossHead) -> None:
+    """Has each rank compute the loss of a part of the tokens.
+
+    An embedding that is the head, too, then gets the gradients of that part of the tokens only, as the head does.
+    """
+    head.splits_tokens = True
+    embedding, output = _ends(inner)
+    if embedding is None or output is None or not set(embedding.parameters()) & set(output.parameters()):
+        return
+
+    embedding.register_forward_hook(lambda _, __, values: tensor_parallel.split_gradients(values))
 
 
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:

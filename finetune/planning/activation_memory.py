@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config.recipe_schema import Recipe
 from finetune.models import chunked_loss
 from finetune.monitoring import flops
-from finetune.planning.model_shapes import Variant, is_half
+from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half
 from finetune.planning.transient_memory import Device
 
 # What architectures call their dropout: of attention's weights, and of what is added to the residual stream.
@@ -133,7 +133,10 @@ def activations(
         layer += 2 * tokens * s.h * (1 if device == "cuda" else c)
     # The residual stream; what a norm's own weight needs; what the head is given.
     ends = 4 + (4 if variant.norms_trained else 0)
-    head_trained, fused = bool(variant.linears and variant.linears[-1][1]), computes_in_chunks(variant)
+    head_trained, fused = (
+        bool(variant.linears and variant.linears[-1][1]),
+        computes_in_chunks(variant.recipe, variant.config),
+    )
     if whole and not fused:
         ends += 4
     elif head_trained and not fused:
@@ -156,12 +159,6 @@ def activations(
     return Activations(kept, ends * tokens * s.h, layer, norms // 2 + attention, gradients, outputs, scores, forward)
 
 
-def computes_in_chunks(variant: Variant) -> bool:
-    """Whether a language model's head computes the loss, some tokens at a time."""
-    fits = variant.recipe.task.name == "causal_lm" and variant.config is not None
-    return fits and variant.recipe.loss_by_head and not chunked_loss.changes_logits(variant.config)
-
-
 def _loss(
     recipe: Recipe, s: Shape, tokens: int, c: int, head_trained: bool, fused: bool, device: Device
 ) -> tuple[int, int]:
@@ -173,11 +170,15 @@ def _loss(
         # Logits, their fp32 copy, log-probabilities; then these, and their gradient and that of their copy.
         return (10 if half else 8) * tokens * s.vocabulary, 12 * tokens * s.vocabulary
     # A chunk's products and logits; what the head is given, and its gradient; the weight's, and a chunk's part of it.
+    # Ranks that share layers compute the loss of a part of the tokens each, in a copy, and join its gradients.
+    gathered = 4 * tokens * s.h if s.parts > 1 else 0
+    tokens = -(-tokens // s.parts)
     rows = chunked_loss.rows_of_chunk(tokens, s.vocabulary)
     chunk = s.vocabulary * (c * rows + (4 * chunked_loss.rows_in_cache(rows, s.vocabulary, device) if half else 0))
     inputs, weight = tokens * s.h, s.vocabulary * s.h * head_trained
+    copied = 4 * inputs if s.parts > 1 else 0
     parts = (10 if rows < tokens else 6) if half else 4
-    return chunk + (2 * c if half else c) * inputs + parts * weight, 4 * (inputs + weight)
+    return chunk + copied + (2 * c if half else c) * inputs + parts * weight, gathered + 4 * (inputs + weight)
 
 
 def _norms(variant: Variant, s: Shape, half: bool, whole: bool) -> int:

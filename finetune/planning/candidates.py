@@ -9,8 +9,8 @@ from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
 from finetune.optim import optimizers
-from finetune.planning.activation_memory import Activations, activations, computes_in_chunks, shape_of
-from finetune.planning.model_shapes import Variant, is_half, part_of, unpaged
+from finetune.planning.activation_memory import Activations, activations, shape_of
+from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of, unpaged
 from finetune.planning.rank_memory import (
     adds_on_device,
     casts_weights,
@@ -220,7 +220,7 @@ def _peak(
 def _copies(launch: Launch, variant: Variant, setting: Setting) -> dict[str, int]:
     """Bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
     outline, half = variant.outline, is_half(variant.recipe)
-    whole, fused = keeps_inputs_whole(launch), computes_in_chunks(variant)
+    whole, fused = keeps_inputs_whole(launch), computes_in_chunks(variant.recipe, variant.config)
     # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
     read = max(
         (2 * w.packed if half else 4 * (w.packed or w.elements * (w.itemsize < 4)) for w in outline.weights), default=0

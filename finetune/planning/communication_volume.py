@@ -10,7 +10,7 @@ from typing import Literal
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.planning.activation_memory import shape_of
-from finetune.planning.model_shapes import Variant, is_half
+from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half
 from finetune.planning.rank_memory import Outline, fitted
 
 Window = Literal["all", "backward", "last backward", "none"]
@@ -129,8 +129,9 @@ def flows_of_layers(
     """What the ranks that share layers sum, in fp32; a step waits for all of it.
 
     Outputs of attention and MLP, and gradients of their inputs; where layers are recomputed, attention's outputs once
-    more (recomputing ends before an MLP's are summed). At the end, gradients of what each rank has all of, but uses in
-    a part of the layer.
+    more (recomputing ends before an MLP's are summed). Where the head computes the loss, gradients of what it is given,
+    of which each rank finds those of its tokens. At the end, gradients of what each rank has all of, but uses in a part
+    of the layer, or for some tokens.
 
     Args:
         micro: Rows of a micro-batch.
@@ -143,6 +144,10 @@ def flows_of_layers(
     tokens = micro * variant.recipe.data.sequence_length // launch.sequence
     calls = (5 if checkpointed else 4) * accumulation * shape.layers
     found = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
+    if computes_in_chunks(variant.recipe, variant.config):
+        joined = round(ring / 2 * accumulation * 4 * tokens * shape.h)
+        found.append(Flow("all_gather", "gradients of tokens", joined, parts, "none", accumulation))
     if partial := sum(4 * w.elements for w in variant.outline.trained if w.partial):
-        found.append(Flow("all_reduce", "gradients of parts", round(ring * partial), parts, "none", 1))
+        held = partial / (launch.averaged_ranks if launch.uses_fsdp else 1)
+        found.append(Flow("all_reduce", "gradients of parts", round(ring * held), parts, "none", 1))
     return found

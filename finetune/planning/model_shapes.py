@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
 from finetune.distributed.tensor_parallel import WHOLE, Splits
-from finetune.models import frozen_weights, lora_adapters, pretrained_files, split_layers
+from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.quantization import BLOCK
 from finetune.models.split_layers import Division
@@ -213,7 +213,8 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
     division: Division | str
     try:
-        division = split_layers.divide(network)
+        config = known.config if known is not None else None
+        division = split_layers.divide(network, loss_by_head=computes_in_chunks(recipe, config))
     except BackendError as error:
         division = str(error)
     splits = division.splits if isinstance(division, Division) else WHOLE
@@ -240,6 +241,12 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
         names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
         division=division,
     )
+
+
+def computes_in_chunks(recipe: Recipe, config: PretrainedConfig | None) -> bool:
+    """Whether a language model's head computes the loss, some tokens at a time."""
+    fits = recipe.task.name == "causal_lm" and config is not None
+    return fits and recipe.loss_by_head and not chunked_loss.changes_logits(config)
 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:

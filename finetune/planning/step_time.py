@@ -7,7 +7,7 @@ from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning.candidates import Candidate
 from finetune.planning.communication_volume import Flow, flows, flows_of_layers, flows_of_rows
 from finetune.planning.link_speeds import LinkSpeeds
-from finetune.planning.model_shapes import Variant, is_half, part_of
+from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
@@ -106,7 +106,8 @@ def work(variant: Variant) -> Work:
 def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
     """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs.
 
-    Ranks that share layers each compute the head's product whole, which is counted; their norms and routers are not.
+    Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
+    not.
     """
     recipe, ranks = variant.recipe, candidate.launch.num_processes
     if not is_half(recipe) or candidate.memory is None:
@@ -114,7 +115,8 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
     variant = variant if candidate.launch.tensor == 1 else part_of(variant, candidate.launch.tensor)
-    a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
+    if not computes_in_chunks(recipe, variant.config):
+        a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate

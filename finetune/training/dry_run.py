@@ -35,7 +35,7 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
         )
     network = task.build_skeleton(sized(recipe), None)
     if launch.tensor > 1:
-        split_layers.divide(network).check(launch.tensor)
+        split_layers.divide(network, loss_by_head=False).check(launch.tensor)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
     counted = sum(p.numel() for p in network.parameters())

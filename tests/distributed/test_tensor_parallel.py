@@ -1,13 +1,16 @@
 """Layers that are split over ranks: parts of tensors, and what is refused."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from forkserver import ForkServer
 from harness import ROOT, Launcher
 from matrix import KEPT
 from recipes_for_tests import GPT2, LLAMA, base
+from split_tokens_worker import CASES
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -23,6 +26,22 @@ from finetune.training import dry_run
 from finetune.utils.errors import BackendError
 
 ASKED = Launch(kind="ddp", num_processes=4, tensor=2, file="tp.yaml")
+
+
+@pytest.fixture(scope="module")
+def compared(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("split")
+    code, output = fork_server.launch("ddp", folder, script="tests/support/split_tokens_worker.py", processes=3)
+    assert code == 0, output
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(3)]
+
+
+@pytest.mark.xdist_group("split")
+@pytest.mark.parametrize("case", list(CASES))
+def test_gradients_are_those_of_a_whole_network(compared: list[dict[str, Any]], case: str) -> None:
+    """Each rank computes the loss of a part of the tokens."""
+    for rank in compared:
+        assert max(rank[case]) < 1e-5
 
 
 def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:

@@ -41,14 +41,18 @@ def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch)
     network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
     split_layers.split(network)
     assert [w.shape for w in part.outline.weights] == [tuple(p.shape) for p in network.parameters()]
-    sent = []
+    sent, joined = [], []
     monkeypatch.setattr(tensor_parallel.distributed, "all_reduce", lambda t, group: sent.append(t.nbytes))
+    monkeypatch.setattr(
+        tensor_parallel.distributed, "all_gather_into_tensor", lambda _, part, group: joined.append(part.nbytes)
+    )
     ids = torch.randint(3, 500, (2, 64))
     CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids}).backward()
     launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)
-    found = flows_of_layers(launch, part, micro=2, checkpointed=way == "checkpointed", accumulation=1)[0]
-    # The first layer's inputs need no gradient if the embedding is frozen.
-    assert (len(sent), sum(sent)) == (found.calls - lora, found.nbytes - lora * sent[0])
+    layers, tokens, *_ = flows_of_layers(launch, part, micro=2, checkpointed=way == "checkpointed", accumulation=1)
+    # The first layer's inputs need no gradient if the embedding is frozen; the loss is summed as well.
+    assert (len(sent) - 1, sum(sent) - 4) == (layers.calls - lora, layers.nbytes - lora * sent[0])
+    assert (len(joined), sum(joined)) == (tokens.calls, tokens.nbytes)
 
 
 @pytest.mark.parametrize(

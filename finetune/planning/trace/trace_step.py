@@ -174,9 +174,11 @@ def local(value: Any) -> torch.Tensor | None:
 def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
     """The network that is trained, or this rank's part of it, without storage."""
     network, packed = model_shapes.skeleton(recipe, stored)
+    known = lora_adapters.transformer(network)
+    if recipe.task.name == "causal_lm" and recipe.loss_by_head:
+        chunked_loss.fuse(known)
     if backend.launch.tensor > 1:
         backend.splits = split_layers.split(network)
-    known = lora_adapters.transformer(network)
     if known is not None and backend.launch.sequence > 1:
         attention.assume_one_document()
         known.set_attn_implementation(attention.NAME)
@@ -184,8 +186,6 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
     fake_quantized.stand_in(network, packed, recipe)
-    if recipe.task.name == "causal_lm" and recipe.loss_by_head:
-        chunked_loss.fuse(known)
     if known is not None:
         activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)
     return network

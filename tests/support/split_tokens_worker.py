@@ -1,0 +1,88 @@
+"""Ranks that share layers: `split_tokens_worker.py FOLDER` compares gradients with those of a network that is whole.
+
+Each rank writes the largest differences, of the loss and of gradients, by case.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from finetune.config.recipe import validate_recipe
+from finetune.distributed import tensor_parallel
+from finetune.models import chunked_loss, split_layers
+from finetune.models.model_config import resolve_model_config
+from finetune.models.networks import build_model
+from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+
+# 14 tokens, which three ranks do not share evenly.
+ROWS, LENGTH, VOCABULARY = 2, 7, 50
+
+_LORA = {"rank": 2, "targets": ["q_proj", "down_proj", "lm_head"]}
+# Sections of the recipe; whether the head is the embedding; whether the loss is taken from logits.
+CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "a head of its own": ({}, False, False),
+    "the embedding is the head": ({}, True, False),
+    "a loss from logits": ({}, False, True),
+    "a loss from the embedding's logits": ({}, True, True),
+    "an adapter of the head": ({"lora": _LORA}, False, False),
+    "a head that is trained whole": ({"lora": {"rank": 2, "save_modules": ["lm_head"]}}, False, False),
+}
+
+
+def differences(case: str) -> list[float]:
+    sections, tied, from_logits = CASES[case]
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": tied, **sizes}
+    recipe = validate_recipe(
+        {
+            "model": {"config": config},
+            "tokenizer": {"vocab_size": 512},
+            "data": {"train": [{"sample": 10}], "sequence_length": 16},
+            "length": {"steps": 1},
+            **sections,
+        }
+    )
+    draw = torch.Generator().manual_seed(3)
+    ids, targets = (torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw) for _ in range(2))
+    targets[0, :3] = chunked_loss.IGNORED
+
+    def run(network: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if from_logits:
+            found = chunked_loss.plain_loss(causal_lm_logits(network, {"input_ids": ids}), targets)
+        else:
+            found = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": targets})
+        found.backward()
+        return found.detach(), {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+    def built() -> Any:
+        network = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), "causal_lm")
+        for name, parameter in network.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        return network
+
+    loss, whole = run(built())
+    network = built()
+    splits = split_layers.split(network)
+    part_loss, parts = run(network)
+    assert whole.keys() == parts.keys(), whole.keys() ^ parts.keys()
+    tensor_parallel.sum_partial([parts[name] for name in sorted(splits.partial & parts.keys())])
+    group = tensor_parallel.group()
+    found = [((loss - part_loss).abs() / loss).item()]
+    for name, gradient in whole.items():
+        split = splits.parameters.get(name)
+        wanted = gradient if split is None else split.part_of(gradient, group.size, group.rank)
+        found.append(((parts[name] - wanted).abs().max() / gradient.abs().max()).item())
+    return found
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    tensor_parallel.start(distributed.get_world_size(), timedelta(minutes=1))
+    found = {case: differences(case) for case in CASES}
+    (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(json.dumps(found))
