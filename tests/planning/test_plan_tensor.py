@@ -56,15 +56,19 @@ def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "kind", "says"),
     [
-        ({"num_key_value_heads": 1}, "the 1 key-value heads"),
-        ({"intermediate_size": 175}, "the 175 rows or columns of model.layers.0.mlp"),
+        ({"num_key_value_heads": 1}, "full", "the 1 key-value heads"),
+        ({"intermediate_size": 175}, "full", "the 175 rows or columns of model.layers.0.mlp"),
+        ({"model_type": "gpt2"}, "full", "no plan by which those of GPT2LMHeadModel (gpt2) are split"),
+        ({}, "QLoRA", "1 groups of 64 columns of model.layers.0.self_attn.o_proj, which is quantized in blocks of 64"),
     ],
 )
-def test_what_cannot_be_split_is_refused(config: dict[str, Any], says: str) -> None:
-    wanted = recipe(1, False, False, **config)
-    variant: Any = model_shapes.variants(wanted)["full"]
+def test_what_cannot_be_split_is_refused(config: dict[str, Any], kind: str, says: str) -> None:
+    more: dict[str, Any] = {"quantization": "nf4"} if kind == "QLoRA" else {}
+    # What is given of an architecture other than Llama is all that it is given.
+    wanted = recipe(1, False, kind == "QLoRA", more | ({"config": config} if "model_type" in config else {}), **config)
+    variant: Any = model_shapes.variants(wanted)[kind]
     launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)
     found = assess("tp", launch, variant, Setting(1, False), gpu_specs.find("h100-80gb"))
     assert found.verdict == "refused"
