@@ -144,6 +144,8 @@ def _launched(parsed: argparse.Namespace) -> int:
             "finetune parity RECIPE needs --on, such as `--on single,ddp`. (To compare two runs that have ended, give "
             f"their directories; {parsed.recipe} is none.)"
         )
+    if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
+        raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Say how many with --steps.")
     recipe = load_recipe(parsed.recipe, parsed.overrides)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare

@@ -342,6 +342,7 @@ def test_adam_does_not_divide_rounding_by_rounding(optim: dict[str, Any], eps: f
         (["--on", "ddp,ddp"], "named twice"),
         (["--on", "single,ddp", "--inject", "bf16"], "did you mean 'bf16-loss'"),
         (["--on", "single,ddp", "--steps", "0"], "one step at least"),
+        (["--on", "single,ddp", "length.steps=3"], "length.steps=3: parity gives all runs the same few steps"),
         (["--on", "single,hsdp", "batch.global_size=6", "batch.micro_size=3"], "hsdp"),
         (["--on", "single,ddp", "lenght.steps=3"], "lenght"),
     ],
