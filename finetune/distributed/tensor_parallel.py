@@ -129,9 +129,11 @@ _LARGE = 1 << 20
 
 def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
     """Sums gradients over the group's ranks, in place, small ones at once."""
-    small = [g for g in gradients if g.numel() < _LARGE or not g.is_contiguous()]
+    small: list[torch.Tensor] = []
     for gradient in gradients:
-        if all(gradient is not other for other in small):
+        if gradient.numel() < _LARGE or not gradient.is_contiguous():
+            small.append(gradient)
+        else:
             distributed.all_reduce(gradient, group=group().handle)
     if not small:
         return

@@ -72,7 +72,7 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
             own = f"{name}.{key}"
             if (how := plan.get(_generic(own))) is not None:
                 finder.parameter(own, module, key, how)
-    partial = finder.partial | (_used_by_tokens(network, inner) if loss_by_head else set())
+    partial = finder.partial | (_loss_parameters(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
     return Division(
         Splits(
@@ -99,15 +99,15 @@ def split(network: nn.Module) -> Splits:
     for name, how in division.splits.parameters.items():
         where, _, key = name.rpartition(".")
         _cut(network.get_submodule(where), key, how)
-    if head is not None and _used_by_tokens(network, inner):
+    if head is not None and _loss_parameters(network, inner):
         _split_tokens(inner, head)
     return division.splits
 
 
-def _used_by_tokens(network: nn.Module, inner: PreTrainedModel) -> set[int]:
-    """The parameters, by identity, that a rank uses for its part of the tokens if the head computes the loss of these.
+def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
+    """The parameters, by identity, that get gradients of a rank's part of the tokens where each computes their loss.
 
-    The head's; where these are the embedding's as well, the embedding's. None if others use them, too.
+    Those of the head; where it is the embedding as well, also those of the embedding. None if others use them, too.
     """
     embedding, head = (set() if end is None else set(map(id, end.parameters())) for end in _ends(inner))
     ends = head | embedding if head & embedding else head
@@ -123,10 +123,8 @@ def _split_tokens(inner: PreTrainedModel, head: chunked_loss.LossHead) -> None:
     """
     head.splits_tokens = True
     embedding, output = _ends(inner)
-    if embedding is None or output is None or not set(embedding.parameters()) & set(output.parameters()):
-        return
-
-    embedding.register_forward_hook(lambda _, __, values: tensor_parallel.split_gradients(values))
+    if embedding is not None and output is not None and set(embedding.parameters()) & set(output.parameters()):
+        embedding.register_forward_hook(lambda _, __, values: tensor_parallel.split_gradients(values))
 
 
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
