@@ -20,7 +20,7 @@ _LONGEST = 1024
 
 # How problems with data name what to change in a recipe, and what that is on the command line.
 _FLAGS = {
-    r"(`path` in )?data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
+    r"data\.(train|validation)(\.\d+\.path)?( (or|and) data\.(train|validation))?": "--data",
     r"(the source's )?`text_field`": "--text-field",
     r"Set chat\.template to [^.]*\.": "Open the run itself, which has one, or leave --chat out.",
 }

@@ -99,8 +99,8 @@ def split(network: nn.Module) -> Splits:
     for name, how in division.splits.parameters.items():
         where, _, key = name.rpartition(".")
         _cut(network.get_submodule(where), key, how)
-    if head is not None and _loss_parameters(network, inner):
-        _split_tokens(inner, head)
+    if head is not None:
+        _split_tokens(network, inner, head)
     return division.splits
 
 
@@ -116,14 +116,14 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     return set() if any(id(p) in ends for m in outside for p in m.parameters(recurse=False)) else ends
 
 
-def _split_tokens(inner: PreTrainedModel, head: chunked_loss.LossHead) -> None:
-    """Has each rank compute the loss of a part of the tokens.
+def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss.LossHead) -> None:
+    """Has each rank compute the loss of a part of the tokens, unless others use the head's parameters, too.
 
-    An embedding that is the head, too, then gets the gradients of that part of the tokens only, as the head does.
+    An embedding that is the head as well then gets the gradients of that part of the tokens only, as the head does.
     """
-    head.splits_tokens = True
-    embedding, output = _ends(inner)
-    if embedding is not None and output is not None and set(embedding.parameters()) & set(output.parameters()):
+    parameters, (embedding, _) = _loss_parameters(network, inner), _ends(inner)
+    head.splits_tokens = bool(parameters)
+    if embedding is not None and any(id(parameter) in parameters for parameter in embedding.parameters()):
         embedding.register_forward_hook(lambda _, __, values: tensor_parallel.split_gradients(values))
 
 

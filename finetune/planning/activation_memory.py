@@ -133,10 +133,8 @@ def activations(
         layer += 2 * tokens * s.h * (1 if device == "cuda" else c)
     # The residual stream; what a norm's own weight needs; what the head is given.
     ends = 4 + (4 if variant.norms_trained else 0)
-    head_trained, fused = (
-        bool(variant.linears and variant.linears[-1][1]),
-        computes_in_chunks(variant.recipe, variant.config),
-    )
+    head_trained = bool(variant.linears and variant.linears[-1][1])
+    fused = computes_in_chunks(recipe, variant.config)
     if whole and not fused:
         ends += 4
     elif head_trained and not fused:

@@ -212,8 +212,8 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     known = lora_adapters.transformer(network)
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
     division: Division | str
+    config = known.config if known is not None else None
     try:
-        config = known.config if known is not None else None
         division = split_layers.divide(network, loss_by_head=computes_in_chunks(recipe, config))
     except BackendError as error:
         division = str(error)
@@ -236,7 +236,7 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
         linears=tuple(_linears(network, splits)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
-        config=known.config if known is not None else None,
+        config=config,
         norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
         names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
         division=division,

@@ -1,6 +1,5 @@
 """Rows that are split over ranks: exchanges, parts of a batch, and ZeRO's stages beside one process."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,8 @@ ASKED = Launch(kind="ddp", num_processes=4, sequence=2)
 
 
 @pytest.fixture(scope="module")
-def compared(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("split")
-    code, output = fork_server.launch("ddp", folder, script="tests/support/split_rows_worker.py", processes=4)
-    assert code == 0, output
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(4)]
+def compared(fork_server: ForkServer) -> list[dict[str, Any]]:
+    return fork_server.found("tests/support/split_rows_worker.py", processes=4)
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -1,6 +1,5 @@
 """Layers that are split over ranks: parts of tensors, and what is refused."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +28,8 @@ ASKED = Launch(kind="ddp", num_processes=4, tensor=2, file="tp.yaml")
 
 
 @pytest.fixture(scope="module")
-def compared(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("split")
-    code, output = fork_server.launch("ddp", folder, script="tests/support/split_tokens_worker.py", processes=3)
-    assert code == 0, output
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(3)]
+def compared(fork_server: ForkServer) -> list[dict[str, Any]]:
+    return fork_server.found("tests/support/split_tokens_worker.py", processes=3)
 
 
 @pytest.mark.xdist_group("split")

@@ -10,6 +10,7 @@ agree shows in a real launch only. And variables that libraries read when they a
 …) are those of `harness.environment`: a test of them needs a real process.
 """
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 from harness import LIMIT_S, ROOT, environment
@@ -181,6 +183,13 @@ class ForkServer:
         ):
             code = ranks.finish()
             return code, ranks.output()
+
+    def found(self, script: str, processes: int) -> list[dict[str, Any]]:
+        """What ranks have found: `SCRIPT FOLDER` writes JSON into a file of the rank's number."""
+        with tempfile.TemporaryDirectory() as folder:
+            code, output = self.launch("ddp", folder, script=script, processes=processes)
+            assert code == 0, output
+            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
 
 class Ranks:
