@@ -15,7 +15,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config.recipe_schema import ModelSection, Recipe
-from finetune.models import rope_scaling
+from finetune.models import pretrained_files, rope_scaling
 from finetune.models.lora_adapters import Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
@@ -53,7 +53,10 @@ def resolve_model_config(
                     setattr(config, name, getattr(tokenizer, name))
     else:
         config = _config_from_name(section)
-    _check_kind(config, section, "causal_lm" if num_labels is None else "sequence_classification")
+    head: Head = "causal_lm" if num_labels is None else "sequence_classification"
+    _check_kind(config, section, head)
+    if section.name is not None:
+        _untie_separate_ends(config, section, head)
     text = config.get_text_config()
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
@@ -157,6 +160,23 @@ def _config_from_name(section: ModelSection) -> PretrainedConfig:
             f"model.name: no model configuration at '{section.name}': {one_line(error)}. Name a directory with a "
             "config.json, or a model on the hub (which needs a network, or a copy in the local cache)."
         ) from error
+
+
+def _untie_separate_ends(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
+    """Has a configuration say that embedding and head are two tensors where the files hold two that differ.
+
+    What is left of merging an adapter that trained one of them whole. transformers would load two and write one, and a
+    network that is sharded as it loads would have one.
+    """
+    known = model_mapping(AUTO_CLASSES[head])
+    if not pretrained_files.ties_ends(config) or type(config) not in known:
+        return
+    try:
+        folder = pretrained_files.weights_folder(section)
+    except OSError:  # a hub's model of which only the configuration is here
+        return
+    if pretrained_files.separate_ends(folder, known[type(config)]):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def one_line(error: BaseException) -> str:

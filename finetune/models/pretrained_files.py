@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
 from finetune.utils.errors import RecipeError
@@ -17,6 +17,7 @@ from finetune.utils.errors import RecipeError
 # As safetensors names them, the widest first.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -82,8 +83,10 @@ def load(
         OSError: If there is no such model.
     """
     place = Path(name)
-    if place.is_dir() and not weight_files(place):
-        _refuse_pickles(place)
+    if place.is_dir():
+        if not weight_files(place):
+            _refuse_pickles(place)
+        _refuse_adapter(place)
     try:
         network, told = auto.from_pretrained(
             name,
@@ -119,9 +122,16 @@ def load(
             + (f" ({more} more tensors differ)" if more else "")
             + ". Take the config.json that belongs to the weights; a classifier needs as many classes as its head."
         )
+    if options.get("device_map") == "meta" and (other := _other_network(network, auto, options["trust_remote_code"])):
+        raise RecipeError(
+            f"{folder}: what transformers makes of these files is not the network that config.json describes: {other}. "
+            "Take a folder that holds the model alone."
+        )
     lines = []
     if drawn:
         lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
+    if ties_ends(type(config).from_pretrained(folder)) and (ends := separate_ends(folder, type(network))):
+        lines.append(f"weights: {ends[0]} and {ends[1]} of {folder} differ, and are trained as two tensors")
     left_out = told["unexpected_keys"]
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
@@ -136,6 +146,7 @@ def look_at_packed(section: ModelSection) -> Weights:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     folder = weights_folder(section)
+    _refuse_adapter(folder)
     missing = _incomplete(name for file in weight_files(folder) for name in _dtypes(file))
     if missing:
         raise RecipeError(_in_pieces(folder, missing))
@@ -174,6 +185,48 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def weights_folder(section: ModelSection) -> Path:
     """Where a pretrained model's files lie: its directory, or that of a hub model in the local cache."""
     return _folder(str(section.name), section.revision)
+
+
+def ties_ends(config: PretrainedConfig) -> bool:
+    """Whether a configuration says that embedding and head are one tensor."""
+    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+
+
+def separate_ends(folder: Path, network_class: Any) -> tuple[str, str] | None:
+    """Two tensors of a folder, of which a network's class would make one, that are not equal; None without any.
+
+    Args:
+        network_class: Its `_tied_weights_keys` say which are one where `tie_word_embeddings` is set.
+    """
+    places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
+    for pair in (getattr(network_class, "_tied_weights_keys", None) or {}).items():
+        # Names in files may have another prefix than those of the network.
+        ends = [".".join(key.split(".")[-2:]) for key in pair]
+        found = [[name for name in places if name == end or name.endswith(f".{end}")] for end in ends]
+        if all(len(names) == 1 for names in found):
+            (one,), (other,) = found
+            if not torch.equal(_read(places[one], one), _read(places[other], other)):
+                return one, other
+    return None
+
+
+def _other_network(network: PreTrainedModel, auto: Any, trusted: bool) -> str | None:
+    """How a network that was read from files differs from the one that its configuration describes; None if not at all.
+
+    `from_pretrained` follows more than config.json: what lies beside it may wrap, replace or freeze parts.
+    """
+    with torch.device("meta"):
+        described = auto.from_config(network.config, trust_remote_code=trusted)
+    if type(network) is not type(described):
+        return f"it is a {type(network).__name__}, not a {type(described).__name__}"
+    wanted, there = (
+        {name: parameter.requires_grad for name, parameter in each.named_parameters(remove_duplicate=False)}
+        for each in (described, network)
+    )
+    if wanted.keys() != there.keys():
+        return f"its tensors are others ({_some(wanted.keys() ^ there.keys())})"
+    frozen = [name for name in there if wanted[name] and not there[name]]
+    return f"{len(frozen)} of its {len(there)} tensors are frozen ({_some(frozen)})" if frozen else None
 
 
 def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -232,6 +285,16 @@ def _incomplete(found: Iterable[str]) -> list[str]:
     packed = {owner: own for owner, own in parts.items() if len(own) > 1}
     every = set().union(*packed.values())
     return sorted(f"{owner}.weight.{part}".removesuffix(".") for owner, own in packed.items() for part in every - own)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if weight_files(folder) and (folder / _ADAPTER).is_file():
+        raise RecipeError(
+            f"{folder} holds a whole model and an adapter beside it ({_ADAPTER}), which transformers would put into "
+            "the model, so that only the adapter would be trained. To train the model, move adapter_config.json and "
+            "adapter_model.safetensors elsewhere. To train the model with the adapter in it, merge the two first: "
+            "`PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(NEW_DIR)` of peft."
+        )
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 import torch
 import transformers
+from filelock import FileLock
+from harness import Launcher
 from inside import run_here
 from ranks import Here, Place, assert_refused, start
 from safetensors.torch import load_file, save_file
@@ -358,3 +362,91 @@ def test_nobody_is_asked_whether_code_may_run(
         assert ran.exists()
         return
     assert not ran.exists()
+
+
+TIED = ("single", "fsdp", "zero3")
+
+
+def parted(folder: Path) -> Path:
+    """A model whose config.json ties embedding and head, and whose file holds two that differ."""
+
+    def add(tensors: Tensors) -> None:
+        torch.manual_seed(1)
+        tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"]) / 10
+
+    return spoil(made(folder / "tied", "llama", tie_word_embeddings=True), folder / "parted", add)
+
+
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.xdist_group(b)) for b in TIED])
+def test_ends_that_differ_in_the_file_are_trained_and_written_as_two(launcher: Launcher, backend: str) -> None:
+    """What transformers itself computes with the file is where every backend starts; `model/` is what it trained."""
+    folder = launcher.shared / "parted-ends"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            parted(folder)
+    tree = recipe_of(folder / "parted").model_dump(mode="json", exclude_unset=True)
+    tree |= {"batch": {"global_size": 4, "micro_size": 2}, "length": {"steps": 2}, "log": {"every_steps": 1}}
+    tree["data"] |= {"validation": stories("validation", limit=4)}
+    run = launcher.one(backend, tree).check()
+    wrong = run_losses(folder / "parted", launcher, tree, tied=True)
+    right = run_losses(folder / "parted", launcher, tree, tied=False)
+    assert abs(wrong - right) > 1e-2
+    evaluated = launcher.one(backend, {**tree, "length": {"steps": 0}}).check()
+    assert evaluated.validation() == pytest.approx(right, rel=1e-5)
+    config = json.loads((run.directory / "model" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    written = load_file(run.directory / "model" / "model.safetensors")
+    assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    assert run_losses(run.directory / "model", launcher, tree, tied=False) == pytest.approx(run.validation(), rel=1e-5)
+
+
+def run_losses(folder: Path, launcher: Launcher, tree: dict[str, Any], *, tied: bool) -> float:
+    """The mean validation loss of a folder's network, by transformers."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    network.lm_head.weight = torch.nn.Parameter(head)
+    recipe = validate_recipe({**tree, "output": {"dir": str(launcher.shared / "unused")}})
+    rows = CAUSAL_LM.build_data(recipe, True).validation
+    assert rows is not None
+    total = targets = 0.0
+    with torch.no_grad():
+        for row in range(len(rows)):
+            batch = rows.batch(np.array([row]))
+            told = {name: batch[name] for name in ("input_ids", "position_ids")}
+            logits = network.eval()(use_cache=False, **told).logits
+            total += float(torch.nn.functional.cross_entropy(logits[0], batch["targets"][0], reduction="sum"))
+            targets += int((batch["targets"] != -100).sum())
+    return total / targets
+
+
+def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
+    """transformers would put it into the network and freeze the rest."""
+    folder = made(tmp_path / "model", "llama")
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = peft.get_peft_model(network, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(folder)
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    assert any("lora_A" in name for name, _ in opened.named_parameters())
+    for lora in (None, {"rank": 2}):
+        recipe = recipe_of(folder, lora=lora)
+        with pytest.raises(RecipeError, match="a whole model and an adapter beside it"):
+            check_pretrained(recipe, resolve_model_config(recipe), "causal_lm")
+    # Whatever else changes the network that config.json describes.
+    (folder / "adapter_config.json").unlink()
+    auto = AutoModelForCausalLM
+
+    class Freezing:
+        from_config = auto.from_config
+
+        @staticmethod
+        def from_pretrained(*args: Any, **options: Any) -> Any:
+            network, told = auto.from_pretrained(*args, **options)
+            network.model.embed_tokens.requires_grad_(False)
+            return network, told
+
+    config = AutoConfig.from_pretrained(folder)
+    options = {"trust_remote_code": False, "dtype": "auto", "device_map": "meta"}
+    pretrained_files.load(auto, str(folder), config, **options)
+    with pytest.raises(RecipeError, match="1 of its 21 tensors are frozen"):
+        pretrained_files.load(Freezing, str(folder), config, **options)
