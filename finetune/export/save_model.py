@@ -12,8 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.distributed.backend import Backend
+from finetune.export.validate_files import tensors_of
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
+from finetune.models.pretrained_files import as_written
 from finetune.utils.atomic_files import follow_umask, remove, sync
 from finetune.utils.errors import CheckpointError
 
@@ -48,9 +50,11 @@ def save_model(
     directory: Path,
     add_card: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Gathers the weights on rank 0, one tensor at a time, and writes them as safetensors with what belongs to them.
+    """Gathers the weights on rank 0 and writes them as safetensors with what belongs to them.
 
-    Every rank must call it. The folder appears whole or not at all. Of a network with adapters it is the adapter.
+    Every rank must call it. The folder appears whole or not at all, and only after its files have been read back and
+    compared bit by bit with what was gathered. Of a network with adapters it is the adapter. One tensor at a time is
+    gathered on the device; rank 0 has all of them in host memory (4 bytes a trained weight) until they are written.
 
     Args:
         skeleton: The same network on the meta device; it is filled and written with `save_pretrained`. None for a
@@ -58,7 +62,7 @@ def save_model(
         add_card: Describes the model in the folder that it is given.
 
     Raises:
-        CheckpointError: On every rank, if the folder cannot be written.
+        CheckpointError: On every rank, if the folder cannot be written, or is not what was trained.
     """
     network = unwrap(model)
     adapted = adapter_config(network) is not None
@@ -95,20 +99,56 @@ def _write(
         named = {keys[name]: tensor for name, tensor in tensors.items()}
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         describe(network, None, staging)
+        check_written(staging, named)
     else:
         kept = set(network.state_dict())
         tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
         if isinstance(skeleton, PreTrainedModel):
             _fill(network, skeleton, tensors)
             skeleton.save_pretrained(staging)
+            check_written(staging, as_written(skeleton, tensors))
         else:
             save_file(tensors, staging / "model.safetensors")
+            check_written(staging, tensors)
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
     add_card(staging)
     sync_files(staging)
     remove(directory)
     staging.rename(directory)
+
+
+def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Compares the tensors in a folder's files with those that were to be written, bit by bit.
+
+    Raises:
+        CheckpointError: If one is missing, unexpected, or another.
+    """
+    left = dict(expected)
+    for name, tensor in tensors_of(folder):
+        wanted = left.pop(name, None)
+        if wanted is None:
+            raise _not_trained(folder, f"it holds {name}, which the trained network does not have")
+        if (
+            tensor.shape != wanted.shape
+            or tensor.dtype != wanted.dtype
+            or not torch.equal(_bits(tensor), _bits(wanted))
+        ):
+            raise _not_trained(folder, f"{name} is not what the network has in memory")
+    if left:
+        raise _not_trained(folder, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _not_trained(folder: Path, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}, read back, is not the network that was trained: {difference}. It has not got its name. Where a "
+        "checkpoint was saved, write the model from it with `finetune export`; if this happens again, look for a disk "
+        "or memory that fails."
+    )
 
 
 def sync_files(folder: Path) -> None:

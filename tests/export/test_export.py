@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.export import save_model
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -63,3 +64,38 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot be written to .*file/model"):
         save(tiny(), tmp_path / "file" / "model")
+
+
+def test_files_that_are_not_what_is_in_memory_never_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips on the way to the disk, and a network whose ends are two beside a configuration that has one."""
+    written = PreTrainedModel.save_pretrained
+
+    def flips(self: PreTrainedModel, folder: Path, **options: object) -> None:
+        written(self, folder, **options)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedModel, "save_pretrained", flips)
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight is not what the network has in memory"):
+            save(tiny(), tmp_path / "model")
+    parted = tiny()
+    parted.config.tie_word_embeddings = True
+    with pytest.raises(CheckpointError, match=r"it lacks lm_head\.weight"):
+        save(parted, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    # Of adapters and of networks of one's own likewise.
+    save_model.check_written(tmp_path, {})
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_model.check_written(tmp_path, {"a": torch.ones(2)})
+    for expected in (
+        {"a": torch.ones(2).half()},
+        {"a": torch.ones(1, 2)},
+        {},
+        {"a": torch.ones(2), "b": torch.ones(1)},
+    ):
+        with pytest.raises(CheckpointError, match="is not the network that was trained"):
+            save_model.check_written(tmp_path, expected)
