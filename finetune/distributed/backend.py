@@ -17,7 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config, held_memory, init_accelerator, tensor_parallel, verify_launch
+from finetune.distributed import (
+    deepspeed_config,
+    held_memory,
+    init_accelerator,
+    tensor_parallel,
+    verify_launch,
+    weight_digests,
+)
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import native_ops
@@ -26,6 +33,7 @@ from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard, local
 from finetune.distributed.tensor_parallel import WHOLE, Splits
 from finetune.distributed.verify_launch import RuntimeReport
+from finetune.distributed.weight_digests import Held
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
@@ -406,6 +414,29 @@ class Backend:
                 "norms and embeddings, so that the network is no longer one. Resume from the last checkpoint; if this "
                 "happens again, look for hardware that computes wrongly."
             )
+
+    def weight_digests(self, network: nn.Module) -> tuple[list[Held], torch.Tensor]:
+        """The weights that this rank holds, and a number for the bits of each on each rank; see `weight_digests`.
+
+        Every rank must call it; nothing is read from the device.
+        """
+        self._reshard()
+        # One at a time: what rests on the disk lasts until the next one is asked for.
+        found = [
+            (held, weight_digests.digest_weight(tensor, self.device))
+            for held, tensor in weight_digests.held_weights(
+                self.launch, network, self.optimizer, self.splits, self.rank
+            )
+        ]
+        return [held for held, _ in found], self.gather_numbers(torch.stack([number for _, number in found]))
+
+    def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers of all ranks, one row a rank; every rank must call it."""
+        if self.world == 1:
+            return numbers[None]
+        found = torch.empty(self.world, len(numbers), dtype=numbers.dtype, device=numbers.device)
+        torch.distributed.all_gather(list(found.unbind()), numbers)
+        return found
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Elements of each trainable parameter, whole, by name."""

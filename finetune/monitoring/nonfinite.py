@@ -44,6 +44,11 @@ class NonFiniteGuard:
         """The counts, for a checkpoint: a restart in the middle of a series must not begin them anew."""
         return {"counts": dict(self.counts), "in_a_row": dict(self._in_a_row)}
 
+    @property
+    def total(self) -> int:
+        """Steps that were skipped so far."""
+        return sum(self.counts.values())
+
     def check(self, output: StepOutput | None) -> dict[str, Any] | None:
         """Takes a step in, and returns what happened in the one before if that was skipped.
 

@@ -21,6 +21,7 @@ from finetune.training import evaluation, generation_metrics, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
 from finetune.training.step_metrics import log_step
+from finetune.training.weight_check import WeightCheck
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ def steps(run: Run) -> Iterator[Step]:
         stopped = False
         if run.resume.evaluation_is_due(last):
             stopped = not evaluate_and_sample(run)
+        weights = WeightCheck(run.backend, unwrap(run.model), run.reporter.say, run.reporter.warn)
+        if state.step < last:
+            weights.open()
+        skipped = run.nonfinite.total
         while state.step < last and not stopped and not state.best.ends_run(recipe):
             lr = lr_schedule.set_learning_rates(run.optimizer, state.step, last, recipe)
             output = train_step(run, state.step)
@@ -73,6 +78,7 @@ def steps(run: Run) -> Iterator[Step]:
             state.computed += sync.computed
             run.checkpoints.step_taken(output.step, sync)
             check_nonfinite(run, output)
+            weights.step_taken(state.step, run.nonfinite.total - skipped)
             metrics = log_step(run, lr, output)
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
@@ -82,6 +88,10 @@ def steps(run: Run) -> Iterator[Step]:
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
             yield Step(state.step, metrics, run.validation())
+        check_nonfinite(run, None)
+        weights.finish(state.step, run.nonfinite.total - skipped)
+        if weights.newest is not None:
+            run.results["weights"] = weights.newest.to_dict()
         run.checkpoints.finish()
         if state.best.ends_run(recipe) and state.step < last and not stopped:
             _end_early(run)

@@ -21,6 +21,7 @@ from finetune.config.recipe import load_recipe
 from finetune.diagnostics import fault_injection
 from finetune.diagnostics.parity.launch_runs import FAULTS
 from finetune.distributed.backend import Backend
+from finetune.distributed.state.tensor_shards import local
 from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.step_sync import StepSync
@@ -57,6 +58,34 @@ def plant(fault: str) -> None:
             norms[0].data += 1e-6 * self.rank
 
         Backend.step = drifts
+    elif fault == "stuck":
+        # No gradient reaches a tensor.
+        prepare = Backend.prepare
+
+        def prepared(self: Backend, model: Any, optimizer: Any) -> Any:
+            norm = next(m for n, m in model.named_modules() if n.endswith("layers.0.input_layernorm"))
+            forward = norm.forward
+
+            def without_gradient(states: torch.Tensor) -> torch.Tensor:
+                return states + 0 * forward(states)
+
+            norm.forward = without_gradient
+            return prepare(self, model, optimizer)
+
+        Backend.prepare = prepared
+    elif fault == "lost_steps":
+        Backend.step = lambda self, optimizer, norm: None
+    elif fault == "thawed":
+        # A weight that is not trained changes on one rank.
+        taken = Backend.step
+
+        def thaws(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
+            taken(self, optimizer, norm)
+            frozen = next(p for n, p in self.model.named_parameters() if "q_proj.base_layer" in n)
+            if self.rank == self.world - 1:
+                local(getattr(frozen, "ds_tensor", frozen).data).view(torch.uint8)[..., -1] ^= 1
+
+        Backend.step = thaws
     elif fault == "adapter_seed":
         # Every rank draws adapters of its own.
         attach, rank = lora_adapters.attach, int(os.environ.get("RANK", "0"))

@@ -1,0 +1,209 @@
+"""Whether training trains: what should move has moved, what is frozen has not, and ranks hold the same weights.
+
+An adapter that no gradient reaches, experts that an option froze, or ranks that never average their gradients leave a
+loss curve that looks like any other. Weights are compared by numbers that are computed on the device
+(`finetune.distributed.weight_digests`) and read a step later.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.distributed.backend import Backend
+from finetune.distributed.weight_digests import Held
+from finetune.monitoring.step_sync import AsyncScalar
+from finetune.utils.errors import BackendError
+
+# Adapters begin with one factor at zero, without which the other has no gradient: it moves from the second step on.
+FIRST_STEPS = 3
+# With so many steps taken and nothing moved, nothing will.
+_PATIENCE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What became of a network's weights."""
+
+    step: int
+    """The last step that is looked at."""
+    taken: int
+    """Steps that this process has taken, without those that were skipped."""
+    trained: tuple[str, ...]
+    unmoved: tuple[str, ...]
+    """Of the trained ones, those that are what they were."""
+    frozen: tuple[str, ...]
+    changed: tuple[str, ...]
+    """Of the frozen ones, those that are not."""
+    parted: tuple[str, ...]
+    """Those whose copies on several ranks differ."""
+    ranks: int
+
+    def line(self) -> str:
+        """For people."""
+        moved = len(self.trained) - len(self.unmoved)
+        parts = [f"{moved} of {len(self.trained)} trained tensors have moved in {_steps(self.taken)}"]
+        if self.frozen:
+            parts.append(f"none of {len(self.frozen)} frozen ones has")
+        if self.ranks > 1:
+            parts.append(f"{self.ranks} ranks agree")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `run.json`."""
+        return {
+            "step": self.step,
+            "trained": len(self.trained),
+            "unmoved": list(self.unmoved),
+            "frozen": len(self.frozen),
+            "frozen_changed": len(self.changed),
+            "ranks_agree": not self.parted,
+        }
+
+
+class WeightCheck:
+    """Compares the weights of this process's first steps, and of its last, with those that it began with."""
+
+    def __init__(self, backend: Backend, network: nn.Module, say: Callable[[str], None], warn: Callable[[str], None]):
+        self._backend, self._network, self._say, self._warn = backend, network, say, warn
+        self._held: list[Held] = []
+        self._places, self._before = torch.empty(0), torch.empty(0)
+        self._steps = self._due = 0
+        self._waiting: tuple[int, AsyncScalar] | None = None
+        self.newest: Movement | None = None
+
+    def open(self) -> None:
+        """Looks at the weights that training begins with; every rank must call it."""
+        self._held, before = self._backend.weight_digests(self._network)
+        places = torch.tensor([held.place for held in self._held], device=self._backend.device)
+        self._places = self._backend.gather_numbers(places).cpu()
+        self._before = before.cpu()
+        self._due = FIRST_STEPS
+
+    def step_taken(self, step: int, skipped: int) -> None:
+        """Looks at the weights where that is due, and at what was found a step ago; every rank must call it.
+
+        Args:
+            step: Steps of the run.
+            skipped: Steps of this process that changed nothing.
+
+        Raises:
+            BackendError: If something is wrong with them.
+        """
+        self._steps += 1
+        if self._waiting is not None:
+            self._judge(skipped)
+        elif self._steps - skipped >= self._due:
+            self._look(step)
+
+    def finish(self, step: int, skipped: int) -> None:
+        """Looks at the weights that training ends with, if there was a step; every rank must call it.
+
+        Raises:
+            BackendError: If something is wrong with them.
+        """
+        if self._steps > skipped:
+            self._look(step)
+            self._judge(skipped, last=True)
+
+    def _look(self, step: int) -> None:
+        self._waiting = step, AsyncScalar(self._backend.weight_digests(self._network)[1].flatten())
+
+    def _judge(self, skipped: int, *, last: bool = False) -> None:
+        assert self._waiting is not None
+        (step, numbers), self._waiting = self._waiting, None
+        now = torch.tensor(numbers.read(), dtype=torch.int64).view_as(self._before)
+        taken = self._steps - skipped - (0 if last else 1)
+        found = compare_weights(self._held, self._places, self._before, now, step, taken)
+        check_movement(found, nothing_moves=last or taken >= _PATIENCE_STEPS)
+        first, self.newest = self.newest is None, found
+        if first:
+            self._say(f"weights: {found.line()}")
+        if found.unmoved and (first or last):
+            self._warn(_unmoved(found))
+        # Once all have moved, the end is looked at alone.
+        self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
+
+
+def compare_weights(
+    held: list[Held], places: torch.Tensor, before: torch.Tensor, now: torch.Tensor, step: int, taken: int
+) -> Movement:
+    """What became of weights, from their numbers: (ranks, tensors) each."""
+    moved = (before != now).any(0).tolist()
+    parted = []
+    for column, one in enumerate(held):
+        seen: dict[int, int] = {}
+        pairs = zip(places[:, column].tolist(), now[:, column].tolist(), strict=True)
+        if any(seen.setdefault(place, number) != number for place, number in pairs):
+            parted.append(one.name)
+    # A tensor may be held twice, as a master and as the copy that is computed with: both have to move.
+    trained = {one.name: True for one in held if one.trained}
+    frozen = {one.name: False for one in held if not one.trained}
+    for one, has in zip(held, moved, strict=True):
+        if one.trained:
+            trained[one.name] &= has
+        else:
+            frozen[one.name] |= has
+    return Movement(
+        step=step,
+        taken=taken,
+        trained=tuple(trained),
+        unmoved=tuple(name for name, has in trained.items() if not has),
+        frozen=tuple(frozen),
+        changed=tuple(name for name, has in frozen.items() if has),
+        parted=tuple(dict.fromkeys(parted)),
+        ranks=len(before),
+    )
+
+
+def check_movement(found: Movement, *, nothing_moves: bool) -> None:
+    """Refuses weights that show that something else is trained than was asked.
+
+    Args:
+        nothing_moves: Whether it is an error by now if no tensor has moved.
+
+    Raises:
+        BackendError: With what is wrong.
+    """
+    if found.changed:
+        raise BackendError(
+            f"{len(found.changed)} of {len(found.frozen)} frozen tensors have changed by step {found.step}: "
+            f"{_some(found.changed)}. Something writes to weights that are not trained, and what is saved lacks "
+            "it. Look for code of your own that changes weights, or for memory that fails."
+        )
+    if found.parted:
+        raise BackendError(
+            f"Ranks have come to hold different values of {len(found.parted)} tensors that they share by step "
+            f"{found.step}: {_some(found.parted)}. Each trains a network of its own, as where gradients are not "
+            "averaged. Look for code of your own that changes weights or gradients on some ranks, or for hardware that "
+            "computes wrongly, and resume from a checkpoint that was saved before."
+        )
+    if nothing_moves and len(found.unmoved) == len(found.trained):
+        raise BackendError(
+            f"None of the {len(found.trained)} trained tensors has moved in {_steps(found.taken)}: nothing is trained. "
+            "Either no gradient reaches them, or optim.lr is so small that a step is lost in rounding."
+        )
+
+
+def _unmoved(found: Movement) -> str:
+    lone = found.taken == 1 and all("lora_A" in name for name in found.unmoved)
+    why = (
+        "They cannot move in the first step, in which the other factor of the adapter is zero"
+        if lone
+        else "They had no gradient (experts that no token reached, parts that the loss does not use), or steps so "
+        "small that they are lost in rounding"
+    )
+    return (
+        f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(found.taken)}: "
+        f"{_some(found.unmoved)}. {why}."
+    )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + ("s" if count != 1 else "")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
