@@ -351,7 +351,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
         print(json.dumps(found))
         return
     print(
-        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.4f}, over {found['targets']:,} targets "
+        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
         f"in rows of {recipe.data.sequence_length} tokens"
     )
 

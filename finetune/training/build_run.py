@@ -1,5 +1,6 @@
 """Builds a `Run`: everything that the loop touches, from a recipe and a launch."""
 
+from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -56,6 +57,10 @@ from finetune.utils.compat.accelerate_private import unsplit_classes
 _PATIENCE = timedelta(hours=2)
 
 
+# Lines of metrics whose losses are compared with the first.
+RECENT = 5
+
+
 @dataclass(frozen=True)
 class LastLog:
     """Where the last line of metrics was written; the next one's rates count from here."""
@@ -77,6 +82,8 @@ class TrainState:
     best: BestEvaluation
     computed: float = 0.0
     """Tokens that all ranks have computed since this process began, learned or not, without padding."""
+    recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Steps and losses of the last lines of metrics of this process."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     """`step` of the last evaluation of this process, and its values as `metrics.jsonl` has them; empty before the first
     one."""

@@ -20,7 +20,7 @@ from finetune.optim import lr_schedule
 from finetune.training import evaluation, generation_metrics, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
-from finetune.training.step_metrics import log_step
+from finetune.training.step_metrics import log_step, rising_loss
 from finetune.training.weight_check import WeightCheck
 
 
@@ -99,6 +99,9 @@ def steps(run: Run) -> Iterator[Step]:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
         elif recipe.output.save_model and last:
             save_final_model(run)
+        if not stopped and (rising := rising_loss(run.results.get("first_loss"), state.recent_losses)):
+            run.results["loss_rose"] = True
+            run.reporter.warn(rising)
         run.results["skipped"] = run.checkpoints.skipped
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
@@ -272,7 +275,11 @@ def _evaluate(run: Run) -> bool:
     run.results |= values
     run.state.last_evaluation = {"step": step, **values}
     run.state.best.note(step, values)
-    shown = ", ".join(f"{key} {value:,.4f}" for key, value in figures.items() if key != "targets")
+    shown = ", ".join(
+        f"{key} {value:,.4f}" if abs(value) < 1e9 else f"{key} {value:.3g}"
+        for key, value in figures.items()
+        if key != "targets"
+    )
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
     return True

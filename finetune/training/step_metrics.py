@@ -1,6 +1,7 @@
 """The metrics of a step: loss, gradient norm, rates, times, MFU."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.step_sync import StepOutput
-from finetune.training.build_run import Run
+from finetune.training.build_run import RECENT, Run
 
 
 def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
@@ -19,8 +20,28 @@ def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
     if values is not None:
         run.reporter.log(values)
         run.results["train_loss"] = values["loss"] if math.isfinite(values["loss"]) else None
+        run.results.setdefault("first_loss", values["loss"])
+        run.state.recent_losses.append((step, values["loss"]))
     run.reporter.step(step, values)
     return values
+
+
+def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
+    """What to say of a run whose loss ends above where it began; None of any other.
+
+    Batches differ: each of the last losses has to lie above the first, and where there are few of them by a fifth.
+
+    Args:
+        first: The loss of the run's first step.
+        recent: Steps and losses of the last lines of metrics, oldest first.
+    """
+    later = [loss for step, loss in recent if step > 1]
+    if first is None or not later or not min(later) > first * (1.0 if len(later) == RECENT else 1.2):
+        return None
+    return (
+        f"The loss ended at {later[-1]:.4g}, above the {first:.4g} that it began with: this run has made the model "
+        "worse. Lower optim.lr, look at the curve (`finetune report`), and do not use what it wrote."
+    )
 
 
 def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
