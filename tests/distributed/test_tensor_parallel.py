@@ -49,7 +49,8 @@ def test_shares_are_those_of_split_layers(launcher: Launcher) -> None:
 
 @pytest.mark.xdist_group("split")
 def test_copies_that_drift_apart_are_seen_when_they_are_saved(launcher: Launcher) -> None:
-    run = launcher.one("tp", {**KEPT, "length": {"steps": 6}}, env={"FAULT": "drift"})
+    # Before the weights of the first steps are compared.
+    run = launcher.one("tp", {**KEPT, "length": {"steps": 2}}, env={"FAULT": "drift"})
     assert run.code == 2
     assert "Ranks that share layers (tp_size) have come to hold different values" in run.output
     assert not list((run.directory / "checkpoints").glob("step-*"))
