@@ -242,7 +242,7 @@ class ChatSection(Section):
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
     """What is learned: every answer, the last one only, all answers behind the last user turn (or the
-    completion, where the record has one), or every token. Answers with `weight: 0` never are."""
+    completion, where the record has one), or every token. Answers with `weight: 0` (or `train: false`, `loss: false`) never are."""
     end_token: Literal["template", "add"] = "template"
     """How answers end: as the template writes and marks them, or always with a special token that is learned:
     the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""
@@ -252,6 +252,9 @@ class ChatSection(Section):
     drop_tools: bool = False
     """Learn from conversations whose `tools` the template does not write, without these. Off: they are refused, because
     a model would learn calls of functions that it never saw."""
+    drop_reasoning: bool = False
+    """Learn answers whose `reasoning_content` (or `thinking`) the template does not write, without it. Off: they are
+    refused."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
     """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
 

@@ -9,6 +9,7 @@ from finetune.config.recipe_schema import ChecksSection
 from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
 from finetune.utils.errors import DataError
 
+_FIELDS = 20
 NO_END = "no_end"
 WORDS = {
     NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
@@ -29,6 +30,8 @@ class SourceReport:
     tokens: int
     format: str = ""
     """Of conversations, how they are written."""
+    unread: tuple[str, ...] = ()
+    """Fields of these that hold something and are not read."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class ChatReport:
     """Conversations whose tools the template does not write."""
     shared: int
     """Answers whose first token holds a part of what comes before: at inference it is another token."""
+    unwritten: dict[str, int]
+    """Conversations with a field of which the template does not write all, by field."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,7 @@ def _notes(split: SplitReport) -> list[tuple[int, str]]:
             (split.chat.answers_cut, "answers cut"),
             (split.chat.tools_dropped, "conversations without their tools"),
             (split.chat.shared, "answers that begin inside a token of the prompt"),
+            *((count, f"conversations with `{name}` unwritten") for name, count in split.chat.unwritten.items()),
         ]
     return notes
 
@@ -192,6 +198,10 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
             for s in split.sources
         )
+    for source in split.sources:
+        if source.unread:
+            more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""
+            lines.append(f"    {source.name}: fields that are not read: {', '.join(source.unread[:_FIELDS])}{more}")
     return lines
 
 
@@ -255,7 +265,7 @@ def split_report(
         truncated=made["truncated"],
         dropped=made["dropped"],
         remainder_rows=made["remainder_rows"],
-        sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        sources=tuple(SourceReport(**{**source, "unread": tuple(source["unread"])}) for source in counts["sources"]),
         overlap=overlap,
         broken=facts["broken"] if own else {},
         first_broken=facts["first_broken"] if own else None,
@@ -265,7 +275,7 @@ def split_report(
     )
 
 
-def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
+def _chat_report(facts: dict[str, Any], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
     return ChatReport(
         examples=facts["examples"],
         answers=facts["answers"],
@@ -274,7 +284,16 @@ def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[
         ends={str(name_of(int(token))): count for token, count in ends.items()},
         **{
             name: facts[name]
-            for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "tools_dropped", "shared")
+            for name in (
+                "unsupervised",
+                "too_long",
+                "cut",
+                "answers_cut",
+                "refused",
+                "tools_dropped",
+                "shared",
+                "unwritten",
+            )
         },
     )
 

@@ -166,6 +166,7 @@ def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
     require_fields(dataset.column_names, fields, name)
     columns = fields.columns or list(dataset.column_names)
+    dataset = dataset.with_format(None)  # it may have been saved with one that turns values into arrays
     number = 0
     for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
         for values in zip(*(batch[column] for column in columns), strict=True):

@@ -277,7 +277,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
         )
         for batch in batches:
-            for record in batch.to_pylist():
+            for record in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
                 meter.done = before + size * number // file.metadata.num_rows
                 yield document_of(record, fields, f"{path}, row {number}")

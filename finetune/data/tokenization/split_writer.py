@@ -1,7 +1,7 @@
 """Writes one side of the split; its files only grow, so that a killed build can resume."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class SplitWriter:
     def begin(self, source: str) -> None:
         """Starts the documents of the next source."""
         self._first, self._first_token, self._first_copy = len(self._lengths), len(self._tokens), len(self._copies)
-        self._sources.append({"name": source, "documents": 0, "tokens": 0, "format": ""})
+        self._sources.append({"name": source, "documents": 0, "tokens": 0, "format": "", "unread": []})
 
     def add(
         self,
@@ -119,14 +119,20 @@ class SplitWriter:
         if examples is not None:
             self._loose.append(np.concatenate([example.mask for example in examples]))
 
-    def repeat(self, form: str) -> None:
-        """Appends the copies of the source's documents: a whole pass after the first, never side by side."""
+    def repeat(self, form: str, unread: Iterable[str]) -> None:
+        """Appends the copies of the source's documents: a whole pass after the first, never side by side.
+
+        Args:
+            form: How its conversations are written, if they are any.
+            unread: Fields of its records that hold something and were not read.
+        """
         copies = self._copies.view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
             self._append_again(self._first + np.flatnonzero(copies > number))
         self._sources[-1]["documents"] = len(self._lengths) - self._first
         self._sources[-1]["tokens"] = len(self._tokens) - self._first_token
         self._sources[-1]["format"] = form
+        self._sources[-1]["unread"] = sorted(unread)
 
     def finish(self) -> dict[str, Any] | None:
         """Writes what is read later; None where there is no document."""

@@ -19,7 +19,7 @@ from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TRAIN, HELD_OUT = "train", "held_out"
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -106,7 +106,7 @@ def write(
                     )
             shards.advance(batch)
         for side in sides.values():
-            side.repeat(corpus.form.detected if corpus.form else "")
+            side.repeat(*((corpus.form.detected, corpus.form.unread) if corpus.form else ("", ())))
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
     if all(count is None for count in counts.values()):
