@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
 from finetune.utils.errors import DataError
+from finetune.utils.exact import exact_product
 
 NO_END = "no_end"
 WORDS = {
@@ -335,7 +336,7 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
 
 
 def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:
-    if count > bound * total:
+    if count > exact_product(bound, total):
         yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
 
 
