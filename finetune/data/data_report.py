@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.config.recipe_schema import ChecksSection
+from finetune.data.class_labels import some
 from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
@@ -100,6 +101,8 @@ class SplitReport:
     """Documents that the tokenizer's end-of-text token ends / `documents`; of conversations as `chat` has it."""
     findings: tuple[Finding, ...] = ()
     """Signs that texts are not what was meant."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Documents of each class, copies by weight counted; empty for other tasks."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class DataReport:
     seconds: float
     reused: bool
     """Whether everything came from the cache."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of the classes' names."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -130,7 +135,7 @@ class DataReport:
         for name, split in (("train", self.train), ("validation", self.validation)):
             if split is not None:
                 lines.extend(_split_lines(name, split))
-        return lines
+        return [*lines, *(f"  {note}" for note in self._class_notes())]
 
     def start_lines(self) -> list[str]:
         """The report in a line, and in a second one what in the data is to be looked at, if anything."""
@@ -149,7 +154,17 @@ class DataReport:
             (what, count), *more = counted.most_common()
             others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
             lines.append(f"{count:,} {what}{others}; see `finetune data`")
-        return lines
+        if self.train is not None and self.train.classes:
+            lines.append(f"classes: {_class_counts(self.train.classes)}")
+        return [*lines, *self._class_notes()]
+
+    def _class_notes(self) -> list[str]:
+        notes = list(self.notes)
+        for name, split in (("training", self.train), ("validation", self.validation)):
+            absent = [label for label, count in split.classes.items() if not count] if split is not None else []
+            if absent:
+                notes.append(f"no {name} document has the class {some(absent)}")
+        return notes
 
 
 def _notes(split: SplitReport) -> list[tuple[int, str]]:
@@ -183,6 +198,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
     ]
     if split.chat is not None:
         lines.append(_chat_line(split.chat))
+    if split.classes:
+        lines.append(f"    classes: {_class_counts(split.classes)}")
     found = [f"{count:,} {what}" for count, what in _notes(split) if count]
     if found:
         lines.append(f"    {', '.join(found)}")
@@ -194,6 +211,11 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             for s in split.sources
         )
     return lines
+
+
+def _class_counts(classes: dict[str, int]) -> str:
+    """The largest first."""
+    return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
 
 
 def _chat_line(chat: ChatReport) -> str:
@@ -215,6 +237,7 @@ def split_report(
     eos: int | None,
     add_eos: bool,
     name_of: Callable[[int], Any],
+    classes: dict[str, int],
 ) -> SplitReport:
     """Puts a side's facts together.
 
@@ -228,6 +251,7 @@ def split_report(
         eos: The tokenizer's end-of-text token.
         add_eos: Whether it is wanted behind documents.
         name_of: The text of a token.
+        classes: Documents of each class.
     """
     counts = facts[side]
     places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
@@ -263,6 +287,7 @@ def split_report(
         chat=chat,
         ended_share=ended / total if total else 0.0,
         findings=found,
+        classes=classes,
     )
 
 

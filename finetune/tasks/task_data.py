@@ -2,11 +2,18 @@
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
+from finetune.models.head_classes import head_classes
 from finetune.tasks.task import TaskData
 
 
+def prepare_task_data(recipe: Recipe, *, quiet: bool = False) -> prepare.PreparedData:
+    """The recipe's data, with classes numbered as the model has them that it starts from."""
+    head = head_classes(recipe) if recipe.task.name == "sequence_classification" else None
+    return prepare.prepare_data(recipe, head=head, quiet=quiet)
+
+
 def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
-    prepared = prepare.prepare_data(recipe, quiet=quiet)
+    prepared = prepare_task_data(recipe, quiet=quiet)
     if prepared.num_labels is not None and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
