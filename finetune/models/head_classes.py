@@ -31,6 +31,8 @@ def head_classes(recipe: Recipe) -> KnownClasses | None:
     # As the file has it: the object has made-up names for classes that have none there.
     written = PretrainedConfig.get_config_dict(section.name, revision=section.revision)[0]
     names = _names(written, f"{section.name}, config.json")
+    if names:
+        config.num_labels = len(names)
     trained = _has_head(recipe, config)
     if not names and trained:
         names = tuple(config.id2label[number] for number in range(config.num_labels))

@@ -31,6 +31,23 @@ def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
     )
 
 
+def without_validation(recipe: Recipe, data: prepare.PreparedData | TaskData) -> list[str]:
+    """What to say where training has nothing to be evaluated on that the recipe did not leave out itself."""
+    if data.validation is not None or data.train is None:
+        return []
+    report = data.report if isinstance(data.report, dict) else data.report.to_dict()
+    if "train" not in report:
+        return ["no validation rows, so nothing is evaluated: the task's build_data returns none"]
+    fraction = recipe.data.validation_fraction
+    if not fraction:
+        return []
+    if report["validation"] is not None:
+        why = f"what is held out fills no row of {recipe.data.sequence_length} tokens"
+    else:
+        why = f"none of {report['train']['documents']:,} documents is held out (data.validation_fraction {fraction:g})"
+    return [f"no validation rows, so nothing is evaluated: {why}", "Raise it, or name files in data.validation."]
+
+
 def _ends(prepared: prepare.PreparedData) -> tuple[int, ...]:
     train = prepared.report.train
     names = train.chat.ends if train is not None and train.chat is not None else {}

@@ -487,7 +487,9 @@ def test_bounds_are_decimals(tmp_path: Path) -> None:
     report = prepared(tmp_path, train=[{"sample": 5}]).report
     report = replace(report, train=replace(report.train, documents=100, truncated=29))
     check(report, ChecksSection(max_too_long=0.29))
-    with pytest.raises(DataError, match=r"29 of 100 documents are longer than a row, and checks\.max_too_long is 0\.28"):
+    with pytest.raises(
+        DataError, match=r"29 of 100 documents are longer than a row, and checks\.max_too_long is 0\.28"
+    ):
         check(report, ChecksSection(max_too_long=0.28))
 
 
