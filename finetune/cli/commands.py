@@ -85,11 +85,22 @@ def doctor(parsed: argparse.Namespace) -> int:
 def data(parsed: argparse.Namespace) -> None:
     """`finetune data`."""
     recipe = load_checked(parsed)
-    from finetune.data.prepare import prepare_data
+    from finetune.tasks.task_data import build_task_data, prepare_task_data, without_validation
+    from finetune.tasks.task_lookup import find_task
 
-    prepared = prepare_data(recipe)
-    print("\n".join(prepared.report.lines()))
-    if parsed.show:
+    silence_libraries()
+    task = find_task(recipe)
+    prepared: Any
+    if task.build_data is build_task_data:
+        prepared = prepare_task_data(recipe)
+        lines = prepared.report.lines()
+    else:
+        prepared = task.build_data(recipe, False)
+        sides = {"train": prepared.train, "validation": prepared.validation}
+        rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
+        lines = list(prepared.report_lines) or rows
+    print("\n".join([*lines, *without_validation(recipe, prepared)]))
+    if parsed.show and (prepared.train is not None or prepared.validation is not None):
         from finetune.data.show_examples import examples
 
         console = plain_console()

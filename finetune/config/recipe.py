@@ -245,8 +245,8 @@ def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
     if best_by is not None and not own and task in METRICS:
-        also = "perplexity" if task == "causal_lm" else "accuracy"
-        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", also, *section.metrics))]
+        also = ("perplexity",) if task == "causal_lm" else ("accuracy", "recall_macro")
+        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (
                 f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "

@@ -30,6 +30,8 @@ class Weights:
     """What to report: tensors that are new, and tensors that are left out."""
     not_weights: frozenset[str]
     """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
+    new: frozenset[str] = frozenset()
+    """Tensors of a head that the files lack."""
 
     def first_not_finite(self, rank: int = 0, world: int = 1) -> int | None:
         """The position of the first tensor that holds NaN or infinity, among those that this rank looks at."""
@@ -136,7 +138,7 @@ def load(
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
     buffers = {buffer for buffer, _ in network.named_buffers()}
-    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out))
+    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out), frozenset(drawn))
 
 
 def look_at_packed(section: ModelSection) -> Weights:

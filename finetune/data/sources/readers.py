@@ -36,6 +36,8 @@ class Fields(NamedTuple):
     """None where labels are not wanted."""
     form: RecordForm | None = None
     """How records become conversations; None where they are documents."""
+    classes: tuple[str, ...] = ()
+    """Names that the file itself gives to the numbers in `label`, if it does."""
 
     @property
     def columns(self) -> list[str] | None:
@@ -92,13 +94,64 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         )
     if fields.label is None:
         return Document(text, None, where)
-    label = record[fields.label]
+    return Document(text, _label(record[fields.label], fields, where), where)
+
+
+def _label(label: Any, fields: Fields, where: str) -> int | str:
+    """The class that a record says, whatever format it comes from."""
+    # As CSV, JSON, pandas and `ClassLabel` write that there is none.
+    blank = isinstance(label, str) and not label.strip()
+    if label is None or blank or label != label or (fields.classes and label == -1):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is missing ({'blank' if blank else label}). Write its class "
+            "there, or remove the record: no label is no class of its own."
+        )
     if not isinstance(label, int | str):
         raise DataError(
             f"{where}: the label in '{fields.label}' is {kind_of(label)}; a class is an integer or a text. Mend the "
             "record, or name another field as `label_field`."
         )
-    return Document(text, int(label) if isinstance(label, bool) else label, where)
+    if not fields.classes or isinstance(label, str):
+        return int(label) if isinstance(label, bool) else label
+    if not 0 <= label < len(fields.classes):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is {label}, but the data set names {len(fields.classes)} classes, "
+            "numbered from 0. Mend the record."
+        )
+    return fields.classes[label]
+
+
+def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
+    """The names of the label's classes, in order of their numbers, if `datasets`' features hold any.
+
+    Args:
+        features: As JSON; whatever else a file holds there has no names.
+    """
+    feature = features.get(fields.label) if isinstance(features, Mapping) else None
+    names = feature.get("names") if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel" else None
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
+    """As `class_names`, of a file: `datasets` writes its features into Parquet files.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
+    if path.suffix.lower() != ".parquet" or fields.label is None:
+        return ()
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
+    try:
+        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ()  # another program's
+    return class_names(features, fields)
 
 
 def too_long(where: str, why: str) -> DataError:
@@ -266,6 +319,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
     import pyarrow
     import pyarrow.parquet
 
+    fields = fields._replace(classes=file_classes(path, fields))
     try:
         file = pyarrow.parquet.ParquetFile(path)
         require_fields(file.schema_arrow.names, fields, str(path))
