@@ -255,7 +255,10 @@ def split_report(
         truncated=made["truncated"],
         dropped=made["dropped"],
         remainder_rows=made["remainder_rows"],
-        sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        sources=tuple(
+            SourceReport(source["name"], source["documents"], source["tokens"], source["format"])
+            for source in counts["sources"]
+        ),
         overlap=overlap,
         broken=facts["broken"] if own else {},
         first_broken=facts["first_broken"] if own else None,

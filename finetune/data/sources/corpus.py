@@ -34,6 +34,8 @@ class Corpus:
     """Bytes of its files; None where it has none, or is not read to its end."""
     form: RecordForm | None = None
     """How records become conversations; None where they are documents."""
+    places: tuple[str, ...] = ()
+    """What error messages begin with: its files, in order, or its name."""
     meter: Meter = field(default_factory=Meter)
     """How much of `size` has been read."""
 
@@ -71,7 +73,8 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     taken = form.fingerprint() if form else [fields.text, fields.label]
     fingerprint = {"content": opened.content, "fields": taken, "weight": source.weight, "limit": source.limit}
     size = opened.size if source.limit is None else None
-    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form)
+    places = opened.places or (name,)
+    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form, places)
 
 
 class _Opened(NamedTuple):
@@ -80,6 +83,8 @@ class _Opened(NamedTuple):
     read: Callable[[Meter], Iterator[Document]]
     size: int | None
     """Bytes of the files, where the meter goes forward by them."""
+    places: tuple[str, ...] = ()
+    """The files that messages name; empty where they give the source's name."""
 
 
 def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
@@ -91,7 +96,7 @@ def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
     def read(meter: Meter) -> Iterator[Document]:
         return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
 
-    return _Opened(content, read, sum(path.stat().st_size for path in files))
+    return _Opened(content, read, sum(path.stat().st_size for path in files), tuple(map(str, files)))
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
@@ -121,7 +126,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return _Opened(content, read, None)
+    return _Opened(content, read, None, (str(folder),))
 
 
 def _arrow_files(folder: Path) -> list[Path]:
