@@ -15,8 +15,9 @@ import pytest
 from finetune.config.recipe import validate_recipe
 from finetune.data.cache import Cache
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.utils.atomic_files import digest, digest_of
+from finetune.utils.atomic_files import digest, digest_of, read_lines
 from finetune.utils.errors import DataError
+from tests.support.ranks import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -408,3 +409,24 @@ def test_of_the_ranks_that_wait_one_says_so(
     entry = Cache(tmp_path, quiet=False).entry("rows", lambda folder: {"rows": len(list(folder.iterdir()))})
     assert entry.facts == {"rows": 0}
     assert capsys.readouterr().err.count("Waiting for another process") == lines
+
+
+def test_ranks_agree_that_a_cache_is_damaged(place: Place) -> None:
+    """One of them makes it again, and all train on what was prepared."""
+
+    def losses(name: str) -> tuple[list[float], str]:
+        recipe = place.recipe(output={"dir": str(place.folder / name)})
+        code, said = place.fork_server.launch("ddp", recipe)
+        assert code == 0, said
+        return [line["loss"] for line in read_lines(place.folder / name / "metrics.jsonl") if "loss" in line], said
+
+    expected, said = losses("one")
+    assert "it is made again" not in said
+    (folder,) = folders(place.folder / "cache", "tokens")
+    tokens = np.fromfile(folder / "train.tokens", np.uint16)
+    (tokens ^ 1).tofile(folder / "train.tokens")
+    found, said = losses("other")
+    assert found == expected
+    (line,) = (line for line in said.splitlines() if "it is made again" in line)
+    assert f"{folder} is damaged (train.tokens is not what was written)" in line
+    assert (np.fromfile(folder / "train.tokens", np.uint16) == tokens).all()
