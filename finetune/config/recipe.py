@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from finetune.config.provenance import Origin
 from finetune.config.recipe_schema import Recipe, Section, ranking
 from finetune.utils.errors import RecipeError
+from finetune.utils.file_formats import read_text
 from finetune.utils.shipped_files import RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
@@ -102,9 +103,9 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not UTF-8 text ({error})"
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         known = shipped_names(RECIPES)
         raise RecipeError.of(
             str(file),

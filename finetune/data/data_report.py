@@ -290,7 +290,10 @@ def split_report(
         truncated=made["truncated"],
         dropped=made["dropped"],
         remainder_rows=made["remainder_rows"],
-        sources=tuple(SourceReport(**{**source, "unread": tuple(source["unread"])}) for source in counts["sources"]),
+        sources=tuple(
+            SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+            for s in counts["sources"]
+        ),
         overlap=overlap,
         broken=facts["broken"] if own else {},
         first_broken=facts["first_broken"] if own else None,

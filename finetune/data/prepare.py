@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -288,14 +288,20 @@ class _Preparation:
                     bar=bar,
                     held=held,
                 )
-            return {**counts, "broken": dict(self._tolerance.counts), "first_broken": self._tolerance.first}
+            return {
+                **counts,
+                "broken": dict(self._tolerance.counts),
+                "first_broken": self._tolerance.first,
+                "places": _places(corpora),
+            }
 
         key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos}
         key["tokenizer"] = self._identity
         if isinstance(self._encoder, ChatEncoder):
             key["chat"] = self._encoder.key(self._identity)
         digest = digest_of(key)
-        return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
+        entry = self._built(self._cache.entry(f"tokens-{digest}", build))
+        return replace(entry, facts=_in_names_of(corpora, entry.facts)), digest
 
     def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:
         data = self._data
@@ -387,6 +393,31 @@ def _digest(first: _Side, classes: ClassList | None) -> str:
     numbers = {str(label): classes.number_of[label] for label in first.entry.facts["labels"]}
     given = {label: int(label) for label in numbers if label.isdecimal()}
     return first.digest if numbers in (plain, given) else digest_of({"rows": first.digest, "classes": numbers})
+
+
+def _places(corpora: Sequence[Corpus]) -> list[str]:
+    return [place for corpus in corpora for place in corpus.places]
+
+
+def _in_names_of(corpora: Sequence[Corpus], facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts about tokens with the sources' present names: the same contents may have been tokenised from elsewhere."""
+    names = dict(zip(facts["places"], _places(corpora), strict=True))
+
+    def renamed(where: str | None) -> str | None:
+        place = next((name for name in names if where and where.startswith(f"{name},")), None)
+        return where if where is None or place is None else names[place] + where[len(place) :]
+
+    now = {**facts, "first_broken": renamed(facts["first_broken"])}
+    for side in (token_files.TRAIN, token_files.HELD_OUT):
+        if (counts := facts[side]) is not None:
+            issues = counts["issues"]
+            examples = {kind: renamed(example) for kind, example in issues["examples"].items()}
+            now[side] = {
+                **counts,
+                "issues": {**issues, "first": renamed(issues["first"]), "examples": examples},
+                "sources": [{**source, "name": corpora[source["number"]].name} for source in counts["sources"]],
+            }
+    return now
 
 
 def _counted(texts: Iterator[tuple[str, int]], bar: Bar) -> Iterator[str]:

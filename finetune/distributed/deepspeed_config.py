@@ -9,6 +9,7 @@ from finetune.config.provenance import flat, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
 from finetune.utils.errors import BackendError
+from finetune.utils.file_formats import read_text
 
 
 def width_of(model: Any) -> int:
@@ -47,7 +48,7 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
     """
     place = launch_file.find(path, file)
     try:
-        config = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        config = json.loads(read_text(place), object_pairs_hook=_each_once)
     except (OSError, ValueError) as error:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
 from finetune.utils.errors import RecipeError
+from finetune.utils.file_formats import format_of
 
 # As safetensors names them, the widest first.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -323,6 +324,8 @@ def _dtypes(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and (found := format_of(file)):
+            raise RecipeError(f"{file} is {found.name}, and holds no weights. {found.advice}") from error
         raise RecipeError(
             f"{file} cannot be read, it is damaged or incomplete ({error}). Copy or download it again."
         ) from error

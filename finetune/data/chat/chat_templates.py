@@ -21,6 +21,7 @@ from finetune.data.chat.special_token_text import Marks, marks_for
 from finetune.data.text_issues import first_difference
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import read_text
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -169,9 +170,9 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[di
     if given is not None:
         path = Path(given).expanduser()
         try:
-            return {"default": path.read_text(encoding="utf-8")}, str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            return {"default": read_text(path)}, str(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise DataError(
                 f"The chat template {path} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
             ) from error

@@ -44,6 +44,8 @@ class Corpus:
     """How records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names of the classes, in order of their numbers, where the source itself gives them."""
+    places: tuple[str, ...] = ()
+    """What error messages begin with: its files, in order, or its name."""
     meter: Meter = field(default_factory=Meter)
     """How much of `size` has been read."""
 
@@ -83,7 +85,8 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     if opened.classes:
         fingerprint["classes"] = opened.classes
     size = opened.size if source.limit is None else None
-    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form, opened.classes)
+    places = opened.places or (name,)
+    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form, opened.classes, places)
 
 
 class _Opened(NamedTuple):
@@ -94,6 +97,8 @@ class _Opened(NamedTuple):
     """Bytes of the files, where the meter goes forward by them."""
     classes: tuple[str, ...] = ()
     """As in `Corpus`."""
+    places: tuple[str, ...] = ()
+    """The files that messages name; empty where they give the source's name."""
 
 
 def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
@@ -106,7 +111,7 @@ def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
         return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
 
     named = next(filter(None, (file_classes(path, fields) for path in files)), ())
-    return _Opened(content, read, sum(path.stat().st_size for path in files), named)
+    return _Opened(content, read, sum(path.stat().st_size for path in files), named, tuple(map(str, files)))
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
@@ -137,7 +142,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return _Opened(content, read, None, fields.classes)
+    return _Opened(content, read, None, fields.classes, (str(folder),))
 
 
 def _saved_classes(folder: Path, fields: Fields) -> tuple[str, ...]:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from finetune.data.chat.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
 
 _BATCH_ROWS = 1024
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
 class Document(NamedTuple):
@@ -56,18 +58,42 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(
-            f"{path} ends in '{path.suffix}', which is no format that can be read. Allowed are "
-            f"{', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk; convert the file."
-        )
     try:
-        yield from reader(path, fields, meter or Meter())
+        _check_format(path)
+        yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
         ) from error
+
+
+def _check_format(path: Path) -> None:
+    """Compares what a file's name says that it holds with what it does hold.
+
+    Raises:
+        DataError: If they differ, or it is no format that can be read.
+        OSError: If it cannot be read.
+    """
+    suffix, found = path.suffix.lower(), format_of(path)
+    named = suffix in _READERS
+    if found == HTML and suffix == ".txt":
+        found = None  # a text like any other
+    if found is not None and not (found == PARQUET and suffix == ".parquet"):
+        though = f", though its name ends in {path.suffix}" if named else ""
+        raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
+    if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
+        raise DataError(
+            f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name that "
+            f"says what it is. {_allowed()}"
+        )
+    if not named:
+        raise DataError(
+            f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
+        )
+
+
+def _allowed() -> str:
+    return f"Allowed are {', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk."
 
 
 def document_of(record: Any, fields: Fields, where: str) -> Document:

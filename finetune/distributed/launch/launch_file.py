@@ -10,6 +10,7 @@ from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
 from finetune.utils.errors import BackendError
+from finetune.utils.file_formats import read_text
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
@@ -62,7 +63,7 @@ def read(file: str) -> dict[str, Any]:
         BackendError: If it is no launch file, or says what nothing would read.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(Path(file))
         tree = json.loads(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
         near = hint(file, shipped_names(LAUNCH_FILES))
