@@ -266,7 +266,9 @@ import sys, time
 from datetime import timedelta
 from torch import distributed
 from finetune.utils import exit_codes
+from finetune.utils.compat.torch_private import start_gloo_with_one_worker
 from finetune.utils.errors import RecipeError
+start_gloo_with_one_worker()
 distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 if distributed.get_rank() == 1:
     time.sleep(2)

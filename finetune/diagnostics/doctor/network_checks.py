@@ -143,6 +143,7 @@ LIMIT_S = 120.0
 # They meet by a file, so that a port which is taken is another check's finding.
 SCRIPT = """
 import datetime, sys, torch
+from finetune.utils.compat.torch_private import start_gloo_with_one_worker
 
 def meet(rank, backend, folder):
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -155,6 +156,7 @@ def meet(rank, backend, folder):
     assert values.eq(3.0).all(), f"1 + 2 is {values[0].item()}"
     torch.distributed.destroy_process_group()
 
+start_gloo_with_one_worker()
 torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method="fork")
 """
 
