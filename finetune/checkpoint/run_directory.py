@@ -16,6 +16,8 @@ from typing import Any
 import filelock
 import torch
 
+from finetune.checkpoint import trusted_code
+from finetune.checkpoint.integrity import name_of
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
@@ -155,14 +157,20 @@ class RunDirectory:
         return facts
 
     def note_checkpoint(self, step: int) -> None:
-        """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
+        """Writes into `run.json` that there is a checkpoint, and which code lies in it; rank 0 calls it.
 
         Raises:
             OSError: If it cannot be written.
         """
         facts = self.facts()
-        if "first_checkpoint" not in facts:
-            self._put("run.json", json_text({**facts, "first_checkpoint": step}))
+        known = {"first_checkpoint": step, **facts, **self._code(facts, self.checkpoints / name_of(step) / "model")}
+        if known != facts:
+            self._put("run.json", json_text(known))
+
+    @staticmethod
+    def _code(facts: dict[str, Any], weights: Path) -> dict[str, Any]:
+        """What `run.json` says of code, with that beside weights that this run has just written."""
+        return {"code": trusted_code.sign_weights(facts["code"], weights)} if "code" in facts else {}
 
     def make_again(self, backend: Backend) -> bool:
         """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
@@ -259,6 +267,8 @@ class RunDirectory:
         known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
+        if code := trusted_code.sign_code(self.path, recipe):
+            known["code"] = code
         self._put("run.json", json_text({"starts": [*starts, now], **facts, **known}))
 
     def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
@@ -270,6 +280,7 @@ class RunDirectory:
 
         def write() -> None:
             facts = self.facts() | more
+            facts |= self._code(facts, self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self._put("run.json", json_text(facts))

@@ -205,7 +205,7 @@ def replay(parsed: argparse.Namespace) -> int:
     _prepare_libraries()
     from finetune.diagnostics.replay import replay as run
 
-    found = run(Path(parsed.run), parsed.step)
+    found = run(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
     found.print_to(plain_console())
     return 0 if found.holds else 1
 
@@ -323,6 +323,7 @@ def export(parsed: argparse.Namespace) -> None:
         push_to_hub.check(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {"to": to, "step": parsed.step, "base": parsed.base, "shard_size": parsed.shard_size}
+    options["trust_remote_code"] = parsed.trust_remote_code
     folder = run(Path(parsed.run), parsed.kind, print, **options)
     if parsed.push_to is not None:
         print(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}")

@@ -95,6 +95,7 @@ def _add_model_commands(verbs: Any) -> None:
     verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
     _place(verb)
+    _trust(verb)
     verb = verbs.add_parser("generate", help="generate text from a run, checkpoint, adapter or export")
     verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
@@ -145,6 +146,7 @@ def _add_run_commands(verbs: Any) -> None:
     verb = verbs.add_parser("replay", help="repeat a step of a run exactly, and show its batch, loss and gradient norm")
     verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
+    _trust(verb)
     verb = verbs.add_parser("comms", help="measure the bandwidth of collectives between processes")
     verb.add_argument("--processes", type=int, metavar="N", help="on this machine; 2, or those of --config_file")
     verb.add_argument("--config_file", type=launch_file, help="a launch file, for its processes and machines")
@@ -218,5 +220,5 @@ def _trust(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code that ships with the model (for a run, the recipe decides)",
+        help="run Python code that ships with the model, or that the recipe of a run from elsewhere names",
     )

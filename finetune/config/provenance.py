@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
+from finetune.config.recipe_schema import Recipe
+
 # libyaml where PyYAML was built with it: ten times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -70,6 +72,16 @@ def concerns(override: str, key: str) -> bool:
     if name == "resume" and not value.lstrip().startswith("{"):
         name = "resume.mode"  # the section's short form
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+
+
+def gives(recipe: Recipe, key: str) -> bool:
+    """Whether a recipe gives a key, which else has its default."""
+    section: Any = recipe
+    for name in key.split("."):
+        if section is None or name not in section.model_fields_set:
+            return False
+        section = getattr(section, name)
+    return True
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

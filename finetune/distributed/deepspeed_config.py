@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.config.provenance import flat, places
+from finetune.config.provenance import flat, gives, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
 from finetune.utils.errors import BackendError
@@ -103,12 +103,12 @@ def complete(
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
         elif written[key] != value:
-            contradictions.append(f"{place} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
+            contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
     for key in ("optimizer", "scheduler"):
         if key in config:
             contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
     if written.get("torch_autocast.enabled") and precision != "bf16":
-        contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
+        contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
         advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
         raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
@@ -122,6 +122,23 @@ def complete(
             _set(config, key, value)
     _offload_needs_adamw(config, recipe, place)
     return config
+
+
+def _decider(recipe: Recipe, key: str) -> str:
+    """What of the recipe decides a value of DeepSpeed's config, or of its defaults where the recipe says nothing."""
+    decides = DECIDES[key]
+    if any(gives(recipe, word.strip("()")) for word in decides.split()):
+        return f"the recipe's {decides}"
+    return f"the default of {decides}, of which the recipe says nothing,"
+
+
+def said_of_precision(recipe: Recipe, precision: str) -> str:
+    """What a recipe says of precision, and what that comes to on this machine."""
+    if recipe.precision != "auto":
+        return f"the recipe says precision: {precision}"
+    if gives(recipe, "precision"):
+        return f"the recipe says precision: auto, which is {precision} on this machine"
+    return f"the recipe says nothing of precision, whose default, auto, is {precision} on this machine"
 
 
 def _autocast_bf16(config: dict[str, Any]) -> None:

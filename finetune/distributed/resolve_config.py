@@ -159,9 +159,12 @@ def _check_planes(
             "launch config, such as accelerate_configs/fsdp.yaml."
         )
     if launch.mixed_precision not in ("no", mixed):
+        wanted = launch.mixed_precision
+        more = f", and set `precision: {wanted}` in the recipe if that is meant" if wanted in ("bf16", "fp16") else ""
         raise BackendError(
-            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {launch.mixed_precision}, the "
-            f"recipe says precision: {precision}. The recipe decides: take mixed_precision out of the launch config."
+            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {wanted}, and "
+            f"{deepspeed_config.said_of_precision(recipe, precision)}. The recipe decides: take mixed_precision out of "
+            f"the launch config{more}."
         )
     exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if exported not in ("auto", "1", str(accumulation)):

@@ -60,14 +60,15 @@ def load_model(
         step: Of a run, the checkpoint's step.
         base: The base, if it does not lie where the run or adapter says.
         exact: Computes in fp32, else in the type that the weights are stored in. Runs always compute in fp32.
-        trust_remote_code: Whether Python code that ships with the model may run. Of a run, its recipe says so.
+        trust_remote_code: Whether Python code that ships with the model may run. That of a run which this user started
+            on this machine does where its recipe says so.
 
     Raises:
         FinetuneError: If there is nothing to open, or it is no causal language model.
     """
     place = Path(name)
     if find_weights.is_run(place):
-        return _run(place, step, base)
+        return _run(place, step, base, trust_remote_code)
     if step is not None:
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
@@ -90,8 +91,8 @@ def load_model(
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
 
 
-def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
-    found = find_weights.find_weights(place, step)
+def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
+    found = find_weights.find_weights(place, step, trusted=trusted)
     with found.held:
         _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
         folder = str(found.weights)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
@@ -73,6 +74,8 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     if base is not None:
         section = recipe.model.model_copy(update={"name": base, "revision": None})
         recipe = recipe.model_copy(update={"model": section})
+        if not source.trusted:  # its weights are compared below, its code is not
+            trusted_code.check_code(source.run, recipe, [trusted_code.SHIPPED])
     recorded = source.facts.get("base")
     if recorded is None:
         raise CheckpointError(

@@ -401,12 +401,16 @@ class Run:
         folder = self.directory / "exports"
         return tuple(sorted(path for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else ()
 
-    def load_model(self, *, step: int | None = None) -> "LoadedModel":
+    def load_model(self, *, step: int | None = None, trust_remote_code: bool = False) -> "LoadedModel":
         """The trained model and its tokenizer, for inference; of a checkpoint, if `step` is given.
+
+        Args:
+            trust_remote_code: Whether Python code that ships with the model may run, though this user did not start the
+                run on this machine.
 
         Raises:
             FinetuneError: If there is none, or the run trained no causal language model.
         """
         from finetune.export.load_model import load_model
 
-        return load_model(str(self.directory), step=step)
+        return load_model(str(self.directory), step=step, trust_remote_code=trust_remote_code)
