@@ -358,7 +358,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
     place = _open(parsed, exact=True)
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
-        found = evaluate_files.score(place, recipe)
+        found = evaluate_files.score(place, recipe, _to_stderr)
     if parsed.json:
         print(json.dumps(found))
         return
@@ -430,10 +430,11 @@ def _prepare_libraries(parsed: argparse.Namespace | None = None) -> None:
     """Before the libraries are imported: whether the hub can be reached, and has what is named as a model.
 
     Args:
-        parsed: Arguments of which `run` and `base` may be names on the hub.
+        parsed: Arguments of which `run` and `base` may be names on the hub; said, since opening takes a while.
     """
     go_offline_if_unreachable()
     if parsed is not None:
+        _to_stderr(f"Opening {parsed.run}.")
         hub_access.require(parsed.run, None)
         hub_access.require(parsed.base, "--base")
     silence_libraries()

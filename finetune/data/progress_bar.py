@@ -1,12 +1,13 @@
-"""A progress bar of documents, on a terminal only: a log file gets nothing but what is said."""
+"""Progress bars of documents and rows, on a terminal only: a log file gets nothing but what is said."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -43,6 +44,21 @@ class Bar:
         rate = self._documents / (self._display.tasks[0].elapsed or 1e-9)
         shown = f"{self._documents:,} documents, {rate:,.0f}/s"
         self._display.update(self._display.task_ids[0], completed=done, documents=shown)
+
+
+@contextmanager
+def rows_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with the time left while open; it is advanced by how many more rows are done.
+
+    Args:
+        title: What is under way.
+        total: Rows.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, TextColumn("left"), console=console, transient=True, disable=hidden) as display:
+        task = display.add_task(title, total=total)
+        yield lambda rows: display.advance(task, rows)
 
 
 @contextmanager

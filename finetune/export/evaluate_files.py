@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
+from finetune.data.progress_bar import rows_bar
 from finetune.export.load_model import LoadedModel
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils.errors import DataError, RecipeError
@@ -68,8 +69,11 @@ def told_in_flags() -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def score(opened: LoadedModel, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
+def score(opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro_size: int = 4) -> dict[str, float]:
     """Mean loss per target over all rows of the recipe's validation files.
+
+    Args:
+        say: Hears what is evaluated, before that begins; how far it is shows a bar on a terminal.
 
     Raises:
         DataError: If the files cannot be read or hold nothing.
@@ -77,12 +81,13 @@ def score(opened: LoadedModel, recipe: Recipe, micro_size: int = 4) -> dict[str,
     rows = prepare.prepare_data(recipe).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    loss, targets = 0.0, 0
-    with torch.no_grad():
+    loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
+    say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
+    with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for begin in range(0, len(rows), micro_size):
             share = np.arange(begin, min(begin + micro_size, len(rows)))
             batch = {name: tensor.to(opened.device) for name, tensor in rows.batch(share).items()}
             loss += float(CAUSAL_LM.loss_sum(opened.network, batch).double())
-            targets += rows.num_targets(share)
+            advance(share.size)
     mean = loss / max(1, targets)
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

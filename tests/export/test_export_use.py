@@ -1,5 +1,6 @@
 """`finetune generate` and `finetune eval` open runs, checkpoints, adapters and exports alike."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -61,6 +62,40 @@ def test_eval_gives_the_runs_own_figure_everywhere(
         said = capsys.readouterr().out
         assert f"validation loss {results['validation_loss']:.5f}, perplexity" in said
         assert f"over {results['validation_targets']:,.0f} targets in rows of 512 tokens" in said
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_eval_says_what_it_is_at(
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+) -> None:
+    """A line before each thing that takes a while; a bar of rows on a terminal only. Figures stay alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = json.loads((places["run"] / "run.json").read_text())
+    rows = facts["data"]["validation"]["rows"]
+    shown = Terminal()
+    if terminal:
+        monkeypatch.setattr("sys.stderr", shown)
+    assert main.main(["eval", str(places["merged"]), "--data", FILE, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    said = shown.getvalue() if terminal else captured.err
+    assert f"Opening {places['merged']}.\n" in said
+    assert f"Evaluating {rows} rows of 512 tokens, {found['targets']:,.0f} targets.\n" in said
+    assert said.index("Opening") < said.index("Evaluating")
+    assert ("\x1b" in said) == terminal
+    assert (f"{rows}/{rows}" in said) == terminal
 
 
 def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
