@@ -5,7 +5,6 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from finetune.training.loop import train_step
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.temporary_folders import temporary_folder
 
 # Of a row's text, so many characters are shown.
 _SHOWN = 100
@@ -106,8 +106,8 @@ def replay(directory: Path, number: int) -> Replayed:
     facts = read_facts(directory)
     entry = _entry(directory, number)
     start = _nearest(directory, facts, number - 1)
-    with tempfile.TemporaryDirectory(prefix="finetune-replay-") as folder:
-        recipe = _recipe(directory, facts, start, Path(folder))
+    with temporary_folder() as folder:
+        recipe = _recipe(directory, facts, start, folder)
         run = build_run(recipe, quiet=True)
         _check_identity(directory, facts["identity"], run.identity)
         for step in range(run.resume.step, number - 1):
