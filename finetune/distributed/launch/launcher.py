@@ -169,8 +169,10 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, requests: _Requests
         return _account("The worker", error.returncode)
     except _Stopped as error:
         failed = [code for code in error.codes if code not in (0, REQUEUE)]
-        own = [code for code in failed if code is not None and code > 0]
-        return own[0] if own else 128 + requests.numbers[0] if failed else max(map(int, error.codes))
+        if not failed:
+            return REQUEUE if REQUEUE in error.codes else 0
+        # One that failed says more than those that were ended with it.
+        return next((code for code in failed if code is not None and code > 0), 128 + requests.numbers[0])
     except SignalException as error:
         return 128 + int(error.sigval)
     except (ValueError, OSError) as error:
