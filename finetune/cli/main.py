@@ -190,7 +190,9 @@ def _add_plan(verbs: Any) -> None:
 def _add_report_commands(verbs: Any) -> None:
     verb = verbs.add_parser("report", help="write a page of one run, or of several over each other, that opens offline")
     verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or under way")
-    verb.add_argument("--to", metavar="FILE", help="the page; RUN/report/report.html, or report.html for several runs")
+    verb.add_argument(
+        "--to", metavar="FILE", help="the page; RUN/report/report.html, or report-A-B/report.html for several runs"
+    )
     verb.add_argument("--price", type=float, metavar="MONEY", help="of a GPU (or a process on CPUs) and hour")
     verb.add_argument("--live", action="store_true", help="serve the page on this machine instead, kept up to date")
     verb.add_argument("--host", help="with --live: the address to serve on, instead of 127.0.0.1")

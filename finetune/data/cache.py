@@ -132,8 +132,12 @@ class Cache:
             sync(self._root)
         except BaseException as error:
             # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can continue.
-            if isinstance(error, DataError) or not (staging / STATE).exists():
+            kept = not isinstance(error, DataError) and (staging / STATE).exists()
+            if not kept:
                 shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt):
+                more = ", and what it had tokenised of the rest" if kept else ""
+                error.add_note(f"The parts of the data that were finished are kept in {self._root}{more}.")
             raise
         # Read back, so that the process that built sees what the others see.
         entry = self._open(folder, known=True)

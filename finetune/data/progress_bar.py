@@ -9,14 +9,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
+
+from finetune.utils.console import progress_bar
 
 
 class Bar:
@@ -72,13 +72,10 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
     """
     total = sum(size or 0 for size in sizes) if None not in sizes else None
     documents = TextColumn("{task.fields[documents]}")
-    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), documents)
-    if total is None:
-        columns += (TimeElapsedColumn(),)
-    else:
-        columns += (BarColumn(), TaskProgressColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    last = TimeElapsedColumn() if total is None else TaskProgressColumn()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), documents, last)
     console = Console(stderr=True, quiet=quiet)
     hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as display:
+    with progress_bar(console, *columns, known=total is not None, transient=True, disable=hidden) as display:
         display.add_task(title, total=total, documents="")
         yield Bar(display)

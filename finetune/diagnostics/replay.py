@@ -5,7 +5,6 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from finetune.training.loop import train_step
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.temporary_folders import temporary_folder
 
 # What a step may run of the code that a recipe leads to; metrics are left out.
 _RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
@@ -113,8 +113,8 @@ def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> 
     ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
     entry = _entry(directory, number)
     start = _nearest(directory, facts, number - 1)
-    with tempfile.TemporaryDirectory(prefix="finetune-replay-") as folder:
-        recipe = _recipe(ran, facts, start, Path(folder))
+    with temporary_folder() as folder:
+        recipe = _recipe(ran, facts, start, folder)
         run = build_run(recipe, quiet=True)
         _check_identity(directory, facts["identity"], run.identity)
         for step in range(run.resume.step, number - 1):

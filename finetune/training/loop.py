@@ -89,7 +89,10 @@ def steps(run: Run) -> Iterator[Step]:
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
+            # What the caller does with it is no part of a step.
+            run.timer.mark("aside")
             yield Step(state.step, metrics, run.validation())
+            run.timer.mark("other")
         check_nonfinite(run, None)
         weights.finish(state.step, run.nonfinite.total - skipped)
         if weights.newest is not None:
@@ -99,6 +102,7 @@ def steps(run: Run) -> Iterator[Step]:
             _end_early(run)
         if stopped:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
+            _say_stopped(run)
         elif recipe.output.save_model and last:
             save_final_model(run)
         if not stopped and (rising := rising_loss(run.results.get("first_loss"), state.recent_losses)):
@@ -108,6 +112,15 @@ def steps(run: Run) -> Iterator[Step]:
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
     run.directory.finish(run.backend, run.results, peak_memory=measured)
+
+
+def _say_stopped(run: Run) -> None:
+    kept = run.checkpoints.newest()
+    saved = "with nothing to save" if kept is None else f"saved in {kept}"
+    run.reporter.say(
+        f"Stopped at step {run.state.step} of {run.length.num_steps} ({run.results['stopped']}), {saved}. The same "
+        "command resumes here."
+    )
 
 
 def _end_early(run: Run) -> None:
