@@ -194,7 +194,7 @@ class RunDirectory:
                     "there. Nothing more can be saved. Give each run an output.dir of its own, and start this one "
                     "again."
                 )
-            except OSError:
+            except (OSError, ValueError):
                 missing = []  # What is written next fails as well, and says why.
         told = backend.tell({"missing": missing, "problem": problem})
         if told["problem"] is not None:

@@ -94,11 +94,11 @@ class Cache:
             return None
         try:
             files, facts = _read_index(folder)
-            size = sum(facts["bytes"] for facts in files.values())
-            if not known and size >= _SAID_FROM:
-                self._say(f"Checking {size / 1e9:,.0f} GB of prepared data in {folder}.")
-            for name, written in files.items():
-                _check_file(folder / name, written, known=known)
+            total = sum(size for size, _ in files.values())
+            if not known and total >= _SAID_FROM:
+                self._say(f"Checking {total / 1e9:,.0f} GB of prepared data in {folder}.")
+            for name, (size, written) in files.items():
+                _check_file(folder / name, size, None if known else written)
         except _DamageError as error:
             # One process comes here, whichever it is.
             print(f"The prepared data in {folder} {error}: it is made again.", file=sys.stderr, flush=True)
@@ -152,7 +152,7 @@ class Cache:
             return False  # they would be written through
         try:
             version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return False
         if version != STATE_VERSION:
             self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
@@ -227,8 +227,8 @@ def _checked_at(folder: Path) -> tuple[int, int] | None:
     return facts.st_ino, facts.st_mtime_ns
 
 
-def _read_index(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The files that a folder must hold, and the facts about it.
+def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
+    """The files that a folder must hold, with their sizes and digests, and the facts about it.
 
     Raises:
         _DamageError: If the index is not what was written, or other files are there.
@@ -241,7 +241,8 @@ def _read_index(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise _DamageError("was written by an earlier version, without digests")
         if index.pop("digest") != digest_of(index):
             raise _DamageError(f"is damaged ({_INDEX} is not what was written)")
-        written, facts = index["files"].keys() | {_INDEX}, index["facts"]
+        files = {name: (int(file["bytes"]), str(file["xxh3_128"])) for name, file in index["files"].items()}
+        written, facts = files.keys() | {_INDEX}, index["facts"]
         there = {path.name for path in folder.iterdir()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _DamageError(f"is damaged ({_INDEX} cannot be read)") from error
@@ -250,11 +251,14 @@ def _read_index(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # A tokenizer is made of all files that lie there. Those with a dot in front are the file system's own.
     if more := {name for name in there - written if not name.startswith(".")}:
         raise _DamageError(f"is damaged ({min(more)} was not written there)")
-    return index["files"], facts
+    return files, facts
 
 
-def _check_file(file: Path, written: dict[str, Any], *, known: bool) -> None:
+def _check_file(file: Path, size: int, written: str | None) -> None:
     """Checks that a file is in its folder, and not elsewhere by a link, and holds what was written.
+
+    Args:
+        written: The digest of what was written; None if it is known to be there.
 
     Raises:
         _DamageError: If not.
@@ -262,7 +266,7 @@ def _check_file(file: Path, written: dict[str, Any], *, known: bool) -> None:
     try:
         if file.is_symlink() or not file.is_file():
             raise _DamageError(f"is damaged ({file.name} is missing)")
-        if file.stat().st_size != written["bytes"] or (not known and digest(file) != written["xxh3_128"]):
+        if file.stat().st_size != size or (written is not None and digest(file) != written):
             raise _DamageError(f"is damaged ({file.name} is not what was written)")
     except OSError as error:
         raise _DamageError(f"is damaged ({file.name}: {error.strerror or error})") from error

@@ -49,7 +49,7 @@ class Shards:
                 self._restore(state)
             except DataError:
                 raise
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
 
     def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:
