@@ -165,9 +165,11 @@ def _check_planes(
         )
     exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if exported not in ("auto", "1", str(accumulation)):
+        # A launch file that says so has been refused when it was read.
         raise BackendError(
-            f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
-            f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {exported} in the environment, and the recipe's batch makes it "
+            f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
+            "launcher's option of that name away."
         )
 
 

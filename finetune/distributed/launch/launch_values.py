@@ -9,8 +9,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import deepspeed_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import launch_key_docs
-from finetune.distributed.launch.launch_environment import LaunchEnvironment, groups
-from finetune.distributed.launch.launch_file import place_of
+from finetune.distributed.launch.launch_environment import LaunchEnvironment
+from finetune.distributed.launch.launch_file import groups, place_of
 from finetune.distributed.resolve_config import ResolvedConfig
 
 _HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
