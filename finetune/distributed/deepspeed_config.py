@@ -28,7 +28,7 @@ AUTO = "auto"
 DECIDES = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x processes)",
+    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x data ranks)",
     "gradient_clipping": "optim.clip_norm",
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",

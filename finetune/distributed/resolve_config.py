@@ -53,7 +53,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     """
     check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
     precision = _pick_precision(recipe, here)
-    accumulation = derive_accumulation(recipe, launch.data_ranks)
+    accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
@@ -68,8 +68,12 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     return ResolvedConfig(precision, accumulation, config)
 
 
-def derive_accumulation(recipe: Recipe, world: int) -> int:
-    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
+def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:
+    """Micro-batches an optimiser step and process: global batch / (micro-batch x data ranks).
+
+    Args:
+        world: Data ranks: processes, or groups of processes that read the same rows.
+        processes: All of them, for messages; as many as data ranks if left out.
 
     Raises:
         RecipeError: If it does not come out even, with the sizes that do.
@@ -81,14 +85,16 @@ def derive_accumulation(recipe: Recipe, world: int) -> int:
         return batch.global_size // (batch.rows * world)
     share = batch.global_size // world if batch.global_size % world == 0 else 0
     fits = divisors(share) if share else []
+    split = 1 if processes is None else processes // world
+    ranks = "processes" if split == 1 else f"groups of {split} processes, which read the same rows,"
     advice = (
-        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
+        f"With {world} {ranks} batch.micro_size can be {', '.join(map(str, fits))}."
         if fits
-        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
+        else f"No micro-batch fits {world} {ranks.rstrip(',')}: batch.global_size must be a multiple of {world}."
     )
     raise RecipeError(
         f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
-        f"processes = {batch.rows * world}. {advice}"
+        f"{ranks.partition(',')[0]} = {batch.rows * world}. {advice}"
     )
 
 

@@ -175,7 +175,7 @@ DERIVED = {
     "backend": ("What runs: single, ddp, fsdp, hsdp, zero1, zero2 or zero3.", ""),
     "accumulation": (
         "Micro-batches that each process adds up for an optimiser step: batch.global_size / (batch.micro_size x "
-        "processes).",
+        "data ranks). A data rank is a process, or a group of sp_size x tp_size processes that read the same rows.",
         "micro-batches",
     ),
     "num_threads": ("CPU threads of each process: cores / processes, unless OMP_NUM_THREADS says.", "threads"),

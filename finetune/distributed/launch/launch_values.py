@@ -87,7 +87,7 @@ def _derived(
         return Value(key, "derived", settings, *launch_key_docs.DERIVED[key])
 
     yield row("backend", Setting("derived", asked.file or "no launch file: one process", asked.kind))
-    split = f"{batch.global_size} / ({batch.micro_size} x {asked.num_processes})"
+    split = f"{batch.global_size} / ({batch.micro_size} x {asked.data_ranks})"
     why = "nothing is trained" if recipe.length.steps == 0 else split
     found = "auto" if batch.micro_size == "auto" else settled.accumulation
     yield row("accumulation", Setting("derived", why, found))
