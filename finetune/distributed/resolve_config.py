@@ -40,6 +40,8 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
     settled = agree(recipe, launch, device_selection.of_torch(), env)
+    if launch.uses_deepspeed:
+        deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     return settled
 
@@ -65,6 +67,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
             world=launch.num_processes,
             place=launch.ds_place,
         )
+    _check_packed(recipe, launch, config)
     return ResolvedConfig(precision, accumulation, config)
 
 
@@ -176,6 +179,18 @@ def _check_planes(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {exported} in the environment, and the recipe's batch makes it "
             f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
             "launcher's option of that name away."
+        )
+
+
+def _check_packed(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
+    """Refuses a cast of all weights to 16 bit where some of them are packed."""
+    lighter = [launch.uses_fsdp and launch.mixed_precision != "no"]
+    lighter += [bool((ds_config.get(name) or {}).get("enabled")) for name in ("bf16", "fp16")]
+    if recipe.model.quantization is not None and any(lighter):
+        raise BackendError(
+            f"{launch.ds_place or launch.file or 'The launch environment'} asks for weights in 16 bit, and a cast "
+            'would destroy those that model.quantization packs. Remove mixed_precision (or "bf16") there, and '
+            "take precision bf16: products are then computed in 16 bit."
         )
 
 

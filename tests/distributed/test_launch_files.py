@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 import yaml
 from harness import ROOT, command, environment, run
-from ranks import Here, Place, exported
+from ranks import MODEL, Here, Place, exported
 
 from finetune.cli import main
+from finetune.config.recipe import load_recipe
 from finetune.diagnostics import explain
-from finetune.diagnostics.doctor import doctor
+from finetune.diagnostics.doctor import doctor, machine_checks
 from finetune.diagnostics.parity import launch_runs
+from finetune.distributed.deepspeed_config import fit_to_model
 from finetune.distributed.launch import launch_file, launch_keys, launcher
 from finetune.distributed.launch.launch_config import of_environment, read_launch
 from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.distributed.resolve_config import resolve_config
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
 from finetune.training import entry_point
@@ -396,6 +399,79 @@ def test_misspelt_keys_of_deepspeed(place: Place, changes: dict[str, Any], says:
     (place.folder / "ds.json").write_text(text)
     with pytest.raises(BackendError, match=rf"ds\.json:\d+: {says}"):
         read_launch_environment(str(file), {}, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("zero", "more", "says"),
+    [
+        ({"max_live_parameters": "auto"}, {}, r'ds.json says "auto" for zero_optimization.stage3_max_live_parameters'),
+        ({"stage3_max_reuse_distance": "auto"}, {}, 'says "auto" for zero_optimization.stage3_max_reuse_distance'),
+        ({}, {"steps_per_print": "auto"}, 'says "auto" for steps_per_print'),
+        ({"reduce_bucket_size": -1}, {}, "reduce_bucket_size: .*greater than"),
+        ({"overlap_comm": "maybe"}, {}, 'overlap_comm: .*valid boolean.*, got "maybe"'),
+        ({"offload_optimizer": {"device": "gpu"}}, {}, "offload_optimizer.device: .*'none', 'cpu' or 'nvme'"),
+        ({}, {"communication_data_type": "fp99"}, "Got: fp99"),
+        ({}, {"data_types": {"grad_accum_dtype": "fp99"}}, "fp99"),
+        (
+            {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1},
+            {},
+            "zero_optimization.prefetch_bucket_size: the same as stage3_prefetch_bucket_size; take one out",
+        ),
+        ({"cpu_offload": True}, {}, 'cpu_offload: deprecated; write offload_optimizer: {"device": "cpu"}'),
+        ({"stage": "3"}, {}, "ZeRO stage '3'; offered are 1, 2 and 3"),
+    ],
+)
+def test_what_deepspeed_would_refuse_later(
+    place: Place, here: Here, capsys: pytest.CaptureFixture[str], zero: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    """The dry run and doctor know of it, as a run does before its processes meet."""
+    file = str(place.ds_launch_file({"zero_optimization": {"stage": 3, **zero}, **more}))
+    recipe = str(place.recipe())
+    assert main.main(["launch", recipe, "--config_file", file, "--dry-run"]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    asked, problems = doctor.ask(recipe, (), file, {}, ALONE)
+    checks = doctor.CHECKS
+    here.monkeypatch.setattr(doctor, "CHECKS", [machine_checks.agreement] if not problems else [])
+    findings = [*problems, *doctor.examine(asked, lambda _: None)]
+    assert machine_checks.agreement in checks
+    assert [finding.status for finding in findings] == ["failure"]
+    assert re.search(says, findings[0].found)
+
+
+def test_all_names_that_deepspeed_has_for_a_key_mean_the_same(place: Place) -> None:
+    """Its documentation's `stage3_prefetch_bucket_size` is `prefetch_bucket_size` too, and `bf16` was `bfloat16`."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    aliases = {
+        name: str(f.alias) for name, f in DeepSpeedZeroConfig.model_fields.items() if f.alias not in (None, name)
+    }
+    assert launch_keys.deepspeed_aliases() == aliases
+    sizes = ("prefetch_bucket_size", "param_persistence_threshold")
+    file = place.ds_launch_file(
+        {"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}, "bfloat16": {"enabled": "auto"}}
+    )
+    written = json.loads((place.folder / "ds.json").read_text())
+    del written["bf16"]
+    place.write("ds.json", json.dumps(written))
+    recipe = load_recipe(place.recipe(precision="bf16"))
+    foreseen = read_launch_environment(str(file), {}, ALONE)
+    config = resolve_config(recipe, foreseen.launch, foreseen.env).ds_config
+    assert "bfloat16" not in config
+    assert config["bf16"] == {"enabled": False}  # autocast instead, as on other backends
+    fit_to_model(config, hidden_size=2000, parameter_sizes=[2000 * 2000] * 4)
+    bucket = max(2000 * 2000, 1_000_000)
+    read = DeepSpeedZeroConfig(**config["zero_optimization"])
+    assert read.prefetch_bucket_size == int(0.9 * bucket)
+    assert read.param_persistence_threshold == 10 * 2000
+
+
+def test_packed_weights_and_a_cast_of_all_weights(place: Place) -> None:
+    lora = {"lora": {"rank": 2}, "model": {"config": None, "name": str(MODEL), "quantization": "nf4"}}
+    recipe = load_recipe(place.recipe(**lora, tokenizer={"name": None}, precision="bf16"))
+    for file in (place.ds_launch_file({"bf16": {"enabled": True}}), place.launch_file("fsdp", mixed_precision="bf16")):
+        foreseen = read_launch_environment(str(file), {}, ALONE)
+        with pytest.raises(BackendError, match="a cast would destroy those that model"):
+            resolve_config(recipe, foreseen.launch, foreseen.env)
 
 
 def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

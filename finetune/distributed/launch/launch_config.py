@@ -439,7 +439,7 @@ def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):
         raise BackendError(
-            f"{place} asks for ZeRO stage {stage}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
+            f"{place} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
             "data parallelism use accelerate_configs/ddp.yaml."
         )
     assert isinstance(section, dict)
