@@ -25,12 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; a recipe's overrides may also come behind options, which argparse takes amiss."""
+    """Parses the command line; the words of a list may also come behind options, which argparse takes amiss."""
     parsed, left = parser.parse_known_args(arguments)
-    if left and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in left)):
+    lists = (getattr(parsed, name, None) for name in ("overrides", "words", "run"))
+    more = next((words for words in lists if isinstance(words, list)), None)
+    if left and (more is None or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        parsed.overrides += left
+    if more is not None:
+        more += left
     return parsed
 
 

@@ -37,6 +37,11 @@ class Value:
     unit: str = ""
 
     @property
+    def overridden(self) -> tuple[Setting, ...]:
+        """What the setting that holds takes the place of, the last one first; one of the same value changes nothing."""
+        return tuple(setting for setting in self.settings[-2::-1] if setting.value != self.settings[-1].value)
+
+    @property
     def is_default(self) -> bool:
         return all(setting.layer == "default" for setting in self.settings)
 

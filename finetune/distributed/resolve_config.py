@@ -40,6 +40,8 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
     settled = agree(recipe, launch, device_selection.of_torch(), env)
+    if launch.uses_deepspeed:
+        deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     return settled
 
@@ -53,7 +55,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     """
     check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
     precision = _pick_precision(recipe, here)
-    accumulation = derive_accumulation(recipe, launch.data_ranks)
+    accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
@@ -65,11 +67,16 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
             world=launch.num_processes,
             place=launch.ds_place,
         )
+    _check_packed(recipe, launch, config)
     return ResolvedConfig(precision, accumulation, config)
 
 
-def derive_accumulation(recipe: Recipe, world: int) -> int:
-    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
+def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:
+    """Micro-batches an optimiser step and process: global batch / (micro-batch x data ranks).
+
+    Args:
+        world: Data ranks: processes, or groups of processes that read the same rows.
+        processes: All of them, for messages; as many as data ranks if left out.
 
     Raises:
         RecipeError: If it does not come out even, with the sizes that do.
@@ -81,14 +88,16 @@ def derive_accumulation(recipe: Recipe, world: int) -> int:
         return batch.global_size // (batch.rows * world)
     share = batch.global_size // world if batch.global_size % world == 0 else 0
     fits = divisors(share) if share else []
+    split = 1 if processes is None else processes // world
+    ranks = "processes" if split == 1 else f"groups of {split} processes, which read the same rows,"
     advice = (
-        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
+        f"With {world} {ranks} batch.micro_size can be {', '.join(map(str, fits))}."
         if fits
-        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
+        else f"No micro-batch fits {world} {ranks.rstrip(',')}: batch.global_size must be a multiple of {world}."
     )
     raise RecipeError(
         f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
-        f"processes = {batch.rows * world}. {advice}"
+        f"{ranks.partition(',')[0]} = {batch.rows * world}. {advice}"
     )
 
 
@@ -168,9 +177,23 @@ def _check_planes(
         )
     exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if exported not in ("auto", "1", str(accumulation)):
+        # A launch file that says so has been refused when it was read.
         raise BackendError(
-            f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
-            f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {exported} in the environment, and the recipe's batch makes it "
+            f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
+            "launcher's option of that name away."
+        )
+
+
+def _check_packed(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
+    """Refuses a cast of all weights to 16 bit where some of them are packed."""
+    lighter = [launch.uses_fsdp and launch.mixed_precision != "no"]
+    lighter += [bool((ds_config.get(name) or {}).get("enabled")) for name in ("bf16", "fp16")]
+    if recipe.model.quantization is not None and any(lighter):
+        raise BackendError(
+            f"{launch.ds_place or launch.file or 'The launch environment'} asks for weights in 16 bit, and a cast "
+            'would destroy those that model.quantization packs. Remove mixed_precision (or "bf16") there, and '
+            "take precision bf16: products are then computed in 16 bit."
         )
 
 

@@ -498,7 +498,7 @@ def test_ds_config_completes(file: Path, precision: str) -> None:
         world=2,
         place=file.name,
     )
-    deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64], place=file.name)
+    deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64])
     assert '"auto"' not in json.dumps(config)
     assert config["train_batch_size"] == 16
     assert config["train_micro_batch_size_per_gpu"] == 4

@@ -165,7 +165,7 @@ def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) 
 def test_exported_accumulation(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     asked = Launch(kind=kind, num_processes=1 if kind == "single" else 2)
-    with pytest.raises(BackendError, match="says gradient accumulation 3, the recipe's batch makes it 2"):
+    with pytest.raises(BackendError, match="STEPS is 3 in the environment, and the recipe's batch makes it 2"):
         _check_planes(Recipe(), asked, "fp32", 2)
 
 
