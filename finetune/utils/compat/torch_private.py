@@ -66,6 +66,8 @@ def start_gloo_with_one_worker() -> None:
 
     Torch takes no options for gloo in `init_process_group` and `new_group`. All groups go through this constructor:
     theirs, those of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged.
+    What is called when a collective is done (`get_future().then`) runs on that thread, and so must not wait for another
+    collective of the same group.
     """
     start = ProcessGroupGloo.__init__
     if not gloo_workers_race() or hasattr(start, "__wrapped__"):
