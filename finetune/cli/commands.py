@@ -364,7 +364,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
         return
     print(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
-        f"in rows of {recipe.data.sequence_length} tokens"
+        f"in rows of {recipe.data.sequence_length} tokens{', a document each' * (recipe.data.packing == 'padded')}"
     )
 
 

@@ -15,6 +15,7 @@ from finetune.utils.errors import BackendError, RecipeError
 
 # See `data.rows.row_dataset`.
 _ROWS_GROW_BY = 8
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
         RecipeError: If the batch does not come out even.
         BackendError: If the planes contradict each other, or the devices cannot run what is asked.
     """
-    check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
+    check_devices(launch, here, env)
     precision = _pick_precision(recipe, here)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     _check_planes(recipe, launch, precision, accumulation, env)
@@ -119,14 +120,18 @@ def _pick_precision(recipe: Recipe, here: Devices) -> str:
     return recipe.precision
 
 
-def check_devices(launch: Launch, here: Devices, local: int) -> None:
-    """Refuses what this machine's devices cannot run with `local` processes.
+def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
+    """Refuses what this machine's devices, and what they talk by, cannot run.
+
+    Args:
+        env: A worker's environment.
 
     Raises:
         BackendError: With what is missing.
     """
     place = launch.file or "The launch environment"
     if here.gpus:
+        local = int(env.get("LOCAL_WORLD_SIZE", "1"))
         if local > here.gpus:
             raise BackendError(
                 f"{place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
@@ -136,6 +141,14 @@ def check_devices(launch: Launch, here: Devices, local: int) -> None:
         raise BackendError(
             f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
             "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
+        )
+    elif launch.kind == "ddp" and env.get(_DEBUG, "").upper() == "DETAIL":
+        # What wraps the group is taken for the group. Source: torch 2.13, `Logger::set_env_variables` in
+        # `csrc/distributed/c10d/logger.cpp`, which casts it to `ProcessGroupGloo` and reads its number of threads.
+        raise BackendError(
+            f"{_DEBUG} is DETAIL, under which DDP on gloo reads memory that is not its own, a fault of torch (seen in "
+            f"2.13), and all processes end with signal 11. Set {_DEBUG} to INFO, or take "
+            "accelerate_configs/fsdp.yaml, which runs in detail."
         )
 
 

@@ -259,8 +259,8 @@ def _differences(
             yield f"{name}: asked {asked}, runs {runs}"
     if report.gloo_threads > 1 and torch_private.gloo_workers_race():
         yield (
-            f"worker threads of a gloo group: asked 1, runs {report.gloo_threads}, which corrupt memory now and then in "
-            "this torch (a program that starts a run makes no process group before it)"
+            f"worker threads of a gloo group: asked 1, runs {report.gloo_threads}, which corrupt memory now and then "
+            "in this torch (a program that starts a run makes no process group before it)"
         )
     if report.reshards not in (None, launch.reshard):
         yield f"resharding after the forward pass: asked {launch.reshard}, runs {report.reshards}"

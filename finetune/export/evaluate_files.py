@@ -14,6 +14,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.progress_bar import rows_bar
 from finetune.export.load_model import LoadedModel
+from finetune.models import lora_adapters
+from finetune.tasks import causal_checks
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils.errors import DataError, RecipeError
 
@@ -31,6 +33,8 @@ def recipe_of(
     opened: LoadedModel, files: Sequence[str], *, text_field: str | None = None, chat: bool = False
 ) -> Recipe:
     """How the files are read: as the run's own data if it is one, else as packed documents.
+
+    Where the network, as it is opened, would let packed documents see each other, each gets a row of its own.
 
     Args:
         chat: They hold conversations, though it is no run that says so.
@@ -53,8 +57,18 @@ def recipe_of(
     if text_field is not None:
         origin["text_field"] = text_field
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
+    if tree["data"].get("packing", "documents") == "documents" and not _keeps_apart(opened, longest):
+        tree["data"]["packing"] = "padded"
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
+
+
+def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
+    """Whether documents packed into one row are computed as if each were alone."""
+    inner = lora_adapters.transformer(opened.network)
+    found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
+    tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
+    return all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, stop_tokens
 from finetune.models import lora_adapters, pretrained_files
-from finetune.tasks.task import TaskData
+from finetune.tasks import causal_checks
+from finetune.tasks.task import Batch, TaskData
 from finetune.utils.errors import CheckpointError, RecipeError
 
 
@@ -49,6 +50,16 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
+
+    @property
+    def precision(self) -> str:
+        """What it computes in: `fp32`, or 16 bits."""
+        return "fp32" if next(self.network.parameters()).dtype == torch.float32 else "bf16"
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
+        """The logits that a function of network and batch returns, in fp32."""
+        return forward(self.network, batch).float()
 
 
 def load_model(
@@ -153,4 +164,14 @@ def _ready(
     step: int | None = None,
 ) -> LoadedModel:
     network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    return LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)
+    opened = LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)
+    inner = lora_adapters.transformer(network)
+    if inner is not None:
+        seen = causal_checks.sees_ahead(inner, opened.scores, opened.device).item()
+        if seen > causal_checks.seen_tolerance(opened.precision):
+            raise RecipeError(
+                f"{folder} is no causal language model as it is configured ({inner.config.model_type}): tokens see "
+                "those behind them, so that neither its texts nor its perplexity mean anything. Set `is_decoder: true` "
+                "in its config.json if it was trained so, or open another model."
+            )
+    return opened

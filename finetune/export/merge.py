@@ -112,6 +112,8 @@ def trained(
     if recipe.lora is None:
         network = _whole(source, recipe, head, dtype)
         return network.eval()
+    # That a head's own loss is the network's is verified where a run starts, and not here.
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"loss": "plain"})})
     config = task_config(recipe, ready)
     if quantised:
         network = build_model(recipe, config, head)

@@ -1,12 +1,23 @@
-"""Gloo groups have one worker thread where torch's two race."""
+"""Gloo groups have one worker thread where torch's two race; what else of gloo ends with a signal is refused."""
 
 import json
 import sys
+from contextlib import nullcontext
 
 import pytest
-from harness import environment, run
+import torch
+from harness import command, environment, run
+from ranks import Here, Place
 
+from finetune.config.recipe import load_recipe
+from finetune.diagnostics.doctor import machine_checks
+from finetune.diagnostics.doctor.finding import Asked
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.training.dry_run import describe
 from finetune.utils.compat import torch_private
+from finetune.utils.errors import BackendError
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
 @pytest.mark.parametrize(
@@ -55,11 +66,11 @@ print("found", json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("torch", "threads"), [("races", 1), ("does not", 2)])
+@pytest.mark.parametrize(("version", "threads"), [("races", 1), ("does not", 2)])
 @pytest.mark.parametrize(("debug", "each"), [("OFF", 1), ("DETAIL", 2)])
-def test_a_gloo_group_has_one_worker_thread_where_two_race(torch: str, threads: int, debug: str, each: int) -> None:
+def test_a_gloo_group_has_one_worker_thread_where_two_race(version: str, threads: int, debug: str, each: int) -> None:
     """Torch without the race is left as it is. Debugged in detail, a group has another one beside it."""
-    code, output = run([sys.executable, "-c", GROUPS, torch], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
+    code, output = run([sys.executable, "-c", GROUPS, version], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
     assert code == 0, output
     found = json.loads(output.partition("found ")[2].splitlines()[0])
     assert found == {"each": threads * each, "read": threads, "timeout_s": 77}
@@ -72,3 +83,35 @@ def test_gloo_still_listens_where_it_is_told(interfaces: str) -> None:
     assert "Unable to find address for: no-such-one" in output
     code, output = run([sys.executable, "-c", GROUPS, "races"], env=environment(GLOO_SOCKET_IFNAME="lo"))
     assert code == 0, output
+
+
+# ---------------------------------------------------------------- debugged in detail
+
+SAYS = "TORCH_DISTRIBUTED_DEBUG is DETAIL, under which DDP on gloo .* signal 11"
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("kind", "refused"), [("ddp", True), ("tp", True), ("sp", True), ("fsdp", False)])
+def test_dry_run_and_doctor_refuse_what_would_end_with_a_signal(place: Place, kind: str, refused: bool) -> None:
+    recipe, file = load_recipe(place.recipe()), str(place.launch_file(kind))
+    debugged = read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    for check in (
+        lambda foreseen: describe(recipe, foreseen),
+        lambda foreseen: list(machine_checks.gpus(Asked(None, foreseen, foreseen.env))),
+    ):
+        with pytest.raises(BackendError, match=SAYS) if refused else nullcontext():
+            check(debugged)
+        check(read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}))
+
+
+@needs_no_gpu
+def test_a_worker_refuses_it_too(place: Place, here: Here) -> None:
+    here.monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    here.assert_refused(place.recipe(), "TORCH_DISTRIBUTED_DEBUG is DETAIL")
+
+
+@needs_no_gpu
+def test_what_is_advised_runs_in_detail(place: Place) -> None:
+    code, output = run(command("fsdp", str(place.recipe())), env=environment(TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    assert code == 0, output
+    assert json.loads((place.folder / "run" / "run.json").read_text())["runs"]["gloo_threads"] == 1

@@ -142,8 +142,8 @@ def gpus(asked: Asked) -> Iterable[Finding]:
         )
     else:
         yield ok("GPUs", f"none; processes compute on the CPU and talk by gloo (torch {torch.__version__})")
-    if asked.launch is not None:
-        check_devices(asked.launch, here, asked.local)
+    if asked.foreseen is not None:
+        check_devices(asked.foreseen.launch, here, asked.foreseen.env)
 
 
 def dtypes(asked: Asked) -> Iterable[Finding]:

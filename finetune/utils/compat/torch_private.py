@@ -49,9 +49,9 @@ def default_store() -> Store:
 def gloo_workers_race(version: str = torch.__version__) -> bool:
     """Whether the worker threads of a gloo group corrupt the heap now and then: in torch 2.8 to 2.14.
 
-    A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a string
-    that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie on the
-    heap: FSDP's gathers have such. See docs/reports/gloo-worker-threads.md.
+    A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a
+    string that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie
+    on the heap: those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
 
     Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment; 2.7.1 has none, the wheels of 2.8.0,
     2.11.0, 2.13.0 and 2.14.1 do. pytorch#190738 moves it out of the threads, into no release up to 2.14.1: look at
@@ -66,6 +66,8 @@ def start_gloo_with_one_worker() -> None:
 
     Torch takes no options for gloo in `init_process_group` and `new_group`. All groups go through this constructor:
     theirs, those of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged.
+    What is called when a collective is done (`get_future().then`) runs on that thread, and so must not wait for another
+    collective of the same group.
     """
     start = ProcessGroupGloo.__init__
     if not gloo_workers_race() or hasattr(start, "__wrapped__"):
