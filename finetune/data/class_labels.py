@@ -101,9 +101,9 @@ class ClassList:
                 f"{count - 1}. Number the classes from 0, or correct task.num_labels."
             )
         if num_labels is None and len(numbers) != count:
-            known = set(numbers)
+            present = set(numbers)
             # Of a label such as an id there is no list of those below it.
-            missing = list(itertools.islice((n for n in range(count) if n not in known), _SHOWN))
+            missing = list(itertools.islice((n for n in range(count) if n not in present), _SHOWN))
             raise DataError(
                 f"The labels go up to {numbers[-1]}, but {some(missing, count - len(numbers))} never occur. Number "
                 f"the classes from 0 without gaps, or set task.num_labels to {count} if these are real classes."
@@ -182,4 +182,4 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
     spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
     placed = spelled if spelled and by_name else placed
     every = _padded(names, num_labels)
-    return ClassList(len(every), every, {**placed, **number_of}, known)
+    return ClassList(len(every), every, number_of | placed, known)

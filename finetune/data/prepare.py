@@ -286,7 +286,7 @@ class _Preparation:
                     restore=partial(build_tokenizer.restore, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
-                    held=held,
+                    held_digests=held,
                 )
             return {
                 **counts,

@@ -13,6 +13,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+import xxhash
 from inside import run_here
 from testdata import MODEL
 from transformers import (
@@ -351,6 +352,28 @@ def test_each_class_is_held_out_by_its_share(tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(200).tolist()
     again = held_out(tmp_path, [labels[n] for n in order], 0.1, [f"text {n}" for n in order])
     assert sides(again) == first
+
+
+@pytest.mark.parametrize("task", ["sequence_classification", "causal_lm"])
+def test_the_split_does_not_depend_on_sources(tmp_path: Path, task: str) -> None:
+    """Of language models it is that of each text's hash alone."""
+    texts, labels = [f"text {n}" for n in range(100)], [n % 3 for n in range(100)]
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    parts = [to_jsonl(tmp_path / "one", labels[:30], texts[:30]), to_jsonl(tmp_path / "two", labels[30:], texts[30:])]
+    whole = to_jsonl(tmp_path, labels, texts)
+    held = []
+    for sources in ([whole], parts):
+        made = tree(None, "", tmp_path, train=[{"path": path} for path in sources], validation=[])
+        made["task"]["name"] = task
+        made["data"]["validation_fraction"] = 0.2
+        data = prepare_task_data(validate_recipe(made), quiet=True)
+        ids = data.validation.batch(np.arange(len(data.validation)))["input_ids"]
+        held.append(set(data.tokenizer.batch_decode(ids, skip_special_tokens=True)))
+    assert held[0] == held[1]
+    if task == "causal_lm":
+        assert held[0] == {text for text in texts if xxhash.xxh3_64_intdigest(text.encode()) < 0.2 * 2**64}
+    else:
+        assert len(held[0]) == 20
 
 
 def test_copies_of_a_text_stay_on_one_side(tmp_path: Path) -> None:

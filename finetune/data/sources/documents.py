@@ -53,13 +53,13 @@ class Chosen(NamedTuple):
     """See `Document`."""
 
 
-def choose(corpus: Corpus, rules: Rules, held: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
+def choose(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
     """Normalises, splits and weights the documents of a source, in order.
 
     A held-out document counts once: evaluation reads every document once, whatever its training weight.
 
     Args:
-        held: Digests of the texts that are held out, sorted; None where each document's own hash decides.
+        held_digests: Of the texts that are held out, sorted; None where each document's own hash decides.
 
     Raises:
         DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
@@ -86,7 +86,7 @@ def choose(corpus: Corpus, rules: Rules, held: npt.NDArray[np.uint64] | None = N
         if kept_below and xxhash.xxh3_64_intdigest(data, seed=_WEIGHT_SEED) < kept_below:
             copies += 1
         if copies:
-            held_out = digest < held_below if held is None else _holds(held, digest)
+            held_out = digest < held_below if held_digests is None else _holds(held_digests, digest)
             copies = 1 if held_out else copies
             yield Chosen(
                 data,

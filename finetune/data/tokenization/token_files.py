@@ -61,7 +61,7 @@ def write(
     restore: Callable[[str], str],
     tolerance: Tolerance,
     bar: Bar,
-    held: npt.NDArray[np.uint64] | None = None,
+    held_digests: npt.NDArray[np.uint64] | None = None,
 ) -> dict[str, Any]:
     """Tokenises all documents of some sources into a folder, or those that a killed build has left to do.
 
@@ -76,7 +76,7 @@ def write(
         restore: Turns a text into tokens and back, to see whether something is lost.
         tolerance: Of broken conversations; counts what reader and encoder meet.
         bar: Shows how far it is.
-        held: See `choose`.
+        held_digests: See `choose`.
 
     Returns:
         JSON-able counts: `dtype`, `labels`, and for each side that has documents what the report shows.
@@ -89,7 +89,7 @@ def write(
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
-        chosen = shards.begin(number, choose(corpus, rules, held))
+        chosen = shards.begin(number, choose(corpus, rules, held_digests))
         if chosen is None:
             continue
         for batch, encoded in encoder.encode_all(batched(chosen)):
@@ -124,15 +124,15 @@ def write(
 
 
 def training_texts(
-    corpora: Sequence[Corpus], rules: Rules, held: npt.NDArray[np.uint64] | None = None
+    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None
 ) -> Iterator[tuple[str, int]]:
     """The texts of the training side, each document once; of conversations what is said.
 
-    Beside each text comes how many bytes of all files have been read. What `held` is, `choose` says.
+    Beside each text comes how many bytes of all files have been read. What `held_digests` are, `choose` says.
     """
     before = 0
     for corpus in corpora:
-        for item in choose(corpus, rules, held):
+        for item in choose(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 yield plain_text(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
         before += corpus.size or 0
