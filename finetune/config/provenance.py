@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import Recipe, section_in
 
 # libyaml where PyYAML was built with it: ten times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -74,8 +74,10 @@ class Origin:
 def concerns(override: str, key: str) -> bool:
     """Whether an override sets a key, or something above or below it."""
     name, _, value = override.partition("=")
-    if name == "resume" and not value.lstrip().startswith("{"):
-        name = "resume.mode"  # the section's short form
+    field = Recipe.model_fields.get(name)
+    section = section_in(field.annotation) if field is not None else None
+    if section is not None and section.short_for is not None and not value.lstrip().startswith("{"):
+        name = f"{name}.{section.short_for}"
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from finetune.config import file_kinds
 from finetune.config.provenance import flat, gives, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
@@ -73,6 +74,8 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
+    if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
+        raise BackendError(f"{place}: {other}")
     problems = [*launch_keys.unknown(config, launch_keys.deepspeed()), *_rename(config)]
     problems += [(key, f"deprecated; write {new}") for key, new in _DEPRECATED.items() if key in flat(config)]
     if problems:

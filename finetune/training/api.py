@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import recipe_paths
-from finetune.config.recipe import apply, dump_recipe, read, validate_recipe
+from finetune.config.recipe import apply, dump_recipe, read, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
@@ -92,13 +92,13 @@ def _tree_of(
     if isinstance(source, Recipe):
         tree = source.model_dump(mode="json")
     elif isinstance(source, Mapping):
-        tree = json.loads(json.dumps(_plain(source)))
+        tree = write_out(json.loads(json.dumps(_plain(source))))
     elif source:
         origin = recipe_file(str(source))
         tree = read(origin)
     else:
         tree = {}
-    tree = _merged(tree, _plain(sections))
+    tree = _merged(tree, write_out(_plain(sections)))
     for override in overrides:
         apply(tree, override)
     return tree, origin

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config import file_kinds
 from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
-from finetune.utils.shipped_files import LAUNCH_FILES, shipped_names
+from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 _ADVICE = f"Name a file, or one of those that ship in {LAUNCH_FILES}/: {', '.join(shipped_names(LAUNCH_FILES))}."
@@ -82,6 +83,10 @@ def read(file: str) -> dict[str, Any]:
         text = read_text(Path(file))
         tree = json.loads(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
+        if file in shipped_names(RECIPES):
+            raise BackendError(
+                f"{file} is a recipe that ships, not a launch file. {file_kinds.PLACES[file_kinds.RECIPE]}"
+            ) from error
         near = hint(file, shipped_names(LAUNCH_FILES))
         raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
     except YamlProblem as error:
@@ -91,6 +96,8 @@ def read(file: str) -> dict[str, Any]:
         raise BackendError(f"Cannot read the launch file {file}: {reason}. {_ADVICE}") from error
     if not isinstance(tree, dict):
         raise BackendError(f"The launch file {file} holds no keys and values. {_ADVICE}")
+    if (other := file_kinds.other_kind(tree, file_kinds.LAUNCH)) is not None:
+        raise BackendError(f"{file}: {other}")
     tree = {name: _section(str(name), value) for name, value in tree.items()}
     mistyped = list(_mistyped(tree))
     tree = {name: value for name, value in tree.items() if value is not None}
