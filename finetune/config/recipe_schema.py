@@ -265,7 +265,8 @@ class ChatSection(Section):
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
     """What is learned: every answer, the last one only, all answers behind the last user turn (or the
-    completion, where the record has one), or every token. Answers with `weight: 0` (or `train: false`, `loss: false`) never are."""
+    completion, where the record has one), or every token. Answers with `weight: 0`, `train: false` or `loss: false`
+    never are."""
     end_token: Literal["template", "add"] = "template"
     """How answers end: as the template writes and marks them, or always with a special token that is learned:
     the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""

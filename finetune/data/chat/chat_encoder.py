@@ -261,7 +261,12 @@ class ChatEncoder:
                     "that a model would learn or read something else than the record says. Name a template that does "
                     "as chat.template (`plain` writes content and calls), or mend the record.",
                 )
-            if part.field in REASONING and part.turn in learned and not self._section.drop_reasoning:
+            if (
+                part.field in REASONING
+                and part.turn is not None
+                and part.turn in learned
+                and not self._section.drop_reasoning
+            ):
                 # Many templates write no thoughts of earlier turns, but all those of the last one.
                 last = write(self._template, until(chat, part.turn + 1), where)
                 if any((other.field, other.turn) == (part.field, part.turn) for other in last.missing):

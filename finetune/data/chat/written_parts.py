@@ -142,7 +142,7 @@ def _change(tree: Any, path: Path, mark: str, *, alone: bool) -> None:
     elif alone:
         del tree[key]
     elif isinstance(tree, dict):
-        # Of arguments and properties, whose name at least is written. All are renamed, so that they stay in order.
+        # Of arguments and properties, the name is written at least. All are renamed, so that they stay in order.
         tree[f"{key}{mark}"] = _marked(tree.pop(key), mark)
 
 
