@@ -67,7 +67,18 @@ class CheckpointManager:
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
         """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow."""
         if self._backend.is_main:
+            if step:
+                self._mend_ledger(step)
             self._warn(self._ledger.write({"start": step, "position": position, **order}))
+
+    def _mend_ledger(self, step: int) -> None:
+        try:
+            for line in row_ledger.mend(self._directory.path, step):
+                self._reporter.warn(line)
+        except CheckpointError as error:
+            self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
+        except OSError as error:
+            self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
         """What this rank has to tell the others at the beginning of a step."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import filelock
 
+from finetune.utils import json_files
 from finetune.utils.atomic_files import sync, unlockable
 from finetune.utils.errors import DataError
 
@@ -110,8 +111,8 @@ class Cache:
         if any(path.is_symlink() for path in staging.iterdir()):
             return False  # they would be written through
         try:
-            version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
-        except (ValueError, AttributeError):
+            version = json_files.read(staging / STATE).get("version")
+        except ValueError:
             return False
         if version != STATE_VERSION:
             self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
@@ -155,7 +156,7 @@ class Cache:
 def _open(folder: Path) -> Entry | None:
     """The folder, if everything that its index lists is there in full."""
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = json_files.read(folder / _INDEX)
         whole = not folder.is_symlink() and all(_is_whole(folder, *file) for file in index["files"].items())
         return Entry(folder, index["facts"], reused=True) if whole else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -1,13 +1,13 @@
 """Completes a DeepSpeed configuration from the recipe, and refuses one that contradicts it."""
 
 import copy
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from finetune.config.provenance import flat, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 
 
@@ -47,7 +47,7 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
     """
     place = launch_file.find(path, file)
     try:
-        config = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        config = json_files.parse(place.read_bytes(), pairs=_each_once)
     except (OSError, ValueError) as error:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):

@@ -18,6 +18,7 @@ from finetune.export import fresh_process
 from finetune.export.validate_files import tensors_of
 from finetune.models import lora_adapters
 from finetune.tasks.task import Task, TaskData
+from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
 
 # Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
@@ -159,7 +160,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
         if done.returncode or not (place / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
             raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json_files.read(place / "answer.json")
     return answer
 
 

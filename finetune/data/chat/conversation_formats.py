@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.utils import json_files
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 1
@@ -247,8 +248,8 @@ class RecordForm:
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
         tools = self._value(record, "tools", where)
         try:
-            tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        except (ValueError, RecursionError) as error:
+            tools = json_files.parse(tools) if isinstance(tools, str) and tools.strip() else tools
+        except ValueError as error:
             raise InvalidConversation(
                 "tools", f"{where}: '{self._path('tools')}' is not valid JSON: {error}."
             ) from error

@@ -1,7 +1,6 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from finetune.data.chat.conversation_formats import RecordForm
 from finetune.data.sources.readers import Document, Fields, document_of, read_file, require_fields
 from finetune.data.sources.streams import Meter
 from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest
 from finetune.utils.errors import DataError
 
@@ -131,8 +131,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         DataError: If the list cannot be read, or names something else.
     """
     try:
-        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        names = [str(file["filename"]) for file in json_files.read(folder / "state.json")["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
         ) from error

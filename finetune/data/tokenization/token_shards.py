@@ -6,7 +6,6 @@ being read is read again, without tokenising what is in them.
 """
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.split_writer import SplitWriter
+from finetune.utils import json_files
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import DataError
 
@@ -43,7 +43,7 @@ class Shards:
         self._left: dict[str, Any] | None = None
         if self._path.exists():
             try:
-                self._restore(json.loads(self._path.read_text(encoding="utf-8")))
+                self._restore(json_files.read(self._path))
             except DataError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as error:

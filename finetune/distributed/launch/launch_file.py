@@ -1,6 +1,5 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
@@ -63,7 +63,7 @@ def read(file: str) -> dict[str, Any]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
-        tree = json.loads(text) if file.endswith(".json") else parse(text)
+        tree = json_files.parse(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
         near = hint(file, shipped_names(LAUNCH_FILES))
         raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
