@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, row_ledger, save_checkpoint
+from finetune.checkpoint import integrity, row_ledger, run_facts, save_checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
@@ -60,7 +60,7 @@ class CheckpointManager:
             infinite=infinite,
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
-        self._incidents = Journal(directory.path / row_ledger.INCIDENTS)
+        self._incidents = Journal(directory.path / run_facts.INCIDENTS)
         self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 

@@ -251,7 +251,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     file, manifest = folder / STATE, read_manifest(folder)
     try:
-        state: dict[str, Any] = json_files.read(file)
+        state: dict[str, Any] = json_files.parse(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):

@@ -443,7 +443,9 @@ class _Metrics:
             yield newest
 
     def _add(self, line: dict[str, Any]) -> None:
-        step = float(line["step"])
+        step = line["step"]
+        if type(step) is not int:
+            raise ValueError
         if "grad_norm" in line:
             for columns in (self.training, self.evaluations):
                 columns.drop_from(step)

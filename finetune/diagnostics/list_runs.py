@@ -45,7 +45,7 @@ class RunSummary:
     """Seconds since 1970."""
     restarts: int
     damaged_lines: int = 0
-    """Of its metrics and incidents."""
+    """Of its metrics and incidents, among those that are looked at for this list."""
     problem: str | None = None
     """Why it cannot be read."""
 

@@ -22,7 +22,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / NAME
     try:
-        rows = json_files.read(file, [dict])
+        rows: list[dict[str, Any]] = json_files.read(file, [dict])
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 # Far more than any file here is nested, and far fewer than Python recurses: what was read can be written, too.
 _DEEPEST = 200
 
-Shape = type | tuple[type, ...] | dict[str, "Shape"] | list["Shape"]  # type: ignore[misc]
+Shape = type | tuple[type, ...] | dict[str, "Shape"] | list["Shape"]
 """What a value must be: of a type, of one of several, an object whose keys have shapes, or a list of one."""
 
 _NAMES = {
@@ -37,9 +37,9 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
         text = content if isinstance(content, str) else content.decode("utf-8")
         value = json.loads(text, object_pairs_hook=pairs)
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is no UTF-8 text") from error
+        raise ValueError(f"it is no JSON: byte {error.start + 1} is no UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"it is no JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if text.count("[") + text.count("{") > _DEEPEST:
@@ -71,10 +71,10 @@ def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str 
         needed: Keys that it must have.
         name: What the value is called.
     """
-    kinds = {dict: dict, list: list}.get(type(shape), shape)
-    if not _is(value, kinds):  # type: ignore[arg-type]
-        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-        wanted = " or ".join(_NAMES.get(kind, "null") for kind in allowed)  # type: ignore[arg-type]
+    allowed = shape if isinstance(shape, tuple) else (shape if isinstance(shape, type) else type(shape),)
+    # A whole number is a number, too; true is none.
+    if type(value) not in allowed and not (type(value) is int and float in allowed):
+        wanted = " or ".join(_NAMES.get(kind, "null") for kind in allowed)
         return f"{name} is {_NAMES.get(type(value), 'null')}, not {wanted}"
     if missing := [key for key in needed if key not in value]:
         return f"{name} has no {', '.join(missing)}"
@@ -86,12 +86,6 @@ def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str 
     prefix = "" if name == "it" else f"{name}: "
     found = (misfit(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
     return next((problem for problem in found if problem is not None), None)
-
-
-def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """`isinstance` as JSON means it: true is no number, and a whole number is one, too."""
-    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-    return type(value) in allowed or (type(value) is int and float in allowed)
 
 
 def _check_depth(value: Any) -> None:
