@@ -107,12 +107,17 @@ class CheckpointManager:
             CheckpointError: If it must be there and cannot be written.
         """
         self._report(self._saver.finish())
+        self._directory.make_again(self._backend)
         if self._backend.is_main:
             self._warn(self._ledger.flush(to_disk=True))
         self._saved_at = time.monotonic()
         self._saver.start(network, optimizer, state)
         if must or not self._section.asynchronous:
             outcome = self._saver.finish()
+            if must and outcome is not None and outcome.error is not None and self._directory.make_again(self._backend):
+                # It was deleted while the checkpoint was written.
+                self._saver.start(network, optimizer, state)
+                outcome = self._saver.finish()
             if must and outcome is not None and outcome.error is not None:
                 raise self._failure(outcome)
             self._report(outcome)
@@ -120,6 +125,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Waits for a save under way, and puts the journals on the disk."""
         self._report(self._saver.finish())
+        self._directory.make_again(self._backend)
         for journal in (self._ledger, self._incidents) if self._backend.is_main else ():
             if (reason := journal.close()) is not None:
                 self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")

@@ -16,10 +16,22 @@ from typing import Any
 import filelock
 import torch
 
+from finetune.checkpoint import trusted_code
+from finetune.checkpoint.integrity import name_of
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
-from finetune.utils.atomic_files import digest_of, read_lines, remove, rewrite_lines, unlockable, write_json, write_text
+from finetune.monitoring.metrics import warn
+from finetune.utils.atomic_files import (
+    device_of,
+    digest_of,
+    json_text,
+    read_lines,
+    remove,
+    rewrite_lines,
+    unlockable,
+    write_text,
+)
 from finetune.utils.errors import CheckpointError, RecipeError
 
 _LIBRARIES = (
@@ -60,7 +72,7 @@ _MORE = ("recipe.yaml", ".lock", ".trials")
 _LOCK_PATIENCE_S = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunDirectory:
     """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
 
@@ -69,6 +81,10 @@ class RunDirectory:
     """`run.json` as an earlier start of the run left it; None in a fresh directory, or one to be overwritten."""
     _overwrite: bool
     _lock: filelock.BaseFileLock | None = field(repr=False)
+    _device: int = field(repr=False)
+    _lock_file: os.stat_result | None = field(repr=False)
+    _written: dict[str, str] = field(default_factory=dict, repr=False)
+    """The texts of `recipe.yaml` and `run.json`, on rank 0 and once it has written them."""
 
     @property
     def checkpoints(self) -> Path:
@@ -101,7 +117,8 @@ class RunDirectory:
         if os.environ.get("RANK", "0") == "0":
             lock = _hold(path)
             previous = cls._look(recipe)  # whoever held it until now may have changed it
-        return cls(path, previous, _overwrites(recipe), lock)
+        held = Path(lock.lock_file).stat() if lock is not None else None
+        return cls(path, previous, _overwrites(recipe), lock, device_of(path), held)
 
     @staticmethod
     def _look(recipe: Recipe) -> dict[str, Any] | None:
@@ -140,14 +157,82 @@ class RunDirectory:
         return facts
 
     def note_checkpoint(self, step: int) -> None:
-        """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
+        """Writes into `run.json` that there is a checkpoint, and which code lies in it; rank 0 calls it.
 
         Raises:
             OSError: If it cannot be written.
         """
         facts = self.facts()
-        if "first_checkpoint" not in facts:
-            write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
+        known = {"first_checkpoint": step, **facts, **self._code(facts, self.checkpoints / name_of(step) / "model")}
+        if known != facts:
+            self._put("run.json", json_text(known))
+
+    @staticmethod
+    def _code(facts: dict[str, Any], weights: Path) -> dict[str, Any]:
+        """What `run.json` says of code, with that beside weights that this run has just written."""
+        return {"code": trusted_code.sign_weights(facts["code"], weights)} if "code" in facts else {}
+
+    def make_again(self, backend: Backend) -> bool:
+        """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
+
+        Where its disk is away, nothing is made: it may come back.
+
+        Returns:
+            Whether something was missing.
+
+        Raises:
+            CheckpointError: On every rank, if another run has begun in its place.
+        """
+        missing: list[str] = []
+        problem: str | None = None
+        if backend.is_main:
+            try:
+                missing = self._make_again()
+            except (filelock.Timeout, _TakenError):
+                problem = (
+                    f"output.dir: {self.path} was deleted while this run was under way, and another run has begun "
+                    "there. Nothing more can be saved. Give each run an output.dir of its own, and start this one "
+                    "again."
+                )
+            except (OSError, ValueError):
+                missing = []  # What is written next fails as well, and says why.
+        told = backend.tell({"missing": missing, "problem": problem})
+        if told["problem"] is not None:
+            raise CheckpointError(told["problem"])
+        if missing:
+            warn(
+                f"output.dir: {self.path} has lost {', '.join(missing)} while this run was under way: somebody has "
+                "deleted them. They are made again, and the run goes on; checkpoints that were there are lost."
+            )
+        return bool(told["missing"])
+
+    def _make_again(self) -> list[str]:
+        """Does so on rank 0; returns what was missing."""
+        missing = [name for name in (*self._written, "checkpoints") if not (self.path / name).exists()]
+        assert self._lock is not None
+        assert self._lock_file is not None
+        file = Path(self._lock.lock_file)
+        locked = file.exists() and os.path.samestat(file.stat(), self._lock_file)
+        if (locked and not missing) or device_of(self.path) != self._device:
+            return []
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not locked:
+            # The lock that is held is that of a file which is gone.
+            lock = filelock.FileLock(file)
+            lock.acquire(timeout=0)
+            self._lock, self._lock_file = lock, file.stat()
+        if "run.json" not in missing and self.facts().get("starts") != json.loads(self._written["run.json"])["starts"]:
+            raise _TakenError
+        self.checkpoints.mkdir(exist_ok=True)
+        for name, text in self._written.items():
+            if name in missing:
+                write_text(self.path / name, text)
+        return missing
+
+    def _put(self, name: str, text: str) -> None:
+        """Writes a file, and remembers it."""
+        write_text(self.path / name, text)
+        self._written[name] = text
 
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
         """Writes what is about to run. Every rank calls it; rank 0 writes.
@@ -171,7 +256,7 @@ class RunDirectory:
         elif self.previous is not None:
             self._rewind(begin["from_step"])
         self.checkpoints.mkdir(exist_ok=True)
-        write_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        self._put("recipe.yaml", dump_recipe(recipe))
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -182,7 +267,9 @@ class RunDirectory:
         known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
-        write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
+        if code := trusted_code.sign_code(self.path, recipe):
+            known["code"] = code
+        self._put("run.json", json_text({"starts": [*starts, now], **facts, **known}))
 
     def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
         """Adds the results and more to `run.json`, on rank 0, and lets go of the directory.
@@ -193,9 +280,10 @@ class RunDirectory:
 
         def write() -> None:
             facts = self.facts() | more
+            facts |= self._code(facts, self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_json(self.path / "run.json", facts)
+            self._put("run.json", json_text(facts))
 
         self.on_main(backend, write)
         self.release()
@@ -248,6 +336,10 @@ class RunDirectory:
                 f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
                 "share."
             )
+
+
+class _TakenError(Exception):
+    """Another run has begun in the directory."""
 
 
 def _started_again() -> bool:

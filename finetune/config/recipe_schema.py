@@ -5,7 +5,7 @@ A text within `Annotated` is the key's unit; numbers have one.
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -30,10 +30,21 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+    short_for: ClassVar[str | None] = None
+    """The key that a text in place of the section stands for."""
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return annotation if issubclass(annotation, Section) else None
+    return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
 
 
 class SampleSection(Section):
     """Text that the model writes during the run, to be looked at."""
+
+    short_for = "prompt"
 
     prompt: str = ""
     """What the text begins with; with a `chat` section, what a user says."""
@@ -65,6 +76,8 @@ class LogSection(Section):
 
 class OutputSection(Section):
     """Where the run's files go."""
+
+    short_for = "dir"
 
     dir: Annotated[str, Field(min_length=1)] = "runs/run"
     """The run directory: recipe, metrics, `run.json`, the final model."""
@@ -99,7 +112,9 @@ def ranking(best_by: str) -> tuple[str, int]:
 
 
 class ResumeSection(Section):
-    """Resuming where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
+    """Resuming where a run was stopped."""
+
+    short_for = "mode"
 
     mode: Annotated[str, Field(min_length=1)] = "auto"
     """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
@@ -120,6 +135,8 @@ class GuardSection(Section):
 class TokenizerSection(Section):
     """How text becomes tokens. Empty: the tokenizer that lies beside the model."""
 
+    short_for = "name"
+
     name: str | None = None
     """A directory with a tokenizer, or a name on the hub."""
     revision: str | None = None
@@ -136,6 +153,8 @@ class TokenizerSection(Section):
 
 class Source(Section):
     """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
+
+    short_for = "path"
 
     sample: Annotated[PositiveInt | None, "stories"] = None
     """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
@@ -199,6 +218,8 @@ class EvalSection(Section):
 class DataSection(Section):
     """The documents and how they become rows of tokens."""
 
+    short_for = "train"
+
     train: tuple[Source, ...] = ()
     """What is learned from."""
     validation: tuple[Source, ...] = ()
@@ -236,13 +257,16 @@ class DataSection(Section):
 class ChatSection(Section):
     """Conversations: how they are written, and what of them is learned."""
 
+    short_for = "template"
+
     template: str | None = None
     """The chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
     """What is learned: every answer, the last one only, all answers behind the last user turn (or the
-    completion, where the record has one), or every token. Answers with `weight: 0` never are."""
+    completion, where the record has one), or every token. Answers with `weight: 0`, `train: false` or `loss: false`
+    never are."""
     end_token: Literal["template", "add"] = "template"
     """How answers end: as the template writes and marks them, or always with a special token that is learned:
     the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""
@@ -252,6 +276,9 @@ class ChatSection(Section):
     drop_tools: bool = False
     """Learn from conversations whose `tools` the template does not write, without these. Off: they are refused, because
     a model would learn calls of functions that it never saw."""
+    drop_reasoning: bool = False
+    """Learn answers whose `reasoning_content` (or `thinking`) the template does not write, without it. Off: they are
+    refused."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
     """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
 
@@ -340,6 +367,8 @@ class RopeScalingSection(Section):
 
 class ModelSection(Section):
     """The network and where its first weights come from."""
+
+    short_for = "name"
 
     name: str | None = None
     """A model directory, or a name on the Hugging Face hub. Leave out to start from `config`."""
@@ -431,6 +460,8 @@ class LoraSection(Section):
 class TaskSection(Section):
     """What the model is trained to do."""
 
+    short_for = "name"
+
     name: str = "causal_lm"
     """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
     loss: str | None = None
@@ -476,6 +507,8 @@ class LengthSection(Section):
 class OptimSection(Section):
     """The optimiser."""
 
+    short_for = "name"
+
     name: str = "AdamW"
     """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
     `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
@@ -514,6 +547,8 @@ class OptimSection(Section):
 
 class ScheduleSection(Section):
     """The learning rate as a function of the step."""
+
+    short_for = "name"
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """`wsd` is warm-up, stable, decay."""

@@ -77,14 +77,14 @@ def as_json(values: Sequence[Value]) -> str:
 
 
 def _object(value: Value) -> dict[str, Any]:
-    *overrode, last = value.settings or (None,)
+    last = value.settings[-1] if value.settings else None
     return {
         "key": value.key,
         "section": value.section,
         "value": last.value if last else None,
         "layer": last.layer if last else None,
         "place": last.place if last else None,
-        "overrode": [vars(setting) for setting in overrode if setting],
+        "overrode": [vars(setting) for setting in reversed(value.overridden)],
         "unit": value.unit or None,
         "meaning": value.meaning,
     }
@@ -96,10 +96,10 @@ def page(value: Value) -> Group:
     if not value.settings:
         head = f"{value.key} is not in force: its section is left out"
     else:
-        *overrode, last = value.settings
+        last = value.settings[-1]
         head = f"{value.key} = {_plain(last.value)}"
         rows.add_row("  set by", _who(last))
-        for number, setting in enumerate(reversed(overrode)):
+        for number, setting in enumerate(value.overridden):
             rows.add_row("" if number else "  instead of", f"{_plain(setting.value)}, {_who(setting)}")
     if value.unit:
         rows.add_row("  unit", value.unit)
@@ -121,9 +121,9 @@ def table(values: Sequence[Value]) -> Table:
 
 
 def _cells(value: Value) -> tuple[str, ...]:
-    *overrode, last = value.settings
+    last = value.settings[-1]
     # That nothing was given before is no news.
-    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in reversed(overrode) if s.value is not None]
+    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     where = last.place if last.layer in ("recipe file", "launch file", "ds_config") and last.place else _who(last)
     return (
         f"  {value.key}",

@@ -5,7 +5,6 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from finetune.checkpoint import integrity, row_ledger
-from finetune.config.recipe import load_recipe
+from finetune.checkpoint import integrity, row_ledger, trusted_code
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
 from finetune.diagnostics.parity.finished_run import read_facts
@@ -26,6 +24,10 @@ from finetune.training.loop import train_step
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.temporary_folders import temporary_folder
+
+# What a step may run of the code that a recipe leads to; metrics are left out.
+_RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
 
 # Of a row's text, so many characters are shown.
 _SHOWN = 100
@@ -95,8 +97,12 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.7g}"
 
 
-def replay(directory: Path, number: int) -> Replayed:
+def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
+
+    Args:
+        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+            on this machine.
 
     Raises:
         RecipeError: If there is no such run or step, or the recipe would read other data or another model by now.
@@ -104,10 +110,11 @@ def replay(directory: Path, number: int) -> Replayed:
             begin from nothing.
     """
     facts = read_facts(directory)
+    ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
     entry = _entry(directory, number)
     start = _nearest(directory, facts, number - 1)
-    with tempfile.TemporaryDirectory(prefix="finetune-replay-") as folder:
-        recipe = _recipe(directory, facts, start, Path(folder))
+    with temporary_folder() as folder:
+        recipe = _recipe(ran, facts, start, folder)
         run = build_run(recipe, quiet=True)
         _check_identity(directory, facts["identity"], run.identity)
         for step in range(run.resume.step, number - 1):
@@ -152,9 +159,8 @@ def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
     )
 
 
-def _recipe(directory: Path, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
+def _recipe(recipe: Recipe, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
     """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
-    recipe = load_recipe(directory / "recipe.yaml")
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
         # What may not differ is compared afterwards, and said in other words.

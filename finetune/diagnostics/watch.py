@@ -101,7 +101,7 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
     cells = [
         ("training loss", figures.number(float(losses[-1])) if len(losses) else "–"),
         (run.best_name, f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
-        ("targets / s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
+        ("targets/s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
         ("gradient norm", figures.number(float(last["grad_norm"][-1])) if len(last["step"]) else "–"),
         ("targets learned", figures.count(float(last["tokens"][-1])) if len(last["step"]) else "–"),
         ("learning rate", figures.number(float(last["lr"][-1]), 3) if len(last["step"]) else "–"),

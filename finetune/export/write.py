@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
+from finetune.checkpoint import trusted_code
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, stop_tokens, validate_files, verify_export
 from finetune.export.find_weights import WeightSource
@@ -76,6 +77,7 @@ def export(
     step: int | None = None,
     base: str | None = None,
     shard_size: str = "5GB",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Writes a run's weights so that transformers or peft opens them, and verifies that they are what was trained.
 
@@ -84,6 +86,8 @@ def export(
         kind: `adapter`, `merged` (fp32) or `merged-16bit`.
         say: Gets each line that is reported.
         base: The base at another place than the recipe's.
+        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+            on this machine.
 
     Returns:
         The folder.
@@ -92,7 +96,8 @@ def export(
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
     merge.return_memory_at_once()
-    found = find_weights.find_weights(place, step)
+    code = (trusted_code.SHIPPED, "task.loss")
+    found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
     with found.held:
         target = to if to is not None else found.run / "exports" / kind
         if target.exists():

@@ -52,7 +52,7 @@ def resolve_model_config(
                 if name not in section.config:
                     setattr(config, name, getattr(tokenizer, name))
     else:
-        config = _config_from_name(section)
+        config = read_pretrained_config(section)
     head: Head = "causal_lm" if num_labels is None else "sequence_classification"
     _check_kind(config, section, head)
     if section.name is not None:
@@ -150,7 +150,12 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
 
 
-def _config_from_name(section: ModelSection) -> PretrainedConfig:
+def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
+    """The configuration of `model.name`, as it lies there.
+
+    Raises:
+        RecipeError: If there is none.
+    """
     try:
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code

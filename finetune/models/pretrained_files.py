@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
 from finetune.utils.errors import RecipeError
+from finetune.utils.file_formats import format_of
 
 # As safetensors names them, the widest first.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -30,6 +31,8 @@ class Weights:
     """What to report: tensors that are new, and tensors that are left out."""
     not_weights: frozenset[str]
     """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
+    new: frozenset[str] = frozenset()
+    """Tensors of a head that the files lack."""
 
     def first_not_finite(self, rank: int = 0, world: int = 1) -> int | None:
         """The position of the first tensor that holds NaN or infinity, among those that this rank looks at."""
@@ -136,7 +139,7 @@ def load(
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
     buffers = {buffer for buffer, _ in network.named_buffers()}
-    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out))
+    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out), frozenset(drawn))
 
 
 def look_at_packed(section: ModelSection) -> Weights:
@@ -321,6 +324,8 @@ def _dtypes(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and (found := format_of(file)):
+            raise RecipeError(f"{file} is {found.name}, and holds no weights. {found.advice}") from error
         raise RecipeError(
             f"{file} cannot be read, it is damaged or incomplete ({error}). Copy or download it again."
         ) from error

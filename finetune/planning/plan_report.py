@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune.planning import recommendations
 from finetune.planning.candidates import Candidate
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
@@ -62,7 +63,8 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"  {names}: {reason}")
     for (name, kind), change in plan.cheapest.items():
         if kind == plan.kind:
-            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; fits with {change}")
+            how = f"fits with {change}" if change != recommendations.NOTHING else "nothing that is offered makes it fit"
+            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; {how}")
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}")
@@ -110,7 +112,7 @@ def _unit(plan: Plan) -> str:
 
 def _unit_of(sizes: list[int]) -> str:
     """One unit for all: of tiny networks GiB would show zero."""
-    return "GiB" if max(sizes) >= GIB else "MiB"
+    return "GiB" if max(sizes, default=0) >= GIB else "MiB"
 
 
 def _size(size: float, unit: str) -> str:

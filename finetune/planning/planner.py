@@ -154,6 +154,12 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
         if machines.gpus % launch.tensor:
             continue  # layers are split within a machine
         found[name] = launch
+    if not found:
+        raise RecipeError(
+            f"No launch file in {folder} can run on {machines.ranks} GPU(s): one takes single.yaml or a ZeRO file with "
+            "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
+            "folder by --configs, or another number by --gpus and --nodes."
+        )
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
 
 

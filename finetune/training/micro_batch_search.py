@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -27,6 +26,7 @@ from finetune.monitoring.metrics import warn
 from finetune.planning.planner import candidates_of, largest
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import BackendError, MemoryFullError
+from finetune.utils.temporary_folders import temporary_folder
 
 # The share of a rank's memory that a trial may take: evaluation, checkpoints and allocators' gaps come on top.
 FULL = 0.92
@@ -186,8 +186,8 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
         BackendError: If the trial failed otherwise.
     """
     name = f"trial-{notes.number}-{recipe.batch.rows}"
-    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
-        file, report, log = (Path(folder) / name for name in ("recipe.yaml", "report.json", "output.txt"))
+    with temporary_folder() as folder:
+        file, report, log = (folder / name for name in ("recipe.yaml", "report.json", "output.txt"))
         file.write_text(dump_recipe(recipe), encoding="utf-8")
         words = [sys.executable, "-m", "finetune.training.micro_batch_trial", str(file), str(report)]
         env = rendezvous_store.apart(name)

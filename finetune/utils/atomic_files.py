@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -59,7 +60,12 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A JSON value as `write_json` writes it."""
+    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def unlockable(folder: Path) -> str | None:
@@ -126,12 +132,14 @@ def digest_of(facts: Any) -> str:
 class Journal:
     """A file of JSON lines that only grows, and that no crash or full disk tears.
 
-    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said.
+    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said. A file
+    that somebody deletes is written again, with all of its lines.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._folder = _which(path.parent)
+        self._disk = device_of(path)
+        self._written: BinaryIO | None = None  # keeps what was written, be it deleted
         self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
         self._failing = False
@@ -157,6 +165,10 @@ class Journal:
             to_disk: Return only once it is on the disk.
         """
         try:
+            if self._deleted():
+                assert self._written is not None
+                self._waiting.insert(0, os.pread(self._written.fileno(), self._end or 0, 0))
+                self._written, self._end = None, None
             self._end = self._write(b"".join(self._waiting), to_disk)
         except OSError as error:
             first, self._failing = not self._failing, True
@@ -167,11 +179,16 @@ class Journal:
     def close(self) -> str | None:
         """Writes what waits, for the last time; returns why some of it is lost."""
         self._failing = False
-        return self.flush(to_disk=True) if self._waiting else None
+        return self.flush(to_disk=True) if self._waiting or self._deleted() else None
+
+    def _deleted(self) -> bool:
+        """Whether the file was deleted, and its folder is there."""
+        there = self._path.parent.is_dir() and device_of(self._path) == self._disk
+        return self._written is not None and there and not os.path.lexists(self._path)
 
     def _write(self, text: bytes, to_disk: bool) -> int:
         # Where a mount has vanished, a new file would lie on the wrong disk.
-        if self._end is None and _which(self._path.parent) != self._folder:
+        if self._end is None and device_of(self._path) != self._disk:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         handle = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if self._end is None else 0), 0o666)
         try:
@@ -184,6 +201,9 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if to_disk:
                 os.fsync(handle)
+            if self._written is None or not os.path.samestat(os.fstat(handle), os.fstat(self._written.fileno())):
+                self._written = self._path.open("rb", buffering=0)
+                weakref.finalize(self, self._written.close)
             return end + len(text)
         except OSError:
             with contextlib.suppress(OSError):
@@ -193,13 +213,12 @@ class Journal:
             os.close(handle)
 
 
-def _which(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from any other of its name; None if there is none."""
-    try:
-        facts = folder.stat()
-    except OSError:
-        return None
-    return facts.st_dev, facts.st_ino
+def device_of(path: Path) -> int:
+    """The file system on which a path lies, or would lie: where a mount has vanished, it is another one."""
+    folder = path.absolute()
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    return folder.stat().st_dev
 
 
 def _end_of_lines(handle: int, size: int) -> int:

@@ -1,9 +1,49 @@
 """The console for what people read."""
 
-from typing import Literal
+import io
+import sys
+from contextlib import suppress
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+
+class _Lenient(io.FileIO):
+    """A file that takes what cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Has output that nobody can read any more dropped, where a failing print would end what is at work.
+
+    So it is when the terminal is closed (EIO), when what a pipe leads to has ended (EPIPE), and on a full disk. Streams
+    that a program or a notebook has put in place of Python's own stay as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), _Lenient):
+            continue
+        with suppress(OSError):
+            stream.flush()
+        file: Any = _Lenient(stream.fileno(), "w", closefd=False)
+        lenient = io.TextIOWrapper(
+            file if stream.write_through else io.BufferedWriter(file),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lenient)
+        setattr(sys, f"__{name}__", lenient)
 
 
 def plain_console() -> Console:
@@ -12,6 +52,20 @@ def plain_console() -> Console:
     if not console.is_terminal:
         console.width = 1000
     return console
+
+
+def progress_bar(console: Console, *columns: ProgressColumn, known: bool = True, **options: Any) -> Progress:
+    """Progress in one line: the bar takes the room that the columns leave, and these are not wrapped.
+
+    Args:
+        columns: What stands before the bar.
+        known: Whether the end is known; else there is no bar, and no time left.
+        options: More of `Progress`.
+    """
+    if known:
+        bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+        columns += (bar, TimeRemainingColumn(table_column=Column(no_wrap=True)), TextColumn("left"))
+    return Progress(*columns, console=console, expand=known, **options)
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:

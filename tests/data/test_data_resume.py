@@ -18,6 +18,7 @@ from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.data.tokenization import encoding, token_shards
 from finetune.data.tokenization.split_writer import SplitWriter
+from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 6000  # as in killed.py
@@ -108,14 +109,23 @@ def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other text"])
+@pytest.mark.parametrize("damage", ["shorter", "other numbers", "other counts", "other text"])
 def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     (left,) = left_behind(tmp_path, monkeypatch, KeyboardInterrupt())
     if damage == "shorter":
         os.truncate(left / "train.tokens", 2)
+    elif damage == "other numbers":
+        tokens = (left / "train.tokens").read_bytes()
+        (left / "train.tokens").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
     else:
         state = json.loads((left / STATE).read_text())
-        (left / STATE).write_text(json.dumps({**state, "last": state["last"] ^ 1}))
+        del state["digest"]
+        if damage == "other text":
+            state["last"] ^= 1
+            state["digest"] = digest_of(state)
+        else:
+            state["all_documents"] += 1
+        (left / STATE).write_text(json.dumps(state))
     with pytest.raises(DataError, match="Start again"):
         tiny(tmp_path)
     tiny(tmp_path)

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from finetune.distributed import gpu_specs
 from finetune.distributed.launch.launch_environment import launch_of_file
 from finetune.planning import model_shapes, planner, recommendations
 from finetune.planning.step_time import Machines
+from finetune.planning.trace import trace_launches
 from finetune.training import entry_point
 from finetune.utils.errors import RecipeError
 
@@ -409,6 +412,39 @@ def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -
     assert not {"hsdp", "sp", "tp", "fsdp_tp_sp"} & plan.launches.keys()
     assert "fsdp" in plan.launches or number == 1
     assert "hsdp" in planned(sections(batch={"global_size": 60, "micro_size": 1}), number=4).launches
+
+
+@pytest.mark.parametrize("flags", ["--json", "--trace", "--trace all", "--write new.yaml"])
+@pytest.mark.parametrize(
+    ("name", "machines", "overrides", "says"),
+    [
+        ("ddp", "--gpus 1", "", "No launch file in .*configs can run on 1 GPU"),
+        ("hsdp", "--gpus 3", "", "No launch file in .*configs can run on 3 GPU"),
+        ("ddp", "--gpus 5", "", "global_size 64 is not a multiple of"),
+        ("ddp", "--gpus 2 --gpu memory=1,bf16=1", "", "nothing fits"),
+    ],
+)
+def test_nothing_to_recommend(
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    machines: str,
+    overrides: str,
+    says: str,
+    flags: str,
+) -> None:
+    (tmp_path / "configs").mkdir()
+    shutil.copy(ROOT / "accelerate_configs" / f"{name}.yaml", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace_launches, "trace", lambda *_: [])  # it has tests of its own, and takes long
+    words = [*machines.split(), *flags.split(), "--configs", tmp_path / "configs"]
+    code, out, err = said(capsys, file, *words)
+    assert code == (2 if "No launch file" in says or flags in ("--trace", "--write new.yaml") else 0), err
+    assert re.search(says, out + err), out + err
+    assert "Traceback" not in err
+    assert not (tmp_path / "new.yaml").exists()
 
 
 def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

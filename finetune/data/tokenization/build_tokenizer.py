@@ -1,6 +1,7 @@
 """The tokenizer: loaded from a directory or the hub, or trained on the training documents."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import brief
 from finetune.data.sources.readers import END_OF_TEXT
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import format_of
 
 PADDING = "<|pad|>"
 TRAINER_VERSION = 1
@@ -42,7 +44,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     try:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
-        _check_config(name)
+        _check_files(name)
         raise DataError(
             f"The tokenizer '{name}' cannot be loaded: {brief(error)}. It must be a directory with a tokenizer's files "
             "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size to "
@@ -50,9 +52,18 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _check_config(name: str) -> None:
-    """Opening a tokenizer reads the model's configuration, whose faults are its own."""
-    file = Path(name).expanduser() / "config.json"
+def _check_files(name: str) -> None:
+    """Opening a tokenizer reads the model's configuration, whose faults are its own; and files may be none of the kind.
+
+    Raises:
+        DataError: Of the first file that is something else than its name says.
+    """
+    folder = Path(name).expanduser()
+    kinds = (".json", ".txt", ".model", ".jinja")
+    for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
+        if found := format_of(file) if file.is_file() else None:
+            raise DataError(f"{file} is {found.name}, and no part of a tokenizer. {found.advice}")
+    file = folder / "config.json"
     try:
         if file.is_file():
             json.loads(file.read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ def _figures(runs: Sequence[tuple[str, RunHistory]], price: float | None, losses
         "status",
         "best validation loss",
         "last loss",
-        "targets / s",
+        "targets/s",
         "time",
         what,
         "peak memory",

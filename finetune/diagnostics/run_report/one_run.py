@@ -115,7 +115,7 @@ def _tiles(run: RunHistory, price: float | None) -> Html:
         seconds = [tag("b", figures.duration(run.duration)), tag("span", "so far, pauses left out")]
     tokens = run.training["tokens"]
     spent, what = figures.cost(price, run.process_hours, run.facts.get("runs", {}).get("device", ""))
-    learned = f"targets / s, {figures.count(float(tokens[-1]))} learned" if len(tokens) else "targets / s"
+    learned = f"targets/s, {figures.count(float(tokens[-1]))} learned" if len(tokens) else "targets/s"
     tiles = [
         (figures.number(last_loss(run)), "last training loss"),
         validated,
