@@ -11,10 +11,6 @@ from pathlib import Path
 
 from finetune.utils import orphan_watch, signals
 
-# Launchers pass on the signal that their workers have received already, and ranks are told one after the other.
-# Within this time all of it is one request.
-_SAME_REQUEST_S = 3.0
-
 
 class ShutdownHandler:
     """Turns signals, and the end of the launcher, into a request to stop at a step's boundary."""
@@ -65,7 +61,7 @@ class ShutdownHandler:
             return
         if self.reason is None:
             self._request(signal.Signals(number).name, 128 + number)
-        elif time.monotonic() - self._since > _SAME_REQUEST_S:
+        elif time.monotonic() - self._since > signals.SAME_REQUEST_S:
             os._exit(128 + number)
 
     def _request(self, reason: str, code: int) -> None:

@@ -36,7 +36,7 @@ _LOST_PATIENCE_S = 2.0
 
 def guarded(verb: Callable[[], int | None]) -> int:
     """Runs a verb; an error of the user's, or a signal that asks to end, becomes one paragraph and an exit code."""
-    with signals.handled(signals.stop_signals(), signals.interrupt):
+    with signals.handled(signals.stop_signals(), signals.interrupter()):
         try:
             return verb() or 0
         except FinetuneError as error:

@@ -4,10 +4,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
+
+SAME_REQUEST_S = 3.0
+"""Launchers pass on the signal that their workers have received already, and ranks are told one after the other. Within
+this time all of it is one request."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -24,9 +29,16 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return asked if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*asked, signal.SIGHUP)
 
 
-def interrupt(number: int, _: Any = None) -> NoReturn:
-    """A handler that raises `Interrupted`."""
-    raise Interrupted(number)
+def interrupter() -> Callable[[int, Any], None]:
+    """A handler that raises `Interrupted`, once a request: another signal must not cut off what the first has begun."""
+    asked: list[float] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        if not asked or time.monotonic() - asked[-1] > SAME_REQUEST_S:
+            asked.append(time.monotonic())
+            raise Interrupted(number)
+
+    return interrupt
 
 
 @contextmanager

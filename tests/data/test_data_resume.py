@@ -4,11 +4,13 @@ import io
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import ROOT, python
+from rich.console import Console
 
 from finetune.config.recipe import validate_recipe
 from finetune.data import cache
@@ -191,6 +193,21 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, known: bool) -> 
     assert "Resuming at document 7." in written
     assert "30 documents" in written
     assert ("75%" in written) == ("left" in written) == known
+
+
+@pytest.mark.parametrize("title", ["tokenising", "training the tokenizer"])
+def test_the_bar_is_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    with documents_bar(title, [10**12], quiet=False) as bar:
+        bar.advance(12_345_678, 10**11)
+        shown = Console(width=80, file=io.StringIO())
+        with shown.capture() as captured:
+            shown.print(bar._display.get_renderable())
+    (line,) = captured.get().splitlines()
+    assert title in line
+    assert re.search(r"12,345,678 documents, [\d,]+/s .*━.* +10% \S+ left$", line)
 
 
 def test_a_log_gets_lines_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

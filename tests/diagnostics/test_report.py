@@ -256,6 +256,18 @@ def test_files_beside_the_page(finished: Path, tmp_path: Path) -> None:
     assert write_report.write_report([run]) == files
 
 
+def test_files_of_several_runs_go_into_a_folder_of_their_own(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [copy(finished, tmp_path / "runs" / name) for name in ("a", "b", "c", "d", "e")]
+    monkeypatch.chdir(tmp_path)
+    files = write_report.write_report(runs[:2])
+    assert files[0] == Path("report-a-b/report.html")
+    assert {file.parent for file in files} == {Path("report-a-b")}
+    write_report.write_report(runs)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report-a-b", "report-a-b-c-2-more", "runs"]
+
+
 def test_text_of_a_run_is_only_text(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
