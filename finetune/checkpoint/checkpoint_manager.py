@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, row_ledger, save_checkpoint
+from finetune.checkpoint import integrity, row_ledger, run_facts, save_checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
@@ -60,14 +60,25 @@ class CheckpointManager:
             infinite=infinite,
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
-        self._incidents = Journal(directory.path / row_ledger.INCIDENTS)
+        self._incidents = Journal(directory.path / run_facts.INCIDENTS)
         self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
         """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow."""
         if self._backend.is_main:
+            if step:
+                self._mend_ledger(step)
             self._warn(self._ledger.write({"start": step, "position": position, **order}))
+
+    def _mend_ledger(self, step: int) -> None:
+        try:
+            for line in row_ledger.mend(self._directory.path, step):
+                self._reporter.warn(line)
+        except CheckpointError as error:
+            self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
+        except OSError as error:
+            self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
         """What this rank has to tell the others at the beginning of a step."""

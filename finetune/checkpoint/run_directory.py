@@ -1,6 +1,5 @@
 """The run directory: used by one run at a time, refused if it holds another one; `run.json`."""
 
-import json
 import os
 import socket
 import subprocess
@@ -16,20 +15,20 @@ from typing import Any
 import filelock
 import torch
 
-from finetune.checkpoint import trusted_code
+from finetune.checkpoint import run_facts, trusted_code
 from finetune.checkpoint.integrity import name_of
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
+from finetune.utils import json_files
 from finetune.utils.atomic_files import (
     device_of,
-    digest_of,
     json_text,
-    read_lines,
+    lock_file,
     remove,
     rewrite_lines,
-    unlockable,
+    set_damaged_lines_aside,
     write_text,
 )
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -52,8 +51,11 @@ _LIBRARIES = (
 # short leaves a directory that is still a run's.
 _LEFT = (
     "metrics.jsonl",
+    "metrics.jsonl.damaged",
     "ledger.jsonl",
+    "ledger.jsonl.damaged",
     "incidents.jsonl",
+    "incidents.jsonl.damaged",
     "predictions.jsonl",
     "model",
     "checkpoints",
@@ -153,8 +155,7 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """`run.json` as it is now."""
-        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        return facts
+        return run_facts.read_facts(self.path)
 
     def note_checkpoint(self, step: int) -> None:
         """Writes into `run.json` that there is a checkpoint, and which code lies in it; rank 0 calls it.
@@ -221,7 +222,10 @@ class RunDirectory:
             lock = filelock.FileLock(file)
             lock.acquire(timeout=0)
             self._lock, self._lock_file = lock, file.stat()
-        if "run.json" not in missing and self.facts().get("starts") != json.loads(self._written["run.json"])["starts"]:
+        if (
+            "run.json" not in missing
+            and self.facts().get("starts") != json_files.parse(self._written["run.json"])["starts"]
+        ):
             raise _TakenError
         self.checkpoints.mkdir(exist_ok=True)
         for name, text in self._written.items():
@@ -314,7 +318,7 @@ class RunDirectory:
         """The starts so far, the last of them with how far it came: `_rewind` takes the lines back that tell."""
         starts: list[dict[str, Any]] = (self.previous or {}).get("starts", [])
         file = self.path / "metrics.jsonl"
-        lines = read_lines(file) if starts and file.exists() else []
+        lines = run_facts.read_metrics(self.path).whole if starts and file.exists() else []
         if not lines or lines[-1]["step"] < starts[-1]["from_step"]:
             return starts
         before = self.previous or {}
@@ -323,10 +327,17 @@ class RunDirectory:
         return [*starts[:-1], {**starts[-1], **reached}]
 
     def _rewind(self, step: int) -> None:
-        """Takes back the metrics and incidents of steps that will be taken again."""
-        for file in (self.path / "metrics.jsonl", self.path / "incidents.jsonl"):
+        """Takes back the metrics and incidents of steps that will be taken again, and sets damaged lines aside."""
+        for name, read in (
+            (run_facts.METRICS, run_facts.read_metrics),
+            (run_facts.INCIDENTS, run_facts.read_incidents),
+        ):
+            file = self.path / name
             if file.exists():
-                rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
+                lines = read(self.path)
+                if (moved := set_damaged_lines_aside(file, lines)) is not None:
+                    warn(f"{moved}. The run is resumed without them: what they said is missing from reports.")
+                rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
 
     def _check_shared(self, backend: Backend) -> None:
         """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
@@ -352,18 +363,15 @@ def _overwrites(recipe: Recipe) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    file = path / "run.json"
-    try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (path / run_facts.RUN).exists():
         # Checkpoints or a ledger are a run's, whatever became of the file beside them.
         return {} if (path / "checkpoints").is_dir() or (path / "ledger.jsonl").exists() else None
-    except (OSError, ValueError) as error:
+    try:
+        return run_facts.read_facts(path)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}. Restore it, or choose another output.dir and begin from the checkpoint "
-            f"by resume={path}."
+            f"{error} Or choose another output.dir and begin from the checkpoint by resume={path}."
         ) from error
-    return facts
 
 
 def _check_links(path: Path) -> None:
@@ -392,7 +400,7 @@ def _is_run(path: Path) -> bool:
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
         try:
             with (path / name).open("rb") as file:
-                facts = json.loads(file.readline() if name.endswith("l") else file.read())
+                facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
         except (OSError, ValueError):
             continue
         if isinstance(facts, dict) and key in facts:
@@ -407,12 +415,11 @@ def _holds_something(path: Path) -> bool:
 def _lock_file(path: Path) -> Path:
     """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
     try:
-        reason = unlockable(path)
+        file, reason = lock_file(path, ".lock")
     except OSError as error:
         raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
     if reason is None:
-        return path / ".lock"
-    file = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{digest_of(str(path.resolve()))[:16]}.lock"
+        return file
     print(
         f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
         "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "

@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
 
 SHIPPED = "model.trust_remote_code"
@@ -146,8 +147,8 @@ def _shipped_in(folder: Path) -> str | None:
         found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
     for file in sorted(folder.glob("*.json")):
         try:
-            said = _values_of("auto_map", json.loads(file.read_bytes()))
-        except (ValueError, RecursionError) as error:
+            said = _values_of("auto_map", json_files.parse(file.read_bytes()))
+        except ValueError as error:
             said = [str(error)]  # whoever can read it might find code there
         if said:
             found[file.name] = said
@@ -166,9 +167,9 @@ def _values_of(key: str, tree: Any) -> list[Any]:
 
 def _signatures(run: Path) -> dict[str, list[str]]:
     try:
-        found = json.loads((run / "run.json").read_bytes())["code"]
+        found = json_files.read(run / "run.json")["code"]
         return {str(key): [str(one) for one in signed] for key, signed in found.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
 

@@ -257,6 +257,8 @@ def runs(parsed: argparse.Namespace) -> None:
     for one in found:
         if one.problem is not None:
             console.print(f"{one.run}: {one.problem}", markup=False)
+        elif one.damaged_lines:
+            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are left out", markup=False)
 
 
 def comms(parsed: argparse.Namespace) -> None:

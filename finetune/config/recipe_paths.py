@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
@@ -53,6 +54,8 @@ def find_files(given: str) -> list[Path]:
     files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
     for path in files:
         _require_regular(path)
+        if (wrong := path_kinds.not_data(path)) is not None:
+            raise DataError(wrong)
     return files
 
 
@@ -73,13 +76,19 @@ def _require_regular(path: Path) -> None:
 
 
 def _problems(recipe: Recipe) -> Iterator[FinetuneError]:
-    for key, name in (("model.name", recipe.model.name), ("tokenizer.name", recipe.tokenizer.name)):
-        if name is not None and _is_path(name) and not Path(name).expanduser().is_dir():
+    for key, name, told in (
+        ("model.name", recipe.model.name, path_kinds.not_a_model),
+        ("tokenizer.name", recipe.tokenizer.name, path_kinds.not_a_tokenizer),
+    ):
+        folder = Path(name or "").expanduser()
+        if name is not None and _is_path(name) and not folder.is_dir() and path_kinds.kind_of(folder) is None:
             what = "a file" if Path(name).expanduser().exists() else "not there"
             yield RecipeError(
                 f"{key} is written as a path, {name}, and that is {what}{_nearest(Path(name).expanduser())} (looked "
                 f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
             )
+        elif name is not None and (wrong := told(Path(name).expanduser())) is not None:
+            yield RecipeError(f"{key}: {wrong}")
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.path is not None:
             try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import filelock
 
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest, digest_of, sync, unlockable
 from finetune.utils.errors import DataError
 
@@ -151,8 +152,8 @@ class Cache:
         if any(path.is_symlink() for path in staging.iterdir()):
             return False  # they would be written through
         try:
-            version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
-        except (ValueError, AttributeError, RecursionError):
+            version = json_files.read(staging / STATE).get("version")
+        except ValueError:
             return False
         if version != STATE_VERSION:
             self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
@@ -236,7 +237,7 @@ def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any
     if folder.is_symlink():
         raise _DamageError("is a link to somewhere else")
     try:
-        index = json.loads((folder / _INDEX).read_bytes())
+        index = json_files.read(folder / _INDEX)
         if index.keys() == {"files", "facts"}:
             raise _DamageError("was written by an earlier version, without digests")
         if index.pop("digest") != digest_of(index):
@@ -244,7 +245,7 @@ def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any
         files = {name: (int(file["bytes"]), str(file["xxh3_128"])) for name, file in index["files"].items()}
         written, facts = files.keys() | {_INDEX}, index["facts"]
         there = {path.name for path in folder.iterdir()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _DamageError(f"is damaged ({_INDEX} cannot be read)") from error
     if lost := written - there:
         raise _DamageError(f"is damaged ({min(lost)} is missing)")

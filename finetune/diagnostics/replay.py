@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from finetune.checkpoint import integrity, row_ledger, trusted_code
+from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
+from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
-from finetune.diagnostics.parity.finished_run import read_facts
 from finetune.optim import lr_schedule
 from finetune.training import evaluation
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder
@@ -132,6 +131,11 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
         first = first or last
         if last == number:
             return entry
+    if first < number < last:
+        raise CheckpointError(
+            f"--step {number}: {directory / row_ledger.LEDGER} has no line for this step that can be read, so nothing "
+            "says what it read. Replay another step."
+        )
     raise RecipeError(f"--step {number}: {directory} has taken steps {first} to {last}. Give one of them.")
 
 
@@ -210,7 +214,7 @@ def _look(
         "tokens": run.state.tokens.item(),
     }
     finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
-    logged = {line["step"]: line for line in read_lines(directory / "metrics.jsonl") if "grad_norm" in line}
+    logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
     allowed = tolerance(facts, facts)
     limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
@@ -221,8 +225,8 @@ def _look(
         if not relative(before, finite[key]) <= limits[key]:
             change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
-    incidents = directory / "incidents.jsonl"
-    skipped = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
+    incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []
+    skipped = {line["step"]: line for line in incidents}
     if (number in skipped) != (finite["grad_norm"] is None):
         differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
     where = [f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}" for index in range(len(grid))]

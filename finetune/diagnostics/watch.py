@@ -62,6 +62,8 @@ def screen(run: RunHistory, width: int) -> RenderableType:
         newest = run.incidents[-1]
         said = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
         parts += [Text(), Text(f"last incident: {said}; {len(run.incidents)} in all", style="red")]
+    if run.damaged_lines:
+        parts += [Text(), Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red")]
     return Group(*parts)
 
 

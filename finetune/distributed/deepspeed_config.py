@@ -10,6 +10,7 @@ from finetune.config import file_kinds
 from finetune.config.provenance import flat, gives, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
 
@@ -69,7 +70,7 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
     """
     place = launch_file.find(path, file)
     try:
-        config = json.loads(read_text(place), object_pairs_hook=_each_once)
+        config = json_files.parse(read_text(place), pairs=_each_once)
     except (OSError, ValueError) as error:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):

@@ -1,6 +1,5 @@
 """Finds what a run has saved: its recipe, `run.json`, and the weights of a step."""
 
-import json
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint import integrity, trusted_code
+from finetune.checkpoint.run_facts import RUN, read_facts
+from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import CheckpointError
@@ -84,6 +85,8 @@ def _find(place: Path, step: int | None) -> WeightSource:
         return _source(folder.parent.parent, folder)
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
+        if (wrong := path_kinds.not_a_run(place)) is not None:
+            raise CheckpointError(f"{wrong} Weights are taken out of run directories and checkpoints.")
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
@@ -140,10 +143,4 @@ def _is_checkpoint(place: Path) -> bool:
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run / 'run.json'} cannot be read: {error}. Restore it from a copy.") from error
-    return facts
+    return read_facts(run) if (run / RUN).exists() else {}

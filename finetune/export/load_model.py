@@ -1,6 +1,5 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, stop_tokens
 from finetune.models import lora_adapters, pretrained_files
@@ -88,6 +88,8 @@ def load_model(
             return _adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
+        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.not_a_model(place)) is not None:
+            raise CheckpointError(wrong)
         if place.is_dir() and not (place / "config.json").is_file():
             raise CheckpointError(
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
@@ -115,11 +117,13 @@ def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> Load
 
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
-    facts = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    facts = path_kinds.adapter_config(place)
     _check_head(facts.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {facts.get('task_type')})")
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
+    if (wrong := path_kinds.not_a_model(Path(name))) is not None:
+        raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
     model, weights = _plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name

@@ -17,6 +17,7 @@ from finetune.export import fresh_process
 from finetune.export.validate_files import tensors_of
 from finetune.models import lora_adapters
 from finetune.tasks.task import Task, TaskData
+from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -158,7 +159,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
         if done.returncode or not (place / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
             raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json_files.read(place / "answer.json")
     return answer
 
 

@@ -4,6 +4,7 @@ import difflib
 import inspect
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models import pretrained_files, rope_scaling
 from finetune.models.lora_adapters import Head
@@ -156,6 +158,8 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     Raises:
         RecipeError: If there is none.
     """
+    if (wrong := path_kinds.not_a_model(Path(str(section.name)))) is not None:
+        raise RecipeError(f"model.name: {wrong}")
     try:
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code

@@ -1,6 +1,5 @@
 """The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
+from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import format_of
 
@@ -166,7 +166,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WHOLE).is_file() or not index.is_file():
         return [file for file in [folder / _WHOLE] if file.is_file()]
     try:
-        files = sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        files = sorted({folder / file for file in json_files.read(index)["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(f"{index} cannot be read: {error}. Take an intact copy of the model.") from error
     absent = [file.name for file in files if not file.is_file()]

@@ -9,10 +9,13 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
+
+from finetune.utils import json_files
 
 _CHUNK = 1 << 22
 
@@ -82,6 +85,25 @@ def unlockable(folder: Path) -> str | None:
                 raise
             return os.strerror(error.errno)
     return None
+
+
+def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
+    """The file to lock so that one process at a time writes something into a folder.
+
+    Args:
+        name: Of the file, in the folder.
+
+    Returns:
+        The file: in the folder, or of this machine where the folder's file system has no locks; and why it has none.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    reason = unlockable(folder)
+    if reason is None:
+        return folder / name, None
+    key = digest_of(str(folder.resolve() / name))[:16]
+    return Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{key}.lock", reason
 
 
 def remove(path: Path) -> None:
@@ -238,21 +260,64 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: If there is no such file, or a line before the last is damaged.
     """
+    lines = read_whole_lines(path)
+    if lines.damaged:
+        raise OSError(errno.EIO, f"line {min(lines.damaged)} is damaged", str(path))
+    return lines.whole
+
+
+class Lines(NamedTuple):
+    """The lines of a journal that something else than its run may have changed."""
+
+    whole: list[dict[str, Any]]
+    damaged: dict[int, bytes]
+    """By number, counted from 1."""
+    before: list[int]
+    """Of each damaged line, how many whole ones stand before it."""
+
+
+def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = lambda line: True) -> Lines:
+    """The lines of a journal that can be read, and those that cannot; a last line that a crash tore is neither.
+
+    Args:
+        is_whole: Whether an object is what such a journal has.
+
+    Raises:
+        OSError: If there is no such file.
+    """
     lines = path.read_bytes().split(b"\n")
-    found = []
+    found = Lines([], {}, [])
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError
-            found.append(value)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise OSError(errno.EIO, f"line {number} is damaged", str(path)) from error
+            value = json_files.parse(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and is_whole(value):
+            found.whole.append(value)
+        elif number < len(lines):
+            found.damaged[number] = line
+            found.before.append(len(found.whole))
     return found
+
+
+def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
+    """Moves what is damaged of a journal to a file beside it; returns what was moved where, None if nothing was.
+
+    The journal itself has to be written anew without it (`rewrite_lines`).
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    if not lines.damaged:
+        return None
+    aside = path.with_name(f"{path.name}.damaged")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines.damaged.values()))
+    sync(aside)
+    first, count = min(lines.damaged), len(lines.damaged)
+    return f"{path}: damaged lines, {count:,} in all and the first of them line {first}, were moved to {aside.name}"
 
 
 def rewrite_lines(path: Path, values: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a record says reaches its tokens whole, in every format, or is refused or reported; compared with transformers."""
+"""What a record says reaches its tokens in every format, or is refused or reported; compared with transformers."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.export.save_model import describe
 from finetune.models import prompts
 from finetune.tasks.prompt_set import read_prompts
 from finetune.training.api import _write_records
@@ -438,7 +437,7 @@ def test_history_and_system_of_pairs(tmp_path: Path) -> None:
     given = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
     turns = [
         {"role": r, "content": c}
-        for r, c in zip(("system", "user", "assistant") + ("user", "assistant"), "sabcd", strict=True)
+        for r, c in zip(("system", "user", "assistant", "user", "assistant"), "sabcd", strict=True)
     ]
     data = prepared(tmp_path, [given], CHATML)
     assert documents(data) == [theirs(CHATML, {"messages": turns})]
@@ -529,7 +528,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     assert "a.jsonl, line 2: the chat template (the tokenizer's own) has not ended after 0.3 s" in words
     reader = tokenizer()
     reader.chat_template = endless + CHATML
-    with pytest.raises(DataError, match="The tokenizer's chat template has not ended after 0.3 s"):
+    with pytest.raises(DataError, match=r"The tokenizer's chat template has not ended after 0\.3 s"):
         prompts.turn(reader, "Hello", {})
     reader.chat_template = None
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from exports import logits_of, opened_here
 from inside import run_here
 from recipes_for_tests import MODEL, base, stories
 from testdata import MADE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export import find_weights, generate_text, load_model, merge
+from finetune.export import find_weights, generate_text, load_model, merge, verify_export, write
 from finetune.models import prompts
 from finetune.tasks.task import TaskData
 from finetune.utils.errors import CheckpointError, DataError, RecipeError
@@ -168,6 +169,35 @@ def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
     )
     with pytest.raises(RecipeError, match="is no causal language model"):
         load_model.load_model(str(tmp_path))
+
+
+def test_one_export_at_a_time_writes_a_folder(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one that begins while the first writes is refused, and the first is what it would have been."""
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    target, refused = tmp_path / "out", []
+
+    def again(_: str) -> None:
+        if not refused:
+            with pytest.raises(RecipeError) as caught:
+                write.export(places["run"], "merged", lambda line: None, to=target)
+            refused.append(str(caught.value))
+
+    write.export(places["run"], "merged", again, to=target)
+    assert refused == [f"{target} is being written by another export. Wait until it has ended, or choose another --to."]
+    assert torch.equal(logits_of(target), logits_of(places["merged"]))
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
+    with pytest.raises(RecipeError, match="is there already"):
+        write.export(places["run"], "merged", lambda line: None, to=target)
+
+
+@pytest.mark.parametrize("name", ["new", "model.staging", "checkpoints/step-00000009", "model/merged"])
+def test_an_export_writes_nothing_among_a_runs_own_files(places: dict[str, Path], name: str) -> None:
+    before = sorted(places["run"].rglob("*"))
+    with pytest.raises(RecipeError, match=r"lies in the run directory .*, where a run writes and deletes"):
+        write.export(places["run"], "merged", lambda line: None, to=places["run"] / name)
+    assert sorted(places["run"].rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from finetune.data.sources.readers import (
 )
 from finetune.data.sources.streams import Meter
 from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest
 from finetune.utils.errors import DataError
 
@@ -149,8 +149,8 @@ def _saved_classes(folder: Path, fields: Fields) -> tuple[str, ...]:
     if fields.label is None:
         return ()
     try:
-        return class_names(json.loads((folder / "dataset_info.json").read_bytes()).get("features"), fields)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return class_names(json_files.read(folder / "dataset_info.json").get("features"), fields)
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(
             f"The data set in {folder} cannot be opened: its dataset_info.json is damaged. Save it again."
         ) from error
@@ -163,8 +163,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         DataError: If the list cannot be read, or names something else.
     """
     try:
-        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        names = [str(file["filename"]) for file in json_files.read(folder / "state.json")["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
         ) from error

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.chat.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
+from finetune.utils import json_files
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
@@ -174,8 +175,8 @@ def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
     try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        features = json_files.parse(metadata.get(b"huggingface", b"null"))["info"]["features"]
+    except (ValueError, LookupError, TypeError):
         return ()  # another program's
     return class_names(features, fields)
 

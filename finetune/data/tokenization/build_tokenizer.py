@@ -10,9 +10,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import brief
 from finetune.data.sources.readers import END_OF_TEXT
+from finetune.utils import json_files
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import format_of
 
@@ -41,6 +43,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
             "tokenizer.vocab_size to train one."
         )
+    wrong = path_kinds.not_a_tokenizer(Path(name).expanduser())
+    if wrong is not None:
+        raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
@@ -66,7 +71,7 @@ def _check_files(name: str) -> None:
     file = folder / "config.json"
     try:
         if file.is_file():
-            json.loads(file.read_text(encoding="utf-8"))
+            json_files.read(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
 

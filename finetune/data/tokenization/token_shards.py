@@ -6,7 +6,6 @@ being read is read again, without tokenising what is in them.
 """
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.split_writer import SplitWriter
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
@@ -43,13 +43,13 @@ class Shards:
         self._left: dict[str, Any] | None = None
         if self._path.exists():
             try:
-                state = json.loads(self._path.read_text(encoding="utf-8"))
+                state = json_files.read(self._path, needed=("digest",))
                 if state.pop("digest") != digest_of(state):
                     raise ValueError
                 self._restore(state)
             except DataError:
                 raise
-            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
 
     def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:

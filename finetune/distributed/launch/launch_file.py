@@ -1,6 +1,5 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from finetune.config import file_kinds
 from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
@@ -81,7 +81,7 @@ def read(file: str) -> dict[str, Any]:
     """
     try:
         text = read_text(Path(file))
-        tree = json.loads(text) if file.endswith(".json") else parse(text)
+        tree = json_files.parse(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
         if file in shipped_names(RECIPES):
             raise BackendError(

@@ -12,6 +12,7 @@ from finetune.distributed import fake_backend
 from finetune.planning.candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.planner import Plan
+from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -110,7 +111,7 @@ def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
         if not result.exists():
             last = (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]
             return {"reason": f"the process that traces it ended: {last}", "cpu_s": 0.0}
-        taken: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        taken: dict[str, Any] = json_files.read(result)
         return taken
 
 
