@@ -268,7 +268,7 @@ class RunDirectory:
             "processes": processes,
             **begin,
         }
-        known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        known: dict[str, Any] = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
         if code := trusted_code.sign_code(self.path, recipe):

@@ -215,7 +215,7 @@ def _with_short_form(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]
         short += [text] if section.short_for is not None else []
     if not short:
         return schema
-    about = {key: schema.pop(key) for key in ("default", "description", "title") if key in schema}
+    about: dict[str, Any] = {key: schema.pop(key) for key in ("default", "description", "title") if key in schema}
     about.setdefault("description", (section.__doc__ or "") if section is not None else "")
     return {"anyOf": [*schema.pop("anyOf", [schema]), *short], **about}
 

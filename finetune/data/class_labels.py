@@ -179,7 +179,6 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
             f"{len(names)}, or leave it out."
         )
     # Documents of validation may have other numbers than those of training.
-    spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
-    placed = spelled if spelled and by_name else placed
+    spelled: dict[int | str, int] = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
     every = _padded(names, num_labels)
-    return ClassList(len(every), every, number_of | placed, known)
+    return ClassList(len(every), every, number_of | (spelled if spelled and by_name else placed), known)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
 from finetune.utils import json_files
+from finetune.utils.compat.transformers_private import tied_names
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import format_of
 
@@ -199,10 +200,10 @@ def separate_ends(folder: Path, network_class: Any) -> tuple[str, str] | None:
     """Two tensors of a folder, of which a network's class would make one, that are not equal; None without any.
 
     Args:
-        network_class: Its `_tied_weights_keys` say which are one where `tie_word_embeddings` is set.
+        network_class: It says which are one where `tie_word_embeddings` is set.
     """
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
-    for pair in (getattr(network_class, "_tied_weights_keys", None) or {}).items():
+    for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
         ends = [".".join(key.split(".")[-2:]) for key in pair]
         found = [[name for name in places if name == end or name.endswith(f".{end}")] for end in ends]

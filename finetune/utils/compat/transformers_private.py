@@ -15,7 +15,7 @@ require("transformers", PretrainedConfig, "_attn_implementation")
 require(
     "transformers",
     PreTrainedModel,
-    *("_from_config", "_no_split_modules", "_supports_attention_backend", "_supports_sdpa"),
+    *("_from_config", "_no_split_modules", "_supports_attention_backend", "_supports_sdpa", "_tied_weights_keys"),
 )
 require("transformers", core_model_loading, "_weight_conversions")
 require("transformers", deepspeed, "_hf_deepspeed_config_weak_ref")
@@ -25,6 +25,11 @@ require("transformers", masking_utils, "find_packed_sequence_indices")
 def model_mapping(auto_class: Any) -> Any:
     """The networks that an `AutoModelFor...` knows, by class of configuration."""
     return auto_class._model_mapping
+
+
+def tied_names(network_class: Any) -> dict[str, str]:
+    """Tensors that a class of networks makes one where `tie_word_embeddings` is set: the one, and which it is."""
+    return dict(network_class._tied_weights_keys or {})
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
