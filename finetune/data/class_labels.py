@@ -179,6 +179,8 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
             f"{len(names)}, or leave it out."
         )
     # Documents of validation may have other numbers than those of training.
-    spelled: dict[int | str, int] = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
+    spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
+    by: dict[int, int] = spelled if spelled and by_name else placed
+    number_of |= by.items()
     every = _padded(names, num_labels)
-    return ClassList(len(every), every, number_of | (spelled if spelled and by_name else placed), known)
+    return ClassList(len(every), every, number_of, known)
