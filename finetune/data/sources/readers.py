@@ -155,8 +155,9 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
         features: As JSON; whatever else a file holds there has no names.
     """
     feature = features.get(fields.label) if isinstance(features, Mapping) else None
-    names = feature.get("names") if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel" else None
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+    names = feature.get("names") if isinstance(feature, Mapping) else None
+    # A feature of several fields, one of which is called so, has another feature there.
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
