@@ -1,5 +1,6 @@
 """`finetune report`: the page in a browser, the pictures, and what is refused."""
 
+import dataclasses
 import html
 import json
 import os
@@ -16,7 +17,7 @@ from chromium import Page, chromium, needs_chromium
 from inside import Crash, copy, crash_after, mlp, run_here
 
 from finetune.checkpoint.run_history import read_run
-from finetune.diagnostics.run_report import charts, live_server, page, write_report
+from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
 from finetune.diagnostics.run_report.compare_runs import differences
 from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
@@ -143,6 +144,9 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
     assert "optim.lr" in differing
     assert "output.dir" not in differing
     assert "seed" not in differing
+    # No name of a key is broken into lines.
+    broken = "return [...document.querySelectorAll('#differences code')].filter((c) => c.getClientRects().length > 1)"
+    assert shown.js(f"{broken}.map((c) => c.textContent)") == []
     assert shown.overflow() == 0
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
@@ -379,6 +383,30 @@ def test_differences() -> None:
     ]
     assert differences(trees) == {"a.c": ["2", "3"]}
     assert differences([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
+    long = "x" * 500
+    sources: list[list[dict[str, Any]]] = [
+        [{"path": "a", "weight": 1.0}],
+        [{"path": long, "weight": 1.0}, {"path": "c"}],
+    ]
+    assert differences([{"data": {"train": train}} for train in sources]) == {
+        "data.train[0].path": ["a", long],
+        "data.train[1].path": ["–", "c"],
+    }
+    assert differences([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
+
+
+def test_each_figure_of_memory_says_whose_it_is(finished: Path, tmp_path: Path) -> None:
+    run = read_run(finished)
+    _, whose = one_run.peak(run)
+    assert whose == "peak memory of training, fullest rank, over what its process held before"
+    chart = data_of(written(tmp_path, finished))["charts"]["memory"]
+    assert chart["title"] == "Peak memory of rank 0's process, with its libraries, so far"
+    # The second holds the first, and more.
+    assert max(chart["curves"][0]["y"]) * 2**30 > run.facts["peak_memory"]["measured"]
+    alone = dataclasses.replace(run, facts={**run.facts, "peak_memory": None})
+    assert one_run.peak(alone)[1] == "peak memory of rank 0's process, with its libraries"
+    on_gpu = dataclasses.replace(alone, facts={**alone.facts, "runs": {"device": "cuda"}})
+    assert one_run.peak(on_gpu)[1] == "peak memory of rank 0"
 
 
 def test_a_run_without_a_step(finished: Path, tmp_path: Path) -> None:
