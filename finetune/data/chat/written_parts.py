@@ -63,9 +63,9 @@ def write(template: Template, chat: Conversation, where: str, *, prompt: bool = 
         objects = _written(template, chat, where, prompt=prompt)
     except InvalidConversation as problem:
         objects = problem
-    arguments = [call["arguments"] for call in _called(chat) if call.get("arguments")]
+    arguments = [call["arguments"] for call in _called(chat) if "arguments" in call]
     if isinstance(objects, Writing) and not (
-        any(str(given) in objects.text for given in arguments)
+        any(given and str(given) in objects.text for given in arguments)
         or any(part.field == "tool_calls" and part.needed for part in objects.missing)
     ):
         return objects
