@@ -66,7 +66,8 @@ def explain(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(as_json(chosen))
     else:
-        plain_console().print(page(chosen[0]) if len(chosen) == 1 else table(chosen))
+        console = plain_console()
+        console.print(page(chosen[0]) if len(chosen) == 1 else table(chosen, console.width))
 
 
 def doctor(parsed: argparse.Namespace) -> int:

@@ -162,8 +162,8 @@ def _add_plan(verbs: Any) -> None:
     parser = verbs.add_parser(
         "plan", help="memory, time, traffic and cost of a recipe under every launch file, before it is launched"
     )
-    parser.add_argument("--gpu", default="h100-80gb", help="a known GPU, or figures: memory=24,bf16=70,link=32")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="of a machine (8)")
+    parser.add_argument("--gpu", help="a known GPU, or figures: memory=24,bf16=70,link=32 (this machine's, or an H100)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="of a machine (as many as this one has, or 8)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
     parser.add_argument("--network", type=float, default=50.0, metavar="GB/s", help="between machines, a GPU (50)")
     parser.add_argument(

@@ -47,10 +47,10 @@ def outlive_readers() -> None:
 
 
 def plain_console() -> Console:
-    """Prints texts as they are. Where there is no terminal, tables are as wide as what is in them."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    """Prints texts as they are; wraps them at words on a terminal, and nothing elsewhere."""
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 1000
+        console.soft_wrap, console.width = True, 1000
     return console
 
 

@@ -1,5 +1,6 @@
 """`finetune explain` says of every value who set it, as a run would see it, and loads no torch for it."""
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from forkserver import ForkServer
 from harness import ROOT, environment
 from ranks import Place, exported
 from recipe_keys import keys_of
+from rich.console import Console
 
 from finetune.cli import main as cli
 from finetune.cli.main import main
@@ -21,7 +23,7 @@ from finetune.config.provenance import Value, flat, places
 from finetune.config.recipe import load_recipe, read
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.diagnostics import recipe_values
-from finetune.diagnostics.explain import explain_values, select_values
+from finetune.diagnostics.explain import explain_values, select_values, table
 from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -403,6 +405,23 @@ def test_a_key_is_a_page(place: Place, capsys: pytest.CaptureFixture[str]) -> No
     rows = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert rows["optim.lr"].endswith("instead of 0.5 (recipe file), 0.0003 (default)")
     assert "null [norm]" in rows["optim.clip_norm"] or "1.0 [norm]" in rows["optim.clip_norm"]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_fits_its_terminal(place: Place, width: int) -> None:
+    values = list(explained(place.recipe(optim={"lr": 0.5}), config="fsdp").values())
+    shown = Console(file=io.StringIO(), width=width, markup=False)
+    with shown.capture() as captured:
+        shown.print(table(values, width))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    keys = [value.key for value in values if value.settings]
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in keys] == keys
+    lr = next(line for line in lines if line.startswith("  optim.lr "))
+    assert re.search(r"0\.5( \[rate\])? +\S+\.yaml:\d+, instead of 0\.0003", lr)
+    # The file is said once.
+    assert sum(str(place.folder) in line for line in lines) <= 1
+    assert ("[rate]" in lr) == (width > 120)
 
 
 def test_a_section_that_is_no_key(place: Place) -> None:
