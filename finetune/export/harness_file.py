@@ -22,12 +22,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / NAME
     try:
-        rows: list[dict[str, Any]] = json_files.read(file, [dict])
+        rows: list[dict[str, Any]] = json_files.parse(file.read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
-    if not all(set(row) >= _KEYS for row in rows):
+    if json_files.misfit(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
         raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
     return rows
 
