@@ -135,9 +135,9 @@ def _origin(name: str) -> list[str]:
 
 def _places(name: str) -> list[str]:
     """What a model's name may stand for: the folder of that name, or one on the hub."""
-    folder = str(Path(name).expanduser().resolve())
+    folder = str(Path(name).resolve())
     # Of a run that has its weights, the folder that it began from may be gone.
-    return [folder] if Path(name).expanduser().is_dir() else [f"hub:{name}", folder]
+    return [folder] if Path(name).is_dir() else [f"hub:{name}", folder]
 
 
 def _shipped_in(folder: Path) -> str | None:

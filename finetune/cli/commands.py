@@ -142,7 +142,7 @@ def parity(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity.compare import compare
     from finetune.diagnostics.parity.finished_run import read
 
-    places = [Path(parsed.recipe), Path(parsed.overrides[0])]
+    places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
     names = [place.name for place in places]
     runs = [
         read(place, name if len(set(names)) == 2 else str(place)) for place, name in zip(places, names, strict=True)

@@ -1,6 +1,7 @@
 """The command line: `finetune <verb>`, and what each verb takes."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,9 @@ from finetune.distributed.launch.launch_key_docs import OPTIONS
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments
 from finetune.utils.exit_codes import guarded
 from finetune.utils.shipped_files import launch_file, recipe_file
+
+_PATHS = {"base", "configs", "data", "directory", "folder", "harness", "json", "links", "model", "run", "to", "write"}
+"""Arguments that are paths, or may be; recipes and launch files are found by name as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +37,16 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if more is not None:
         more += left
+    for name in _PATHS & vars(parsed).keys():
+        setattr(parsed, name, _at_home(getattr(parsed, name)))
     return parsed
+
+
+def _at_home(value: Any) -> Any:
+    """Paths with the home directory in place of `~`, which no shell puts there behind `=` or within quotes."""
+    if isinstance(value, list):
+        return [_at_home(word) for word in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -4,10 +4,12 @@ A text within `Annotated` is the key's unit; numbers have one.
 """
 
 import json
+import os
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +24,8 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, or what may be one, such as a model's name: `~` in front is the home directory."""
 
 
 class Section(BaseModel):
@@ -79,7 +83,7 @@ class OutputSection(Section):
 
     short_for = "dir"
 
-    dir: Annotated[str, Field(min_length=1)] = "runs/run"
+    dir: Annotated[PathText, Field(min_length=1)] = "runs/run"
     """The run directory: recipe, metrics, `run.json`, the final model."""
     overwrite: bool = False
     """Delete a run that the directory already holds, checkpoints and exports too, and start anew."""
@@ -116,7 +120,7 @@ class ResumeSection(Section):
 
     short_for = "mode"
 
-    mode: Annotated[str, Field(min_length=1)] = "auto"
+    mode: Annotated[PathText, Field(min_length=1)] = "auto"
     """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
     there is a run; or the path of a checkpoint or of another run, to begin from."""
     allow: tuple[str, ...] = ()
@@ -137,7 +141,7 @@ class TokenizerSection(Section):
 
     short_for = "name"
 
-    name: str | None = None
+    name: PathText | None = None
     """A directory with a tokenizer, or a name on the hub."""
     revision: str | None = None
     """Branch, tag or commit of a hub tokenizer."""
@@ -159,7 +163,7 @@ class Source(Section):
     sample: Annotated[PositiveInt | None, "stories"] = None
     """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
     `text` (no network, no files)."""
-    path: str | None = None
+    path: PathText | None = None
     """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
     directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""
     hub: str | None = None
@@ -201,7 +205,7 @@ class EvalSection(Section):
     """Evaluate after the last step."""
     micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
     """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[PathText, ...] = ()
     """What is computed beside the loss. Of texts that are generated for `prompts`: `exact_match`, `f1`, `rouge1`,
     `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or
     `file.py:function`."""
@@ -248,7 +252,7 @@ class DataSection(Section):
     """Put the tokenizer's begin-of-text token before each document, if it has one."""
     add_eos: bool = True
     """Put the tokenizer's end-of-text token behind each document, so that a model learns to stop."""
-    cache_dir: str = ".cache/finetune"
+    cache_dir: PathText = ".cache/finetune"
     """Where prepared tokens are kept; safe to delete."""
     num_workers: Annotated[PositiveInt | None, "threads"] = None
     """Threads that tokenise. Left out: one a core."""
@@ -259,7 +263,7 @@ class ChatSection(Section):
 
     short_for = "template"
 
-    template: str | None = None
+    template: PathText | None = None
     """The chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """More variables of the template, such as `enable_thinking: false`."""
@@ -370,7 +374,7 @@ class ModelSection(Section):
 
     short_for = "name"
 
-    name: str | None = None
+    name: PathText | None = None
     """A model directory, or a name on the Hugging Face hub. Leave out to start from `config`."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -462,9 +466,9 @@ class TaskSection(Section):
 
     short_for = "name"
 
-    name: str = "causal_lm"
+    name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
-    loss: str | None = None
+    loss: PathText | None = None
     """A loss of your own, named likewise, in place of the task's: a function of network and batch that returns the sum
     over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
@@ -509,7 +513,7 @@ class OptimSection(Section):
 
     short_for = "name"
 
-    name: str = "AdamW"
+    name: PathText = "AdamW"
     """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
     `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
     `file.py:Class`. AdamW runs fused."""

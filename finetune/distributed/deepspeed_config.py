@@ -83,6 +83,10 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
         lines = places(place)
         reported = [f"{launch_file.place_of(key, str(place), lines)}: {key}: {what}" for key, what in problems]
         raise BackendError.of(f"The DeepSpeed config {place}", reported)
+    zero = config.get("zero_optimization")
+    for section in zero.values() if isinstance(zero, dict) else ():
+        if isinstance(section, dict) and isinstance(folder := section.get("nvme_path"), str):
+            section["nvme_path"] = os.path.expanduser(folder)
     return str(place), config
 
 

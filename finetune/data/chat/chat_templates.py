@@ -168,7 +168,7 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[di
     if given == "plain":
         return {"default": PLAIN}, "plain"
     if given is not None:
-        path = Path(given).expanduser()
+        path = Path(given)
         try:
             return {"default": read_text(path)}, str(path)
         except (OSError, ValueError) as error:

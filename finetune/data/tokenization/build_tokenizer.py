@@ -43,7 +43,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
             "tokenizer.vocab_size to train one."
         )
-    wrong = path_kinds.not_a_tokenizer(Path(name).expanduser())
+    wrong = path_kinds.not_a_tokenizer(Path(name))
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
@@ -63,7 +63,7 @@ def _check_files(name: str) -> None:
     Raises:
         DataError: Of the first file that is something else than its name says.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
     kinds = (".json", ".txt", ".model", ".jinja")
     for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
         if found := format_of(file) if file.is_file() else None:
@@ -155,7 +155,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
         # The form that GPT-2 was published in says nowhere which class it belongs to.

@@ -121,6 +121,7 @@ def find(path: str, file: str | None) -> Path:
     Raises:
         BackendError: If there is none.
     """
+    path = os.path.expanduser(path)
     beside = [] if file is None else [Path(file).parent, Path(file).parent / ".."]
     for folder in (*beside, Path()):
         place = Path(os.path.normpath(folder / path))
