@@ -30,7 +30,7 @@ def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
 def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
     """What to say of a run whose loss ends above where it began; None of any other.
 
-    Batches differ: each of several losses at the end has to lie above the first, or the last and most of them by a fifth.
+    Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
 
     Args:
         first: The loss of the run's first step.

@@ -36,19 +36,21 @@ _LOST_PATIENCE_S = 2.0
 
 def guarded(verb: Callable[[], int | None]) -> int:
     """Runs a verb; an error of the user's, or a signal that asks to end, becomes one paragraph and an exit code."""
-    with signals.handled(signals.stop_signals(), signals.interrupter()):
-        try:
-            return verb() or 0
-        except FinetuneError as error:
-            report(error)
-            return USER_ERROR
-        except KeyboardInterrupt as error:
-            signals.say_interrupted(error)
-            return signals.exit_code(error)
-        except BrokenPipeError:
-            # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    try:
+        with signals.handled(signals.stop_signals(), signals.interrupter()):
+            try:
+                return verb() or 0
+            except FinetuneError as error:
+                report(error)
+                return USER_ERROR
+            except KeyboardInterrupt as error:
+                return signals.say_interrupted(error)
+            except BrokenPipeError:
+                # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+    except KeyboardInterrupt as error:  # it came before signals were handled, and was held back until then
+        return signals.say_interrupted(error)
 
 
 def report(error: FinetuneError) -> None:

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 SAME_REQUEST_S = 3.0
 """Launchers pass on the signal that their workers have received already, and ranks are told one after the other. Within
@@ -30,15 +30,29 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def interrupter() -> Callable[[int, Any], None]:
-    """A handler that raises `Interrupted`, once a request: another signal must not cut off what the first has begun."""
+    """A handler that raises `Interrupted`, once a request: another signal must not cut off what the first has begun.
+
+    In the midst of an import it ends the process at once: libraries take what is raised there for something else, and
+    go on with half a module.
+    """
     asked: list[float] = []
 
-    def interrupt(number: int, _: Any) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if not asked or time.monotonic() - asked[-1] > SAME_REQUEST_S:
             asked.append(time.monotonic())
+            if _is_importing(frame):
+                _end(Interrupted(number))
             raise Interrupted(number)
 
     return interrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -127,23 +141,35 @@ def exit_code(error: KeyboardInterrupt) -> int:
     return 128 + getattr(error, "number", signal.SIGINT)
 
 
-def say_interrupted(error: KeyboardInterrupt) -> None:
-    """Says in one line what has ended this process, with what the notes of the error add; once a launch."""
+def say_interrupted(error: KeyboardInterrupt) -> int:
+    """Says in one line what has ended this process, with what the notes of the error add; once a launch.
+
+    Returns:
+        What the process ends with.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+        return exit_code(error)
     name = "Ctrl-C" if exit_code(error) == 128 + signal.SIGINT else str(error)
     # Whoever closed the terminal does not read it, and who asks twice does not want to.
     with suppress(OSError, KeyboardInterrupt):
         print("\n" + " ".join([f"Stopped by {name}.", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+    return exit_code(error)
 
 
 def say_interrupts_in_one_line() -> None:
     """Has Ctrl-C end this process with one line and exit code 130 where nothing else handles it, as in its imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupter())
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
-            say_interrupted(error)
-            os._exit(exit_code(error))
+            _end(error)
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _end(error: KeyboardInterrupt) -> NoReturn:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(say_interrupted(error))
