@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress, TextColumn
 
 from finetune.distributed.backend import Backend
 from finetune.monitoring.trackers import Trackers
@@ -42,7 +42,7 @@ class Reporter:
         self._values: dict[str, Any] | None = None
         self._validation: float | None = None
         if self.console.is_terminal and not self._quiet and num_steps:
-            columns = (TextColumn("step"), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+            columns = (TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[figures]}"))
             self._progress = progress_bar(self.console, *columns)
             self._task = self._progress.add_task("training", total=num_steps, figures="")
 
@@ -85,7 +85,7 @@ class Reporter:
 
     def _show_figures(self) -> None:
         if self._progress is not None and self._values is not None:
-            validation = "" if self._validation is None else f"validation {self._validation:.4f}  "
+            validation = "" if self._validation is None else f"val {self._validation:.4f}  "
             figures = f"loss {self._values['loss']:.4f}  {validation}{self._rate(self._values)}"
             self._progress.update(self._task, figures=figures)
 

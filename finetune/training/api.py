@@ -149,8 +149,8 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     """
     from finetune.distributed.backend import Backend
     from finetune.training.build_run import build_run
-    from finetune.utils.console import outlive_readers
     from finetune.utils.library_imports import silence_libraries
+    from finetune.utils.output_streams import outlive_readers
 
     silence_libraries()
     outlive_readers()

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from finetune.utils import hub_access, orphan_watch, signals
-from finetune.utils.console import outlive_readers
 from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.output_streams import outlive_readers
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:

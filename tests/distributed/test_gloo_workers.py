@@ -38,7 +38,7 @@ def test_which_versions_of_torch_have_the_race(version: str, races: bool) -> Non
 
 # Alone in its groups: the default one, two by `new_group`, and a mesh's.
 GROUPS = """
-import json, os, sys
+import json, os, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
@@ -54,11 +54,16 @@ mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
 groups |= {mesh[name].get_group() for name in mesh.mesh_dim_names}
 for group in groups:
     distributed.all_reduce(torch.ones(1), group=group)
-names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+# Threads name themselves when they begin: counted when the number has been the same for a while.
+counts = []
+while len(counts) < 50 or len(set(counts[-50:])) > 1:
+    time.sleep(0.01)
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    counts.append(names.count("pt_gloo_runloop"))
 backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
 backend = getattr(backend, "wrapped_pg", backend)
 found = {
-    "each": names.count("pt_gloo_runloop") / len(groups),
+    "each": counts[-1] / len(groups),
     "read": torch_private.gloo_worker_threads(),
     "timeout_s": backend.options._timeout.total_seconds(),
 }

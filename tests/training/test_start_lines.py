@@ -79,9 +79,9 @@ def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, m
         reporter.step(1, {"loss": 5.25, "lr": 1e-3, "tokens_per_s": 1234.0})
         assert figures(reporter) == "loss 5.2500  1,234 targets/s"
         reporter.log({"step": 1, "validation_loss": 4.5})
-        assert figures(reporter) == "loss 5.2500  validation 4.5000  1,234 targets/s", "at once, not a log step later"
-        reporter.step(2, {"loss": 5.0, "lr": 1e-3, "tokens_per_s": 123456.0})
-        assert figures(reporter) == "loss 5.0000  validation 4.5000  123,456 targets/s"
+        assert figures(reporter) == "loss 5.2500  val 4.5000  1,234 targets/s", "at once, not a log step later"
+        reporter.step(12345, {"loss": 5.0, "lr": 1e-3, "tokens_per_s": 123456.0})
+        assert figures(reporter) == "loss 5.0000  val 4.5000  123,456 targets/s"
         shown = Console(width=80)
         with shown.capture() as captured:
             shown.print(reporter._progress.get_renderable())
@@ -90,7 +90,7 @@ def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, m
     assert figures(reporter) in line[0]
     assert line[0].endswith(" left")
     assert "━" in line[0]
-    assert "2/40000" in line[0]
+    assert "step 12345/40000" in line[0]
     assert re.search(r"(\d|-):(\d\d|--)", line[0])
 
 

@@ -96,7 +96,7 @@ def test_ctrl_c_while_data_is_prepared_says_what_is_kept(place: Place) -> None:
 
 PRINTS = """
 import os, sys
-from finetune.utils.console import outlive_readers
+from finetune.utils.output_streams import outlive_readers
 outlive_readers()
 os.read(int(sys.argv[1]), 1)
 for stream in (sys.stdout, sys.stderr):

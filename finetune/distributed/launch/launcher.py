@@ -21,10 +21,10 @@ from typing import Any
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.utils import signals
-from finetune.utils.console import outlive_readers
 from finetune.utils.exit_codes import REQUEUE, guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
+from finetune.utils.output_streams import outlive_readers
 from finetune.utils.temporary_folders import temporary_folder
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
