@@ -2,6 +2,7 @@
 
     python scripts/benchmark_data.py --megabytes 100              # speed; --tokenizer DIRECTORY for one of your own
     python scripts/benchmark_data.py --memory --megabytes 1000    # memory, beside a file of a tenth of that size
+    python scripts/benchmark_data.py --check --megabytes 1000     # what it costs a start to check so many MB of tokens
 
 Speed: bare `encode_batch` and `encode_batch_fast` of the `tokenizers` library take texts that lie in memory as lists,
 on more than one core by the library's threads, and (`apart`) by a process of `encode_batch_fast` a core; `ours`
@@ -29,6 +30,7 @@ import transformers
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.cache import Cache
 from finetune.data.prepare import prepare_data
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
@@ -217,6 +219,45 @@ def compare_memory(words: argparse.Namespace, folder: Path) -> None:
         )
 
 
+def time_check(words: argparse.Namespace, folder: Path) -> None:
+    """How long a start takes to check a cache that is there, and which part of it reading the file alone takes."""
+    size = words.megabytes * 1_000_000
+
+    def build(made: Path) -> dict[str, Any]:
+        block = os.urandom(min(size, 1 << 24))
+        with (made / "train.tokens").open("wb") as file:
+            for first in range(0, size, len(block)):
+                file.write(block[: size - first])
+        return {}
+
+    def check() -> None:
+        assert cache.entry("tokens", build).reused
+
+    def read() -> None:
+        with tokens.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    cache, buffer = Cache(folder, quiet=True), bytearray(1 << 20)
+    tokens = cache.entry("tokens", build).folder / "train.tokens"
+    for place in ("in memory", "on disk"):
+        for what, work in (("checked", check), ("read alone", read)):
+            took, used = [], []
+            for _ in range(words.rounds):
+                if place == "on disk":
+                    with tokens.open("rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                began, cpu = time.perf_counter(), cpu_seconds()
+                work()
+                took.append(time.perf_counter() - began)
+                used.append(cpu_seconds() - cpu)
+            wall = statistics.median(took)
+            print(
+                f"{words.megabytes} MB {place}, {what}: {wall:.3f} s ({min(took):.3f}), {size / wall / 1e9:.2f} GB/s, "
+                f"{statistics.median(used):.3f} s of CPU"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=100, help="size of the file that is generated")
@@ -225,6 +266,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="cores to compare on")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--check", action="store_true", help="what it costs to check a cache of --megabytes")
     parser.add_argument("--folder", type=Path, help="where the files are written; removed afterwards")
     for hidden in ("--arm", "--file"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -237,6 +279,9 @@ def main() -> None:
         run_arm(words)
         return
     with tempfile.TemporaryDirectory(dir=words.folder) as folder:
+        if words.check:
+            time_check(words, Path(folder))
+            return
         if words.tokenizer is None:
             words.tokenizer = f"{folder}/tokenizer"
             train_tokenizer(iter(texts_of(words)), 8192).save_pretrained(words.tokenizer)

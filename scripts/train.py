@@ -9,8 +9,11 @@ from pathlib import Path
 # Tasks of the user's own are imported from where the command is given.
 sys.path.insert(0, str(Path.cwd()))
 
-from finetune.training.entry_point import train_main
-from finetune.utils.exit_codes import exit_with
+from finetune.utils.signals import say_interrupts_in_one_line
 
 if __name__ == "__main__":
+    say_interrupts_in_one_line()
+    from finetune.training.entry_point import train_main
+    from finetune.utils.exit_codes import exit_with
+
     exit_with(train_main())

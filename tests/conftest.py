@@ -1,5 +1,7 @@
 import gc
 import os
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -43,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Once, before workers start; a run that only looks at one file needs it too.
     if not hasattr(config, "workerinput"):
         testdata.ensure()
+        # Runs sign the code that they led to by a secret in the user's home.
+        os.environ["XDG_STATE_HOME"] = state = tempfile.mkdtemp(prefix="finetune-state-")
+        config.add_cleanup(lambda: shutil.rmtree(state))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

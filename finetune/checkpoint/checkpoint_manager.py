@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, row_ledger, save_checkpoint
+from finetune.checkpoint import integrity, row_ledger, run_facts, save_checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
@@ -60,14 +60,25 @@ class CheckpointManager:
             infinite=infinite,
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
-        self._incidents = Journal(directory.path / row_ledger.INCIDENTS)
+        self._incidents = Journal(directory.path / run_facts.INCIDENTS)
         self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
         """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow."""
         if self._backend.is_main:
+            if step:
+                self._mend_ledger(step)
             self._warn(self._ledger.write({"start": step, "position": position, **order}))
+
+    def _mend_ledger(self, step: int) -> None:
+        try:
+            for line in row_ledger.mend(self._directory.path, step):
+                self._reporter.warn(line)
+        except CheckpointError as error:
+            self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
+        except OSError as error:
+            self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
         """What this rank has to tell the others at the beginning of a step."""
@@ -107,12 +118,17 @@ class CheckpointManager:
             CheckpointError: If it must be there and cannot be written.
         """
         self._report(self._saver.finish())
+        self._directory.make_again(self._backend)
         if self._backend.is_main:
             self._warn(self._ledger.flush(to_disk=True))
         self._saved_at = time.monotonic()
         self._saver.start(network, optimizer, state)
         if must or not self._section.asynchronous:
             outcome = self._saver.finish()
+            if must and outcome is not None and outcome.error is not None and self._directory.make_again(self._backend):
+                # It was deleted while the checkpoint was written.
+                self._saver.start(network, optimizer, state)
+                outcome = self._saver.finish()
             if must and outcome is not None and outcome.error is not None:
                 raise self._failure(outcome)
             self._report(outcome)
@@ -120,6 +136,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Waits for a save under way, and puts the journals on the disk."""
         self._report(self._saver.finish())
+        self._directory.make_again(self._backend)
         for journal in (self._ledger, self._incidents) if self._backend.is_main else ():
             if (reason := journal.close()) is not None:
                 self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")

@@ -7,7 +7,6 @@ checkpoints/step-00000120/manifest.json      sizes and digests of all the others
 """
 
 import fcntl
-import json
 import os
 import re
 import stat
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finetune.utils import json_files
 from finetune.utils.atomic_files import NO_LOCKS, digest, digest_of, remove, sync, write_json
 from finetune.utils.errors import CheckpointError
 
@@ -143,11 +143,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     with os.fdopen(open_manifest(folder), "rb") as opened:
         try:
-            content = opened.read()
-            manifest = json.loads(content)
+            manifest = json_files.parse(opened.read())
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or ("it is no JSON" if content else "it is empty")
-            raise CheckpointError(f"{file} cannot be read: {reason}") from error
+            raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{file} is not the manifest of a checkpoint")
     if manifest.get("format") != FORMAT:
@@ -253,7 +251,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     file, manifest = folder / STATE, read_manifest(folder)
     try:
-        state: dict[str, Any] = json.loads(file.read_bytes())
+        state: dict[str, Any] = json_files.parse(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):

@@ -5,24 +5,27 @@ a checksum over the rows that all ranks read for it. The checksum is a sum, so i
 `audit` computes the rows of each step anew, compares the checksums, and counts how often each row was used.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from finetune.checkpoint import integrity
+from finetune.checkpoint.run_facts import INCIDENTS, read_facts, read_incidents
 from finetune.data.rows.row_order import mix, rows_at
-from finetune.utils.atomic_files import read_lines
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 LEDGER = "ledger.jsonl"
-INCIDENTS = "incidents.jsonl"
 # Whole numbers in the line of a start.
 _START = ("start", "position", "seed", "num_rows", "epoch_rows", "global_size")
+# Of the line that a resume leaves in the place of one that it could not read.
+_DAMAGED = "damaged"
+# Far more than there are; an audit makes a table of so many.
+_MOST_ROWS = 1 << 40
 
 
 def checksum(rows: npt.NDArray[np.integer]) -> int:
@@ -53,20 +56,18 @@ class Skipped:
 
 
 def skipped(directory: Path) -> list[Skipped]:
-    """The steps that a run has skipped, in order; none if it has written down no incident.
+    """The steps that a run has skipped, in order, as far as they can be read; none if it has written down no incident.
 
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
     """
     file = directory / INCIDENTS
     try:
-        return [Skipped.of(line) for line in read_lines(file)]
+        return [Skipped.of(line) for line in read_incidents(directory).whole]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (LookupError, TypeError) as error:
-        raise CheckpointError(f"{file} holds a line that no run writes: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -83,57 +84,129 @@ class Used:
 
 
 def used(directory: Path) -> Iterator[Used]:
-    """What each step used that the run's weights have learned from, in order.
+    """What each step used that the run's weights have learned from, in order; steps without a readable line are left
+    out.
 
     Where a resume took steps again, the later time counts: the earlier one was lost with the weights.
 
     Raises:
-        CheckpointError: If there is no ledger, it is damaged, or a step is missing or there twice.
+        CheckpointError: If there is no ledger, or a step is there twice.
     """
+    _, steps, _ = _read(directory)
+    yield from _used(steps)
+
+
+def read_ledger(directory: Path) -> Lines:
+    """The lines of a run's ledger.
+
+    Raises:
+        OSError: If there is none.
+    """
+    return read_whole_lines(directory / LEDGER, _is_line)
+
+
+def mend(directory: Path, step: int) -> list[str]:
+    """Sets damaged lines of the ledger aside before a run goes on after a step.
+
+    Nothing holds a copy of them: what is lost is said, here and by each audit.
+
+    Returns:
+        What to report.
+
+    Raises:
+        CheckpointError: If a step is there twice.
+        OSError: If the ledger cannot be read or written.
+    """
+    file = directory / LEDGER
+    lines = read_ledger(directory) if file.exists() else Lines([], {}, [])
+    said = []
+    if (moved := set_damaged_lines_aside(file, lines)) is not None:
+        said.append(f"{moved}.")
+        kept = list(lines.whole)
+        for place in reversed(lines.before):
+            kept.insert(place, {_DAMAGED: 1})  # any of them may have been that of a start
+        rewrite_lines(file, kept)
+    first, steps = _steps(file, lines)
+    begun = read_facts(directory)["starts"][0]["from_step"]
+    missing = [number + 1 for number in range(min(begun, first), step) if number not in steps]
+    if missing:
+        said.append(
+            f"{file}: {_no_line(missing)}. The run goes on, and learns what it would have learned; but which rows "
+            "these steps read can no longer be proved, and `finetune audit` will say so."
+        )
+    return said
+
+
+def _read(directory: Path) -> tuple[int, "dict[int, _Line]", Lines]:
+    file = directory / LEDGER
     try:
-        lines = read_lines(directory / LEDGER)
+        lines = read_ledger(directory)
     except OSError as error:
-        raise CheckpointError(f"{directory / LEDGER} cannot be read: {error.strerror or error}.") from error
-    try:
-        yield from _used(directory / LEDGER, lines)
-    except (LookupError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{directory / LEDGER} holds a line that no run writes: {error}.") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    return *_steps(file, lines), lines
 
 
-def _used(file: Path, lines: list[dict[str, Any]]) -> Iterator[Used]:
-    steps: dict[int, tuple[int, dict[str, Any], int]] = {}
-    first, start = 0, None
-    for line in lines:
-        _check_numbers(line)
+class _Line(NamedTuple):
+    """A step's line, and the start that it belongs to."""
+
+    position: int
+    order: dict[str, Any]
+    rows: int
+    sure: bool
+    """Whether no damaged line between the two can have been another start."""
+
+
+def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
+    """The first step, counted from 0 as in the file, and the line of each step that counts."""
+    steps: dict[int, _Line] = {}
+    first, start, sure = 0, None, True
+    torn = set(lines.before)
+    for index, line in enumerate(lines.whole):
+        sure = sure and index not in torn and _DAMAGED not in line
+        if _DAMAGED in line:
+            continue
         if "start" in line:
-            start = line
+            start, sure = line, True
             steps = {step: value for step, value in steps.items() if step < line["start"]}
             if not steps:
                 first = line["start"]
             continue
-        if start is None:
-            raise CheckpointError(f"{file} has a step before the line that says how the run was started.")
-        if line["step"] in steps:
-            raise CheckpointError(f"{file} has two lines for step {line['step'] + 1}, and no start between them.")
-        position = start["position"] + (line["step"] - start["start"]) * start["global_size"]
-        steps[line["step"]] = (position, start, line["rows"])
-    for expected, step in enumerate(sorted(steps), start=first):
-        if step != expected:
-            raise CheckpointError(f"{file} has no line for step {expected + 1}, but one for a later step.")
-        position, order, written = steps[step]
+        step = line["step"]
+        if start is None or step < start["start"]:
+            continue  # nothing says how positions map to rows
+        if step in steps:
+            if sure:
+                raise CheckpointError(f"{file} has two lines for step {step + 1}, and no start between them.")
+            steps = {number: value for number, value in steps.items() if number < step}
+        position = start["position"] + (step - start["start"]) * start["global_size"]
+        steps[step] = _Line(position, start, line["rows"], sure)
+    return first, steps
+
+
+def _used(steps: dict[int, _Line]) -> Iterator[Used]:
+    for step in sorted(steps):
+        position, order, written, sure = steps[step]
         rows = rows_at(
             np.arange(position, position + order["global_size"]),
             num_rows=order["num_rows"],
             seed=order["seed"],
             epoch_rows=order["epoch_rows"],
         )
-        yield Used(step, position, rows, checksum(rows) == written, order)
+        proved = checksum(rows) == written
+        if proved or sure:
+            yield Used(step, position, rows, proved, order)
 
 
-def _check_numbers(line: dict[str, Any]) -> None:
-    for key in _START if "start" in line else ("step", "rows"):
-        if type(line[key]) is not int or not 0 <= line[key] < 1 << 63:
-            raise ValueError(f"{key} is {line[key]!r}")
+def _is_line(line: dict[str, Any]) -> bool:
+    """Whether a run writes such a line."""
+    keys = _START if "start" in line else (_DAMAGED,) if _DAMAGED in line else ("step", "rows")
+    if not all(type(line.get(key)) is int and 0 <= line[key] < 1 << 63 for key in keys):
+        return False
+    return "start" not in line or (
+        isinstance(line.get("data"), str)
+        and 0 < line["global_size"] <= _MOST_ROWS
+        and 0 < line["epoch_rows"] <= line["num_rows"] <= _MOST_ROWS
+    )
 
 
 @dataclass
@@ -167,13 +240,16 @@ class Audit:
     """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
     gaps: list[int]
     """Steps, counted from 1, that do not begin where the one before ended."""
+    missing: list[int]
+    """Steps, counted from 1, before the last, of which no line can be read."""
     skipped: list[Skipped]
     """Steps whose rows were read, and changed no weight."""
 
     @property
     def holds(self) -> bool:
         exact = all(epoch.more == 0 and (epoch.once == epoch.rows or not epoch.finished) for epoch in self.epochs)
-        return exact and not self.unproved and not self.gaps and not self.lost and self.num_steps > 0
+        found = (self.unproved, self.gaps, self.missing, self.lost)
+        return exact and not any(found) and self.num_steps > 0
 
     def lines(self) -> list[str]:
         """What people read."""
@@ -191,6 +267,8 @@ class Audit:
             lines.append(f"NOT the rows that the order says: steps {_brief(self.unproved)}")
         if self.gaps:
             lines.append(f"NOT where the step before ended: steps {_brief(self.gaps)}")
+        if self.missing:
+            lines.append(f"NOT audited: {_no_line(self.missing)}")
         if self.lost:
             lines.append(self.lost)
         lines.append("the ledger holds" if self.holds else "THE LEDGER DOES NOT HOLD")
@@ -215,6 +293,19 @@ def _brief(numbers: list[int], most: int = 10) -> str:
     return ", ".join(map(str, numbers[:most])) + more
 
 
+def _no_line(steps: list[int]) -> str:
+    """Of which steps no line can be read, in ranges."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    said = [str(first) if first == last else f"{first:,} to {last:,}" for first, last in ranges[:10]]
+    more = f" and {len(ranges) - 10:,} more ranges" if len(ranges) > 10 else ""
+    return f"no line for step{'s' * (len(steps) > 1)} {', '.join(said)}{more} is there, or can be read"
+
+
 def audit(directory: Path) -> Audit:
     """Counts how often each row of each epoch was used, over all resumes.
 
@@ -225,9 +316,16 @@ def audit(directory: Path) -> Audit:
     sizes: dict[tuple[str, int], int] = {}
     unproved: list[int] = []
     gaps: list[int] = []
+    missing: list[int] = []
     expected: int | None = None
     first = total = 0
-    for entry in used(directory):
+    begun, steps, lines = _read(directory)
+    before = begun - 1
+    for entry in _used(steps):
+        if entry.step > before + 1:
+            missing += range(before + 2, entry.step + 1)
+            expected = None
+        before = entry.step
         first = first or entry.step + 1
         total += 1
         if not entry.proved:
@@ -246,26 +344,26 @@ def audit(directory: Path) -> Audit:
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))
         for (data, number), seen in counts.items()
     ]
-    last = first + total - 1
+    last = before + 1
     unlearned = [step for step in skipped(directory) if first <= step.step <= last]
-    return Audit(first, total, _lost(directory, first, last), epochs, unproved, gaps, unlearned)
+    return Audit(first, total, _lost(directory, lines, begun + 1, last), epochs, unproved, gaps, missing, unlearned)
 
 
-def _lost(directory: Path, first: int, last: int) -> str | None:
+def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:
     """Steps that the run has taken, as `run.json` and its checkpoints say, and the ledger has not; None if none."""
     try:
-        facts = json.loads((directory / "run.json").read_bytes())
+        facts = read_facts(directory)
         starts = facts["starts"]
         begun, reached = starts[0]["from_step"] + 1, starts[-1]["from_step"]
         if "finished" in facts:
             reached = facts["length"]["num_steps"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (FinetuneError, LookupError):
         return None  # the ledger alone has to do
     if first > begun:
         return f"NOT from the beginning: the run began with step {begun}"
     checkpoints = integrity.list_checkpoints(directory / "checkpoints")
     saved = (integrity.step_of(checkpoints[0]) or 0) if checkpoints else 0
     # Where a damaged checkpoint was refused, its step was taken, and lost again: the ledger has been there.
-    if all(line.get("step", -1) + 1 < saved for line in read_lines(directory / LEDGER)):
+    if all(line.get("step", -1) + 1 < saved for line in lines.whole):
         reached = max(reached, saved)
     return f"NOT to the end: the run has come to step {reached}" if last < reached else None

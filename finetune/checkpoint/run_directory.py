@@ -1,6 +1,5 @@
 """The run directory: used by one run at a time, refused if it holds another one; `run.json`."""
 
-import json
 import os
 import socket
 import subprocess
@@ -16,10 +15,22 @@ from typing import Any
 import filelock
 import torch
 
+from finetune.checkpoint import run_facts, trusted_code
+from finetune.checkpoint.integrity import name_of
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
-from finetune.utils.atomic_files import digest_of, read_lines, remove, rewrite_lines, unlockable, write_json, write_text
+from finetune.monitoring.metrics import warn
+from finetune.utils import json_files
+from finetune.utils.atomic_files import (
+    device_of,
+    json_text,
+    lock_file,
+    remove,
+    rewrite_lines,
+    set_damaged_lines_aside,
+    write_text,
+)
 from finetune.utils.errors import CheckpointError, RecipeError
 
 _LIBRARIES = (
@@ -40,8 +51,11 @@ _LIBRARIES = (
 # short leaves a directory that is still a run's.
 _LEFT = (
     "metrics.jsonl",
+    "metrics.jsonl.damaged",
     "ledger.jsonl",
+    "ledger.jsonl.damaged",
     "incidents.jsonl",
+    "incidents.jsonl.damaged",
     "predictions.jsonl",
     "model",
     "checkpoints",
@@ -60,7 +74,7 @@ _MORE = ("recipe.yaml", ".lock", ".trials")
 _LOCK_PATIENCE_S = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunDirectory:
     """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
 
@@ -69,6 +83,10 @@ class RunDirectory:
     """`run.json` as an earlier start of the run left it; None in a fresh directory, or one to be overwritten."""
     _overwrite: bool
     _lock: filelock.BaseFileLock | None = field(repr=False)
+    _device: int = field(repr=False)
+    _lock_file: os.stat_result | None = field(repr=False)
+    _written: dict[str, str] = field(default_factory=dict, repr=False)
+    """The texts of `recipe.yaml` and `run.json`, on rank 0 and once it has written them."""
 
     @property
     def checkpoints(self) -> Path:
@@ -101,7 +119,8 @@ class RunDirectory:
         if os.environ.get("RANK", "0") == "0":
             lock = _hold(path)
             previous = cls._look(recipe)  # whoever held it until now may have changed it
-        return cls(path, previous, _overwrites(recipe), lock)
+        held = Path(lock.lock_file).stat() if lock is not None else None
+        return cls(path, previous, _overwrites(recipe), lock, device_of(path), held)
 
     @staticmethod
     def _look(recipe: Recipe) -> dict[str, Any] | None:
@@ -136,18 +155,88 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """`run.json` as it is now."""
-        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        return facts
+        return run_facts.read_facts(self.path)
 
     def note_checkpoint(self, step: int) -> None:
-        """Writes into `run.json` that there is a checkpoint, once a run; rank 0 calls it.
+        """Writes into `run.json` that there is a checkpoint, and which code lies in it; rank 0 calls it.
 
         Raises:
             OSError: If it cannot be written.
         """
         facts = self.facts()
-        if "first_checkpoint" not in facts:
-            write_json(self.path / "run.json", {**facts, "first_checkpoint": step})
+        known = {"first_checkpoint": step, **facts, **self._code(facts, self.checkpoints / name_of(step) / "model")}
+        if known != facts:
+            self._put("run.json", json_text(known))
+
+    @staticmethod
+    def _code(facts: dict[str, Any], weights: Path) -> dict[str, Any]:
+        """What `run.json` says of code, with that beside weights that this run has just written."""
+        return {"code": trusted_code.sign_weights(facts["code"], weights)} if "code" in facts else {}
+
+    def make_again(self, backend: Backend) -> bool:
+        """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
+
+        Where its disk is away, nothing is made: it may come back.
+
+        Returns:
+            Whether something was missing.
+
+        Raises:
+            CheckpointError: On every rank, if another run has begun in its place.
+        """
+        missing: list[str] = []
+        problem: str | None = None
+        if backend.is_main:
+            try:
+                missing = self._make_again()
+            except (filelock.Timeout, _TakenError):
+                problem = (
+                    f"output.dir: {self.path} was deleted while this run was under way, and another run has begun "
+                    "there. Nothing more can be saved. Give each run an output.dir of its own, and start this one "
+                    "again."
+                )
+            except (OSError, ValueError):
+                missing = []  # What is written next fails as well, and says why.
+        told = backend.tell({"missing": missing, "problem": problem})
+        if told["problem"] is not None:
+            raise CheckpointError(told["problem"])
+        if missing:
+            warn(
+                f"output.dir: {self.path} has lost {', '.join(missing)} while this run was under way: somebody has "
+                "deleted them. They are made again, and the run goes on; checkpoints that were there are lost."
+            )
+        return bool(told["missing"])
+
+    def _make_again(self) -> list[str]:
+        """Does so on rank 0; returns what was missing."""
+        missing = [name for name in (*self._written, "checkpoints") if not (self.path / name).exists()]
+        assert self._lock is not None
+        assert self._lock_file is not None
+        file = Path(self._lock.lock_file)
+        locked = file.exists() and os.path.samestat(file.stat(), self._lock_file)
+        if (locked and not missing) or device_of(self.path) != self._device:
+            return []
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not locked:
+            # The lock that is held is that of a file which is gone.
+            lock = filelock.FileLock(file)
+            lock.acquire(timeout=0)
+            self._lock, self._lock_file = lock, file.stat()
+        if (
+            "run.json" not in missing
+            and self.facts().get("starts") != json_files.parse(self._written["run.json"])["starts"]
+        ):
+            raise _TakenError
+        self.checkpoints.mkdir(exist_ok=True)
+        for name, text in self._written.items():
+            if name in missing:
+                write_text(self.path / name, text)
+        return missing
+
+    def _put(self, name: str, text: str) -> None:
+        """Writes a file, and remembers it."""
+        write_text(self.path / name, text)
+        self._written[name] = text
 
     def create(self, backend: Backend, recipe: Recipe, facts: dict[str, Any], *, begin: dict[str, Any]) -> None:
         """Writes what is about to run. Every rank calls it; rank 0 writes.
@@ -171,7 +260,7 @@ class RunDirectory:
         elif self.previous is not None:
             self._rewind(begin["from_step"])
         self.checkpoints.mkdir(exist_ok=True)
-        write_text(self.path / "recipe.yaml", dump_recipe(recipe))
+        self._put("recipe.yaml", dump_recipe(recipe))
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -179,10 +268,12 @@ class RunDirectory:
             "processes": processes,
             **begin,
         }
-        known = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        known: dict[str, Any] = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
-        write_json(self.path / "run.json", {"starts": [*starts, now], **facts, **known})
+        if code := trusted_code.sign_code(self.path, recipe):
+            known["code"] = code
+        self._put("run.json", json_text({"starts": [*starts, now], **facts, **known}))
 
     def finish(self, backend: Backend, results: dict[str, Any], **more: Any) -> None:
         """Adds the results and more to `run.json`, on rank 0, and lets go of the directory.
@@ -193,9 +284,10 @@ class RunDirectory:
 
         def write() -> None:
             facts = self.facts() | more
+            facts |= self._code(facts, self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_json(self.path / "run.json", facts)
+            self._put("run.json", json_text(facts))
 
         self.on_main(backend, write)
         self.release()
@@ -226,7 +318,7 @@ class RunDirectory:
         """The starts so far, the last of them with how far it came: `_rewind` takes the lines back that tell."""
         starts: list[dict[str, Any]] = (self.previous or {}).get("starts", [])
         file = self.path / "metrics.jsonl"
-        lines = read_lines(file) if starts and file.exists() else []
+        lines = run_facts.read_metrics(self.path).whole if starts and file.exists() else []
         if not lines or lines[-1]["step"] < starts[-1]["from_step"]:
             return starts
         before = self.previous or {}
@@ -235,10 +327,17 @@ class RunDirectory:
         return [*starts[:-1], {**starts[-1], **reached}]
 
     def _rewind(self, step: int) -> None:
-        """Takes back the metrics and incidents of steps that will be taken again."""
-        for file in (self.path / "metrics.jsonl", self.path / "incidents.jsonl"):
+        """Takes back the metrics and incidents of steps that will be taken again, and sets damaged lines aside."""
+        for name, read in (
+            (run_facts.METRICS, run_facts.read_metrics),
+            (run_facts.INCIDENTS, run_facts.read_incidents),
+        ):
+            file = self.path / name
             if file.exists():
-                rewrite_lines(file, [line for line in read_lines(file) if line["step"] <= step])
+                lines = read(self.path)
+                if (moved := set_damaged_lines_aside(file, lines)) is not None:
+                    warn(f"{moved}. The run is resumed without them: what they said is missing from reports.")
+                rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
 
     def _check_shared(self, backend: Backend) -> None:
         """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
@@ -248,6 +347,10 @@ class RunDirectory:
                 f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
                 "share."
             )
+
+
+class _TakenError(Exception):
+    """Another run has begun in the directory."""
 
 
 def _started_again() -> bool:
@@ -260,18 +363,15 @@ def _overwrites(recipe: Recipe) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    file = path / "run.json"
-    try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (path / run_facts.RUN).exists():
         # Checkpoints or a ledger are a run's, whatever became of the file beside them.
         return {} if (path / "checkpoints").is_dir() or (path / "ledger.jsonl").exists() else None
-    except (OSError, ValueError) as error:
+    try:
+        return run_facts.read_facts(path)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}. Restore it, or choose another output.dir and begin from the checkpoint "
-            f"by resume={path}."
+            f"{error} Or choose another output.dir and begin from the checkpoint by resume={path}."
         ) from error
-    return facts
 
 
 def _check_links(path: Path) -> None:
@@ -300,7 +400,7 @@ def _is_run(path: Path) -> bool:
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
         try:
             with (path / name).open("rb") as file:
-                facts = json.loads(file.readline() if name.endswith("l") else file.read())
+                facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
         except (OSError, ValueError):
             continue
         if isinstance(facts, dict) and key in facts:
@@ -315,12 +415,11 @@ def _holds_something(path: Path) -> bool:
 def _lock_file(path: Path) -> Path:
     """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
     try:
-        reason = unlockable(path)
+        file, reason = lock_file(path, ".lock")
     except OSError as error:
         raise CheckpointError(f"output.dir: {path} cannot be locked: {error.strerror or error}.") from error
     if reason is None:
-        return path / ".lock"
-    file = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{digest_of(str(path.resolve()))[:16]}.lock"
+        return file
     print(
         f"output.dir: the file system of {path} has no locks (flock: {reason}). {file} is locked instead, which keeps "
         "a second run out on this machine only: start no run with this output.dir on another machine meanwhile, and "

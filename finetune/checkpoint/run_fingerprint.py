@@ -6,7 +6,6 @@ size of micro-batches, unless the network has dropout or batch norms.
 """
 
 import difflib
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch import nn
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task import TaskData
 from finetune.tasks.training_length import Length
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest, digest_of, write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
@@ -116,7 +116,7 @@ def _digest(file: Path, cache: Path) -> str:
     kept = cache / f"{digest_of(str(file.resolve()))}.json"
     before = _facts(file)
     with suppress(OSError, ValueError, LookupError, TypeError):
-        known = json.loads(kept.read_text(encoding="utf-8"))
+        known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
     found = digest(file)

@@ -3,7 +3,6 @@
 Everything that looks back at a run, finished or under way, reads it here. No torch: this starts at once.
 """
 
-import json
 import re
 import socket
 import time
@@ -17,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import psutil
-import yaml
 
 from finetune.checkpoint import integrity
+from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import ranking
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils import json_files, yaml_files
+from finetune.utils.errors import CheckpointError
 
 Status = Literal["running", "finished", "stopped", "diverged", "lost"]
 Series = npt.NDArray[np.float64]
@@ -314,8 +314,8 @@ class RunReader:
             self._skipped = {}
         for line in self._incidents.new():
             try:
-                found = _incident(json.loads(line))
-            except (ValueError, LookupError, TypeError):
+                found = _incident(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, OverflowError):
                 self._incidents.damaged += 1
                 continue
             self._skipped = {step: value for step, value in self._skipped.items() if step < found.step}
@@ -333,28 +333,6 @@ def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
         CheckpointError: If it cannot be read.
     """
     return RunReader(directory, only_outcome=only_outcome).read()
-
-
-def read_facts(directory: Path) -> dict[str, Any]:
-    """The `run.json` of a run.
-
-    Raises:
-        RecipeError: If there is no run.
-        CheckpointError: If it cannot be read.
-    """
-    file = directory / "run.json"
-    try:
-        facts = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise RecipeError(
-            f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune runs` "
-            "lists those that are here."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
-    if not isinstance(facts, dict) or not isinstance(facts.get("starts"), list):
-        raise CheckpointError(f"{file} is not what a run of this toolkit writes: it lists no starts.")
-    return facts
 
 
 class _Lines:
@@ -444,8 +422,8 @@ class _Metrics:
             self._clear()
         for line in self._outcome() if self._only_outcome else self._lines.new():
             try:
-                self._add(json.loads(line))
-            except (ValueError, LookupError, TypeError, AttributeError):
+                self._add(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
                 self._lines.damaged += 1
 
     def _outcome(self) -> Iterator[bytes]:
@@ -457,13 +435,17 @@ class _Metrics:
                     yield newest
                 yield line
                 newest = None
+            elif not (line.startswith(b"{") and line.endswith(b"}\n")):
+                yield line  # damaged, and counted as that
             elif b'"grad_norm"' in line:
                 newest = line
         if newest is not None:
             yield newest
 
     def _add(self, line: dict[str, Any]) -> None:
-        step = float(line["step"])
+        step = line["step"]
+        if type(step) is not int:
+            raise ValueError
         if "grad_norm" in line:
             for columns in (self.training, self.evaluations):
                 columns.drop_from(step)
@@ -494,8 +476,8 @@ def _incident(line: dict[str, Any]) -> Incident:
 
 def _read_recipe(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        tree = yaml_files.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
 

@@ -27,6 +27,7 @@ from finetune.checkpoint.snapshot import Files, Snapshot
 from finetune.config.recipe_schema import ranking
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
+from finetune.utils import json_files
 from finetune.utils.atomic_files import remove, sync
 
 _INDEX = "model.safetensors.index.json"
@@ -180,7 +181,7 @@ class CheckpointWriter:
         files: Files = {}
         tensors: dict[str, Any] = {}
         for part in parts:
-            content = json.loads(part.read_text(encoding="utf-8"))
+            content = json_files.read(part)
             files |= content["files"]
             tensors |= content["tensors"]
         self._describe(model)

@@ -66,7 +66,8 @@ def explain(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print(as_json(chosen))
     else:
-        plain_console().print(page(chosen[0]) if len(chosen) == 1 else table(chosen))
+        console = plain_console()
+        console.print(page(chosen[0]) if len(chosen) == 1 else table(chosen, console.width))
 
 
 def doctor(parsed: argparse.Namespace) -> int:
@@ -85,11 +86,22 @@ def doctor(parsed: argparse.Namespace) -> int:
 def data(parsed: argparse.Namespace) -> None:
     """`finetune data`."""
     recipe = load_checked(parsed)
-    from finetune.data.prepare import prepare_data
+    from finetune.tasks.task_data import build_task_data, prepare_task_data, without_validation
+    from finetune.tasks.task_lookup import find_task
 
-    prepared = prepare_data(recipe)
-    print("\n".join(prepared.report.lines()))
-    if parsed.show:
+    silence_libraries()
+    task = find_task(recipe)
+    prepared: Any
+    if task.build_data is build_task_data:
+        prepared = prepare_task_data(recipe)
+        lines = prepared.report.lines()
+    else:
+        prepared = task.build_data(recipe, False)
+        sides = {"train": prepared.train, "validation": prepared.validation}
+        rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
+        lines = list(prepared.report_lines) or rows
+    print("\n".join([*lines, *without_validation(recipe, prepared)]))
+    if parsed.show and (prepared.train is not None or prepared.validation is not None):
         from finetune.data.show_examples import examples
 
         console = plain_console()
@@ -130,7 +142,7 @@ def parity(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity.compare import compare
     from finetune.diagnostics.parity.finished_run import read
 
-    places = [Path(parsed.recipe), Path(parsed.overrides[0])]
+    places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
     names = [place.name for place in places]
     runs = [
         read(place, name if len(set(names)) == 2 else str(place)) for place, name in zip(places, names, strict=True)
@@ -194,7 +206,7 @@ def replay(parsed: argparse.Namespace) -> int:
     _prepare_libraries()
     from finetune.diagnostics.replay import replay as run
 
-    found = run(Path(parsed.run), parsed.step)
+    found = run(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
     found.print_to(plain_console())
     return 0 if found.holds else 1
 
@@ -246,6 +258,8 @@ def runs(parsed: argparse.Namespace) -> None:
     for one in found:
         if one.problem is not None:
             console.print(f"{one.run}: {one.problem}", markup=False)
+        elif one.damaged_lines:
+            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are left out", markup=False)
 
 
 def comms(parsed: argparse.Namespace) -> None:
@@ -312,6 +326,7 @@ def export(parsed: argparse.Namespace) -> None:
         push_to_hub.check(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {"to": to, "step": parsed.step, "base": parsed.base, "shard_size": parsed.shard_size}
+    options["trust_remote_code"] = parsed.trust_remote_code
     folder = run(Path(parsed.run), parsed.kind, print, **options)
     if parsed.push_to is not None:
         print(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}")
@@ -346,13 +361,13 @@ def evaluate(parsed: argparse.Namespace) -> None:
     place = _open(parsed, exact=True)
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(place, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
-        found = evaluate_files.score(place, recipe)
+        found = evaluate_files.score(place, recipe, _to_stderr)
     if parsed.json:
         print(json.dumps(found))
         return
     print(
         f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
-        f"in rows of {recipe.data.sequence_length} tokens"
+        f"in rows of {recipe.data.sequence_length} tokens{', a document each' * (recipe.data.packing == 'padded')}"
     )
 
 
@@ -418,10 +433,11 @@ def _prepare_libraries(parsed: argparse.Namespace | None = None) -> None:
     """Before the libraries are imported: whether the hub can be reached, and has what is named as a model.
 
     Args:
-        parsed: Arguments of which `run` and `base` may be names on the hub.
+        parsed: Arguments of which `run` and `base` may be names on the hub; said, since opening takes a while.
     """
     go_offline_if_unreachable()
     if parsed is not None:
+        _to_stderr(f"Opening {parsed.run}.")
         hub_access.require(parsed.run, None)
         hub_access.require(parsed.base, "--base")
     silence_libraries()

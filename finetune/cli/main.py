@@ -1,6 +1,7 @@
 """The command line: `finetune <verb>`, and what each verb takes."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,9 @@ from finetune.distributed.launch.launch_key_docs import OPTIONS
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments
 from finetune.utils.exit_codes import guarded
 from finetune.utils.shipped_files import launch_file, recipe_file
+
+_PATHS = {"base", "configs", "data", "directory", "folder", "harness", "json", "links", "model", "run", "to", "write"}
+"""Arguments that are paths, or may be; recipes and launch files are found by name as well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,13 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; a recipe's overrides may also come behind options, which argparse takes amiss."""
+    """Parses the command line; the words of a list may also come behind options, which argparse takes amiss."""
     parsed, left = parser.parse_known_args(arguments)
-    if left and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in left)):
+    lists = (getattr(parsed, name, None) for name in ("overrides", "words", "run"))
+    more = next((words for words in lists if isinstance(words, list)), None)
+    if left and (more is None or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        parsed.overrides += left
+    if more is not None:
+        more += left
+    for name in _PATHS & vars(parsed).keys():
+        setattr(parsed, name, _at_home(getattr(parsed, name)))
     return parsed
+
+
+def _at_home(value: Any) -> Any:
+    """Paths with the home directory in place of `~`, which no shell puts there behind `=` or within quotes."""
+    if isinstance(value, list):
+        return [_at_home(word) for word in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -95,6 +110,7 @@ def _add_model_commands(verbs: Any) -> None:
     verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
     _place(verb)
+    _trust(verb)
     verb = verbs.add_parser("generate", help="generate text from a run, checkpoint, adapter or export")
     verb.add_argument("run", help="a run, checkpoint, adapter, export, model directory or hub name")
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
@@ -145,6 +161,7 @@ def _add_run_commands(verbs: Any) -> None:
     verb = verbs.add_parser("replay", help="repeat a step of a run exactly, and show its batch, loss and gradient norm")
     verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
+    _trust(verb)
     verb = verbs.add_parser("comms", help="measure the bandwidth of collectives between processes")
     verb.add_argument("--processes", type=int, metavar="N", help="on this machine; 2, or those of --config_file")
     verb.add_argument("--config_file", type=launch_file, help="a launch file, for its processes and machines")
@@ -158,8 +175,8 @@ def _add_plan(verbs: Any) -> None:
     parser = verbs.add_parser(
         "plan", help="memory, time, traffic and cost of a recipe under every launch file, before it is launched"
     )
-    parser.add_argument("--gpu", default="h100-80gb", help="a known GPU, or figures: memory=24,bf16=70,link=32")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="of a machine (8)")
+    parser.add_argument("--gpu", help="a known GPU, or figures: memory=24,bf16=70,link=32 (this machine's, or an H100)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="of a machine (as many as this one has, or 8)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
     parser.add_argument("--network", type=float, default=50.0, metavar="GB/s", help="between machines, a GPU (50)")
     parser.add_argument(
@@ -188,7 +205,9 @@ def _add_plan(verbs: Any) -> None:
 def _add_report_commands(verbs: Any) -> None:
     verb = verbs.add_parser("report", help="write a page of one run, or of several over each other, that opens offline")
     verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or under way")
-    verb.add_argument("--to", metavar="FILE", help="the page; RUN/report/report.html, or report.html for several runs")
+    verb.add_argument(
+        "--to", metavar="FILE", help="the page; RUN/report/report.html, or report-A-B/report.html for several runs"
+    )
     verb.add_argument("--price", type=float, metavar="MONEY", help="of a GPU (or a process on CPUs) and hour")
     verb.add_argument("--live", action="store_true", help="serve the page on this machine instead, kept up to date")
     verb.add_argument("--host", help="with --live: the address to serve on, instead of 127.0.0.1")
@@ -218,5 +237,5 @@ def _trust(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code that ships with the model (for a run, the recipe decides)",
+        help="run Python code that ships with the model, or that the recipe of a run from elsewhere names",
     )

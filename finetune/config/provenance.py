@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
+from finetune.config.recipe_schema import Recipe, section_in
+
 # libyaml where PyYAML was built with it: ten times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -33,6 +35,11 @@ class Value:
     """Every layer that gives it, the one that holds last. Empty: the key is not in force."""
     meaning: str
     unit: str = ""
+
+    @property
+    def overridden(self) -> tuple[Setting, ...]:
+        """What the setting that holds takes the place of, the last one first; one of the same value changes nothing."""
+        return tuple(setting for setting in self.settings[-2::-1] if setting.value != self.settings[-1].value)
 
     @property
     def is_default(self) -> bool:
@@ -67,9 +74,21 @@ class Origin:
 def concerns(override: str, key: str) -> bool:
     """Whether an override sets a key, or something above or below it."""
     name, _, value = override.partition("=")
-    if name == "resume" and not value.lstrip().startswith("{"):
-        name = "resume.mode"  # the section's short form
+    field = Recipe.model_fields.get(name)
+    section = section_in(field.annotation) if field is not None else None
+    if section is not None and section.short_for is not None and not value.lstrip().startswith("{"):
+        name = f"{name}.{section.short_for}"
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
+
+
+def gives(recipe: Recipe, key: str) -> bool:
+    """Whether a recipe gives a key, which else has its default."""
+    section: Any = recipe
+    for name in key.split("."):
+        if section is None or name not in section.model_fields_set:
+            return False
+        section = getattr(section, name)
+    return True
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,16 +11,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from finetune.config import file_kinds
 from finetune.config.provenance import Origin
-from finetune.config.recipe_schema import Recipe, Section, ranking
+from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
 from finetune.utils.errors import RecipeError
-from finetune.utils.shipped_files import RECIPES, shipped_names
+from finetune.utils.file_formats import read_text
+from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 METRICS = {
@@ -102,10 +104,14 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not UTF-8 text ({error})"
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         known = shipped_names(RECIPES)
+        if file.name in shipped_names(LAUNCH_FILES):
+            raise RecipeError(
+                f"{file.name} is a launch file that ships, not a recipe. {file_kinds.PLACES[file_kinds.LAUNCH]}"
+            ) from error
         raise RecipeError.of(
             str(file),
             [f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"],
@@ -119,8 +125,10 @@ def read(path: str | Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold keys and values, got {_kind(tree)}.")
+    if (other := file_kinds.other_kind(tree, file_kinds.RECIPE)) is not None:
+        raise RecipeError(f"{file}: {other}")
     # So that an override changes one place only, where the file repeats a part by an alias.
-    tree = _long(json.loads(json.dumps(tree, default=str)))
+    tree = write_out(json.loads(json.dumps(tree, default=str)))
     return _renewed(tree) if (file.parent / "run.json").is_file() else tree
 
 
@@ -157,16 +165,59 @@ def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, st
     """The recipe, if it is one, and its problems, each with its key."""
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
-        recipe = Recipe.model_validate_json(json.dumps(_long(tree), default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(write_out(tree), default=str), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
         return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
     return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe)]
 
 
-def _long(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain keys and values with the short form of the section `resume` written out."""
-    return {**tree, "resume": {"mode": tree["resume"]}} if isinstance(tree.get("resume"), str) else {**tree}
+def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
+    """Plain keys and values with short forms written out: `output: runs/x`, `lora: true`, one item for a list of it."""
+    found = {**tree}
+    for name in tree.keys() & section.model_fields.keys():
+        annotation, value = section.model_fields[name].annotation, tree[name]
+        inner = section_in(annotation)
+        if _takes_list(annotation):
+            if isinstance(value, str) or (inner is not None and isinstance(value, Mapping)):
+                value = [value]
+            if inner is not None and isinstance(value, list):
+                value = [_section(item, inner) for item in value]
+        elif inner is not None:
+            if isinstance(value, bool) and section.model_fields[name].default is None:
+                value = {} if value else None
+            value = _section(value, inner)
+        found[name] = value
+    return found
+
+
+def _section(value: Any, section: type[Section]) -> Any:
+    if isinstance(value, str) and section.short_for is not None:
+        value = {section.short_for: value}
+    return write_out(value, section) if isinstance(value, Mapping) else value
+
+
+def _takes_list(annotation: Any) -> bool:
+    """Whether a field takes a list, and no text."""
+    return get_origin(annotation) is tuple
+
+
+def _with_short_form(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
+    """A field's schema for editors, with what `write_out` takes as well."""
+    section, short = section_in(field.annotation), []
+    text = {"type": "string"}
+    if _takes_list(field.annotation):
+        if section is not None and section.short_for is not None:
+            schema["items"] = {"anyOf": [schema["items"], text]}
+        short = [schema["items"] if section is not None else text]
+    elif section is not None:
+        short = [{"type": "boolean"}] if field.default is None else []
+        short += [text] if section.short_for is not None else []
+    if not short:
+        return schema
+    about: dict[str, Any] = {key: schema.pop(key) for key in ("default", "description", "title") if key in schema}
+    about.setdefault("description", (section.__doc__ or "") if section is not None else "")
+    return {"anyOf": [*schema.pop("anyOf", [schema]), *short], **about}
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -177,6 +228,10 @@ def dump_recipe(recipe: Recipe) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON schema of recipes, for editors."""
     schema = Recipe.model_json_schema()
+    for section in Section.__subclasses__():
+        properties = (schema if section is Recipe else schema["$defs"][section.__name__])["properties"]
+        for name, field in section.model_fields.items():
+            properties[name] = _with_short_form(properties[name], field)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -245,8 +300,8 @@ def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
     if best_by is not None and not own and task in METRICS:
-        also = "perplexity" if task == "causal_lm" else "accuracy"
-        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", also, *section.metrics))]
+        also = ("perplexity",) if task == "causal_lm" else ("accuracy", "recall_macro")
+        keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (
                 f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "
@@ -286,8 +341,10 @@ def apply(tree: dict[str, Any], override: str) -> None:
         parsed = parse(value, _Loader)
     except YamlProblem as error:
         raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
-    if keys == ["resume"] and isinstance(parsed, str):
-        keys.append("mode")  # the section's short form
+    named = dict(fields()).get(path)
+    section = None if named is None or _takes_list(named.annotation) else section_in(named.annotation)
+    if isinstance(parsed, str) and section is not None and section.short_for is not None:
+        keys.append(section.short_for)
     node: Any = tree
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
@@ -307,11 +364,24 @@ def apply(tree: dict[str, Any], override: str) -> None:
             raise RecipeError(f"The override '{override}': '{place}' is {_kind(node)} and has no keys.")
         if depth == len(keys) - 1:
             node[slot] = parsed
+            tree.update(write_out(tree))
             return
         below = node[slot] if isinstance(node, list) else node.get(slot)
         if below is None:
             node[slot] = [] if keys[depth + 1] == "0" else {}
         node = node[slot]
+
+
+# Keys that decide which weights or tokens are trained: whoever takes a guess of them trains something else.
+_WHAT_IS_TRAINED = ("targets", "save_modules", "freeze", "quantization", "train_on", "loss")
+_TYPO = 0.85
+
+# By pydantic's kind of error, what a key takes.
+_EXAMPLES = {
+    "model_type": "a section",
+    "dict_type": "a mapping, such as {key: value}",
+    "tuple_type": "a list, such as [first, second]",
+}
 
 
 def _problem(item: Any) -> str:
@@ -323,11 +393,18 @@ def _problem(item: Any) -> str:
         return f"{key}: {_RENAMED[key]}"
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        return f"{key}: unknown key{hint(location[-1], known)} (allowed: {', '.join(known)})"
+        if (ours := file_kinds.key_of_other_name(location[-1])) is not None and ours != key:
+            return f"{key}: unknown key; write {ours}"
+        close = [name for name in known if name not in _WHAT_IS_TRAINED or _similarity(location[-1], name) >= _TYPO]
+        return f"{key}: unknown key{hint(location[-1], close, cutoff=0.6)} (allowed: {', '.join(known)})"
     if kind == "value_error":
         said = message.removeprefix("Value error, ")
         return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
     got = json.dumps(item["input"], default=str)
+    if kind in _EXAMPLES:
+        known = _known_keys(item["loc"])
+        form = f"a section: write its keys below it ({', '.join(known)})" if known else _EXAMPLES[kind]
+        return f"{key}: this is {form}, got {got if len(got) <= 80 else got[:80] + ' …'}"
     return f"{key}: {message[0].lower()}{message[1:]}, got {got if len(got) <= 80 else got[:80] + ' …'}"
 
 
@@ -348,16 +425,13 @@ def fields(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[
             yield from fields(inner, f"{prefix}{name}.{number}")
 
 
-def section_in(annotation: Any) -> type[Section] | None:
-    """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
-    if isinstance(annotation, type) and get_origin(annotation) is None:
-        return annotation if issubclass(annotation, Section) else None
-    return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def hint(word: str, known: Sequence[str]) -> str:
+def hint(word: str, known: Sequence[str], *, cutoff: float = 0.5) -> str:
     """`, did you mean 'x'?` of the word that comes near, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f", did you mean '{close[0]}'?" if close else ""
 
 

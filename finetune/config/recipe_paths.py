@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.config import path_kinds
 from finetune.config.recipe import hint
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
@@ -38,12 +39,11 @@ def find_files(given: str) -> list[Path]:
     Raises:
         DataError: If there is nothing, or something that is neither a file nor a directory.
     """
-    pattern = os.path.expanduser(given)
     # A name with brackets in it is first of all a name.
-    names = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+    names = [given] if os.path.lexists(given) else glob.glob(given, recursive=True)
     if not names:
         raise DataError(
-            f"There is no file {given}{_nearest(Path(pattern))} (looked from {Path.cwd()}). Relative paths count from "
+            f"There is no file {given}{_nearest(Path(given))} (looked from {Path.cwd()}). Relative paths count from "
             "the working directory; correct the path, or the glob so that it matches."
         )
     # A link to a directory above itself has every file below it match many times: the shortest name stays.
@@ -53,6 +53,8 @@ def find_files(given: str) -> list[Path]:
     files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
     for path in files:
         _require_regular(path)
+        if (wrong := path_kinds.not_data(path)) is not None:
+            raise DataError(wrong)
     return files
 
 
@@ -73,13 +75,19 @@ def _require_regular(path: Path) -> None:
 
 
 def _problems(recipe: Recipe) -> Iterator[FinetuneError]:
-    for key, name in (("model.name", recipe.model.name), ("tokenizer.name", recipe.tokenizer.name)):
-        if name is not None and _is_path(name) and not Path(name).expanduser().is_dir():
-            what = "a file" if Path(name).expanduser().exists() else "not there"
+    for key, name, told in (
+        ("model.name", recipe.model.name, path_kinds.not_a_model),
+        ("tokenizer.name", recipe.tokenizer.name, path_kinds.not_a_tokenizer),
+    ):
+        folder = Path(name or "")
+        if name is not None and _is_path(name) and not folder.is_dir() and path_kinds.kind_of(folder) is None:
+            what = "a file" if folder.exists() else "not there"
             yield RecipeError(
-                f"{key} is written as a path, {name}, and that is {what}{_nearest(Path(name).expanduser())} (looked "
+                f"{key} is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
                 f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
             )
+        elif name is not None and (wrong := told(folder)) is not None:
+            yield RecipeError(f"{key}: {wrong}")
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.path is not None:
             try:
@@ -90,7 +98,7 @@ def _problems(recipe: Recipe) -> Iterator[FinetuneError]:
 
 def _is_path(name: str) -> bool:
     """Whether a name can be no name on the hub, which is `name` or `organisation/name`."""
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or name.rstrip("/").count("/") > 1
+    return name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
 
 
 def _nearest(path: Path) -> str:

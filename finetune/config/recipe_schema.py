@@ -4,10 +4,12 @@ A text within `Annotated` is the key's unit; numbers have one.
 """
 
 import json
+import os
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +24,8 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, or what may be one, such as a model's name: `~` in front is the home directory."""
 
 
 class Section(BaseModel):
@@ -30,10 +34,21 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+    short_for: ClassVar[str | None] = None
+    """The key that a text in place of the section stands for."""
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return annotation if issubclass(annotation, Section) else None
+    return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
 
 
 class SampleSection(Section):
     """Text that the model writes during the run, to be looked at."""
+
+    short_for = "prompt"
 
     prompt: str = ""
     """What the text begins with; with a `chat` section, what a user says."""
@@ -66,7 +81,9 @@ class LogSection(Section):
 class OutputSection(Section):
     """Where the run's files go."""
 
-    dir: Annotated[str, Field(min_length=1)] = "runs/run"
+    short_for = "dir"
+
+    dir: Annotated[PathText, Field(min_length=1)] = "runs/run"
     """The run directory: recipe, metrics, `run.json`, the final model."""
     overwrite: bool = False
     """Delete a run that the directory already holds, checkpoints and exports too, and start anew."""
@@ -99,9 +116,11 @@ def ranking(best_by: str) -> tuple[str, int]:
 
 
 class ResumeSection(Section):
-    """Resuming where a run was stopped. `resume=VALUE` is short for `resume.mode=VALUE`."""
+    """Resuming where a run was stopped."""
 
-    mode: Annotated[str, Field(min_length=1)] = "auto"
+    short_for = "mode"
+
+    mode: Annotated[PathText, Field(min_length=1)] = "auto"
     """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
     there is a run; or the path of a checkpoint or of another run, to begin from."""
     allow: tuple[str, ...] = ()
@@ -120,7 +139,9 @@ class GuardSection(Section):
 class TokenizerSection(Section):
     """How text becomes tokens. Empty: the tokenizer that lies beside the model."""
 
-    name: str | None = None
+    short_for = "name"
+
+    name: PathText | None = None
     """A directory with a tokenizer, or a name on the hub."""
     revision: str | None = None
     """Branch, tag or commit of a hub tokenizer."""
@@ -137,10 +158,12 @@ class TokenizerSection(Section):
 class Source(Section):
     """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
 
+    short_for = "path"
+
     sample: Annotated[PositiveInt | None, "stories"] = None
     """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
     `text` (no network, no files)."""
-    path: str | None = None
+    path: PathText | None = None
     """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
     directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""
     hub: str | None = None
@@ -182,7 +205,7 @@ class EvalSection(Section):
     """Evaluate after the last step."""
     micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
     """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[PathText, ...] = ()
     """What is computed beside the loss. Of texts that are generated for `prompts`: `exact_match`, `f1`, `rouge1`,
     `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or
     `file.py:function`."""
@@ -198,6 +221,8 @@ class EvalSection(Section):
 
 class DataSection(Section):
     """The documents and how they become rows of tokens."""
+
+    short_for = "train"
 
     train: tuple[Source, ...] = ()
     """What is learned from."""
@@ -227,7 +252,7 @@ class DataSection(Section):
     """Put the tokenizer's begin-of-text token before each document, if it has one."""
     add_eos: bool = True
     """Put the tokenizer's end-of-text token behind each document, so that a model learns to stop."""
-    cache_dir: str = ".cache/finetune"
+    cache_dir: PathText = ".cache/finetune"
     """Where prepared tokens are kept; safe to delete."""
     num_workers: Annotated[PositiveInt | None, "threads"] = None
     """Threads that tokenise. Left out: one a core."""
@@ -236,13 +261,16 @@ class DataSection(Section):
 class ChatSection(Section):
     """Conversations: how they are written, and what of them is learned."""
 
-    template: str | None = None
+    short_for = "template"
+
+    template: PathText | None = None
     """The chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
     """What is learned: every answer, the last one only, all answers behind the last user turn (or the
-    completion, where the record has one), or every token. Answers with `weight: 0` never are."""
+    completion, where the record has one), or every token. Answers with `weight: 0`, `train: false` or `loss: false`
+    never are."""
     end_token: Literal["template", "add"] = "template"
     """How answers end: as the template writes and marks them, or always with a special token that is learned:
     the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""
@@ -252,6 +280,9 @@ class ChatSection(Section):
     drop_tools: bool = False
     """Learn from conversations whose `tools` the template does not write, without these. Off: they are refused, because
     a model would learn calls of functions that it never saw."""
+    drop_reasoning: bool = False
+    """Learn answers whose `reasoning_content` (or `thinking`) the template does not write, without it. Off: they are
+    refused."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
     """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
 
@@ -341,7 +372,9 @@ class RopeScalingSection(Section):
 class ModelSection(Section):
     """The network and where its first weights come from."""
 
-    name: str | None = None
+    short_for = "name"
+
+    name: PathText | None = None
     """A model directory, or a name on the Hugging Face hub. Leave out to start from `config`."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -431,9 +464,11 @@ class LoraSection(Section):
 class TaskSection(Section):
     """What the model is trained to do."""
 
-    name: str = "causal_lm"
+    short_for = "name"
+
+    name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
-    loss: str | None = None
+    loss: PathText | None = None
     """A loss of your own, named likewise, in place of the task's: a function of network and batch that returns the sum
     over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
@@ -476,7 +511,9 @@ class LengthSection(Section):
 class OptimSection(Section):
     """The optimiser."""
 
-    name: str = "AdamW"
+    short_for = "name"
+
+    name: PathText = "AdamW"
     """A class of `torch.optim`; `LARS` or `LAMB`; one of `bitsandbytes.optim` (`AdamW8bit`, `PagedAdamW`,
     `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
     `file.py:Class`. AdamW runs fused."""
@@ -514,6 +551,8 @@ class OptimSection(Section):
 
 class ScheduleSection(Section):
     """The learning rate as a function of the step."""
+
+    short_for = "name"
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """`wsd` is warm-up, stable, decay."""

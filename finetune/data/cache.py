@@ -8,21 +8,25 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from finetune.utils.atomic_files import sync, unlockable
+from finetune.utils import json_files
+from finetune.utils.atomic_files import digest, digest_of, sync, unlockable
 from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Of that file, which says it as `version`, and of those that it is about."""
+# A check of less than this takes about a second, and a wait for one is not worth a word.
+_SAID_FROM = 10_000_000_000
+_SILENT_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Cache:
     def entry(self, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
         """Returns a folder, building it if it is missing or damaged.
 
+        Every byte of a folder that is there is read once a start and compared with the digests that its build wrote:
+        of the processes that want it at the same time one reads, and the others take its word.
+
         Args:
             name: Names everything that shapes the content.
             build: Fills a folder and returns JSON-able facts. The folder is empty, or what an earlier build left that
@@ -64,14 +71,43 @@ class Cache:
             DataError: If the directory cannot be written, or `build` raises it.
         """
         folder = self._root / name
-        found = _open(folder)
-        if found is not None:
-            return found
+        before = _checked_at(folder)
         try:
-            with self._lock(name):
-                return _open(folder) or self._build(folder, build)
+            with self._lock(name, there=before is not None):
+                # Another process has built or checked it since this one came.
+                known = _checked_at(folder) != before
+                return self._open(folder, known=known) or self._build(folder, build)
+        except _NoLockError as error:
+            # A cache that is only read, as another user's may be, is checked by each process.
+            if found := self._open(folder, known=False):
+                return found
+            raise error.problem from error
         except OSError as error:
             raise self._unusable(error) from error
+
+    def _open(self, folder: Path, *, known: bool) -> Entry | None:
+        """The folder, if it is what was built; says so if it is something else.
+
+        Args:
+            known: Whether it is known to hold what was written; that all files are there is looked at in any case.
+        """
+        if not os.path.lexists(folder):
+            return None
+        try:
+            files, facts = _read_index(folder)
+            total = sum(size for size, _ in files.values())
+            if not known and total >= _SAID_FROM:
+                self._say(f"Checking {total / 1e9:,.0f} GB of prepared data in {folder}.")
+            for name, (size, written) in files.items():
+                _check_file(folder / name, size, None if known else written)
+        except _DamageError as error:
+            # One process comes here, whichever it is.
+            print(f"The prepared data in {folder} {error}: it is made again.", file=sys.stderr, flush=True)
+            return None
+        if not known:
+            with suppress(OSError):
+                os.utime(folder / _INDEX)
+        return Entry(folder, facts, reused=True)
 
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         staging = folder.with_name(folder.name + ".part")
@@ -88,18 +124,24 @@ class Cache:
                 sync(path)
             # The index comes last: a folder with an index is a folder with everything.
             index = staging / _INDEX
-            index.write_text(json.dumps({"files": {p.name: p.stat().st_size for p in files}, "facts": facts}))
+            content = {"files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": digest(p)} for p in files}}
+            content["facts"] = facts
+            index.write_text(json.dumps({**content, "digest": digest_of(content)}))
             sync(index)
             sync(staging)
             os.rename(staging, folder)
             sync(self._root)
         except BaseException as error:
             # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can continue.
-            if isinstance(error, DataError) or not (staging / STATE).exists():
+            kept = not isinstance(error, DataError) and (staging / STATE).exists()
+            if not kept:
                 shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt):
+                more = ", and what it had tokenised of the rest" if kept else ""
+                error.add_note(f"The parts of the data that were finished are kept in {self._root}{more}.")
             raise
         # Read back, so that the process that built sees what the others see.
-        entry = _open(folder)
+        entry = self._open(folder, known=True)
         assert entry is not None
         return Entry(entry.folder, entry.facts, reused=False)
 
@@ -110,8 +152,8 @@ class Cache:
         if any(path.is_symlink() for path in staging.iterdir()):
             return False  # they would be written through
         try:
-            version = json.loads((staging / STATE).read_text(encoding="utf-8")).get("version")
-        except (ValueError, AttributeError):
+            version = json_files.read(staging / STATE).get("version")
+        except ValueError:
             return False
         if version != STATE_VERSION:
             self._say(f"{staging} is of version {version or 0}, and this one reads {STATE_VERSION}: it is made anew.")
@@ -122,24 +164,37 @@ class Cache:
             print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        reason = unlockable(self._root)
-        if reason is not None:
-            # A lock of this machine would not do: processes of several machines may prepare the same data.
-            raise DataError(
-                f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), and "
-                "processes that prepare the same data need one. Set data.cache_dir to a directory on another file "
-                "system, such as a local disk."
-            )
-        lock = filelock.FileLock(self._root / f"{name}.lock")
+    def _lock(self, name: str, *, there: bool) -> Iterator[None]:
+        """Keeps other processes from a folder.
+
+        Args:
+            there: Whether it is there already, and has only to be checked.
+
+        Raises:
+            _NoLockError: If nothing can be locked here.
+        """
         try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            # Of the ranks of a launch one is enough.
-            if os.environ.get("RANK", "0") == "0":
-                self._say("Waiting for another process that is preparing the same data.")
-            self._quiet = True
-            lock.acquire()
+            reason = unlockable(self._root)
+            if reason is not None:
+                # A lock of this machine would not do: processes of several machines may prepare the same data.
+                problem = DataError(
+                    f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), "
+                    "and processes that prepare the same data need one. Set data.cache_dir to a directory on another "
+                    "file system, such as a local disk."
+                )
+                raise _NoLockError(problem)
+            lock = filelock.FileLock(self._root / f"{name}.lock")
+            try:
+                lock.acquire(timeout=_SILENT_WAIT_S if there else 0)
+            except filelock.Timeout:
+                # Of the ranks of a launch one is enough.
+                if os.environ.get("RANK", "0") == "0":
+                    what = "checking" if there else "preparing"
+                    self._say(f"Waiting for another process that is {what} the same data.")
+                self._quiet = True
+                lock.acquire()
+        except OSError as error:
+            raise _NoLockError(self._unusable(error)) from error
         try:
             yield
         finally:
@@ -152,17 +207,67 @@ class Cache:
         )
 
 
-def _open(folder: Path) -> Entry | None:
-    """The folder, if everything that its index lists is there in full."""
+class _NoLockError(Exception):
+    """Nothing can be locked in the cache directory."""
+
+    def __init__(self, problem: DataError) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class _DamageError(Exception):
+    """A folder is not what was built; says what of it."""
+
+
+def _checked_at(folder: Path) -> tuple[int, int] | None:
+    """Changes whenever the folder was built or checked; None if there is none."""
     try:
-        index = json.loads((folder / _INDEX).read_text())
-        whole = not folder.is_symlink() and all(_is_whole(folder, *file) for file in index["files"].items())
-        return Entry(folder, index["facts"], reused=True) if whole else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        facts = (folder / _INDEX).stat()
+    except OSError:
         return None
+    return facts.st_ino, facts.st_mtime_ns
 
 
-def _is_whole(folder: Path, name: str, size: int) -> bool:
-    """Whether a file that an index lists is there in full, in that folder and not elsewhere by a path or a link."""
-    file = folder / name
-    return Path(name).name == name and not file.is_symlink() and file.is_file() and file.stat().st_size == size
+def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
+    """The files that a folder must hold, with their sizes and digests, and the facts about it.
+
+    Raises:
+        _DamageError: If the index is not what was written, or other files are there.
+    """
+    if folder.is_symlink():
+        raise _DamageError("is a link to somewhere else")
+    try:
+        index = json_files.read(folder / _INDEX)
+        if index.keys() == {"files", "facts"}:
+            raise _DamageError("was written by an earlier version, without digests")
+        if index.pop("digest") != digest_of(index):
+            raise _DamageError(f"is damaged ({_INDEX} is not what was written)")
+        files = {name: (int(file["bytes"]), str(file["xxh3_128"])) for name, file in index["files"].items()}
+        written, facts = files.keys() | {_INDEX}, index["facts"]
+        there = {path.name for path in folder.iterdir()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _DamageError(f"is damaged ({_INDEX} cannot be read)") from error
+    if lost := written - there:
+        raise _DamageError(f"is damaged ({min(lost)} is missing)")
+    # A tokenizer is made of all files that lie there. Those with a dot in front are the file system's own.
+    if more := {name for name in there - written if not name.startswith(".")}:
+        raise _DamageError(f"is damaged ({min(more)} was not written there)")
+    return files, facts
+
+
+def _check_file(file: Path, size: int, written: str | None) -> None:
+    """Checks that a file is in its folder, and not elsewhere by a link, and holds what was written.
+
+    Args:
+        written: The digest of what was written; None if it is known to be there.
+
+    Raises:
+        _DamageError: If not.
+    """
+    try:
+        if file.is_symlink() or not file.is_file():
+            raise _DamageError(f"is damaged ({file.name} is missing)")
+        if file.stat().st_size != size or (written is not None and digest(file) != written):
+            raise _DamageError(f"is damaged ({file.name} is not what was written)")
+    except OSError as error:
+        raise _DamageError(f"is damaged ({file.name}: {error.strerror or error})") from error

@@ -1,8 +1,9 @@
 """Label names to class numbers."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,28 @@ from finetune.data.tokenization.memmap import Int64s
 from finetune.utils.errors import DataError
 
 _SHOWN = 10
+# What programs write for a missing value. It may be a name as well, so it is one.
+_ABSENT = {"nan", "none", "null", "na", "n/a", "<na>"}
+_OTHER_MODEL = (
+    "learn other classes from a model without this head, such as its base: `AutoModel.from_pretrained(DIR)"
+    ".save_pretrained(NEW_DIR)` of transformers writes one"
+)
+
+
+@dataclass(frozen=True)
+class KnownClasses:
+    """Classes that have names and numbers before a document is read."""
+
+    names: tuple[str, ...]
+    """In order of their numbers."""
+    origin: str
+    """Who says so, for people."""
+    binding: bool = True
+    """Whether labels that are not among them are refused; else they are numbered as if there were no such names."""
+    resizable: bool = True
+    """Whether there may be more classes than have names."""
+    unfit: str = ""
+    """What to say where the labels are not among them."""
 
 
 @dataclass(frozen=True)
@@ -22,35 +45,55 @@ class ClassList:
     """Of each class, in order of their numbers."""
     number_of: dict[int | str, int]
     """The number of each label that can occur."""
+    known: KnownClasses | None = None
+    """Where the numbers come from, if the labels alone do not say."""
+    unfit: tuple[str, ...] = ()
+    """What to say of known classes that the labels were not among."""
 
     @staticmethod
-    def of(labels: Sequence[int | str], num_labels: int | None) -> "ClassList":
-        """Numbers the labels of the training documents: texts in sorted order, integers as they are.
+    def of(labels: Sequence[int | str], num_labels: int | None, known: Sequence[KnownClasses] = ()) -> "ClassList":
+        """Numbers the labels of the training documents.
+
+        Where classes are known, labels are their names or their numbers. Else texts are numbered in sorted order, and
+        integers are what they are.
 
         Args:
             labels: The distinct labels.
             num_labels: Classes that the recipe asks for; None to count them.
+            known: Names that labels may be meant by; the first that fit are taken.
 
         Raises:
-            DataError: If texts and integers are mixed, there are more classes than asked for, or integers are
-                not 0 to n - 1.
+            DataError: If the labels do not fit names that are binding, texts and integers are mixed, there are more
+                classes than asked for, or integers are not 0 to n - 1.
         """
+        unfit: tuple[str, ...] = ()
+        for classes in known:
+            found = _among(classes, labels, num_labels)
+            if found is not None:
+                return replace(found, unfit=unfit)
+            unfit = (*unfit, *filter(None, [classes.unfit]))
         texts = sorted(label for label in labels if isinstance(label, str))
         numbers = sorted(label for label in labels if isinstance(label, int))
         if texts and numbers:
             raise DataError(
-                f"Some labels are numbers ({_some(numbers)}) and some are texts ({_some(texts)}). Write them all as "
+                f"Some labels are numbers ({some(numbers)}) and some are texts ({some(texts)}). Write them all as "
                 "one or the other."
             )
         if texts:
+            bare = Counter(text.strip() for text in texts)
+            alike = [text for text in texts if bare[text.strip()] > 1]
+            if alike:
+                raise DataError(
+                    f"The labels {some([repr(text) for text in alike])} differ in white space alone, and would be "
+                    "classes of their own. Write each class in one way."
+                )
             if num_labels is not None and len(texts) > num_labels:
                 raise DataError(
-                    f"The data has {len(texts)} classes ({_some(texts)}), and task.num_labels is {num_labels}. Raise "
+                    f"The data has {len(texts)} classes ({some(texts)}), and task.num_labels is {num_labels}. Raise "
                     "it, or leave it out so that classes are counted."
                 )
-            spare = range(len(texts), num_labels or len(texts))
-            names = (*texts, *(f"LABEL_{number}" for number in spare))
-            return ClassList(len(names), names, {text: number for number, text in enumerate(texts)})
+            names = _padded(texts, num_labels)
+            return ClassList(len(names), names, {text: n for n, text in enumerate(texts)}, unfit=unfit)
         count = num_labels or max(numbers) + 1
         if numbers[0] < 0 or numbers[-1] >= count:
             raise DataError(
@@ -58,14 +101,20 @@ class ClassList:
                 f"{count - 1}. Number the classes from 0, or correct task.num_labels."
             )
         if num_labels is None and len(numbers) != count:
-            known = set(numbers)
+            present = set(numbers)
             # Of a label such as an id there is no list of those below it.
-            missing = list(itertools.islice((n for n in range(count) if n not in known), _SHOWN))
+            missing = list(itertools.islice((n for n in range(count) if n not in present), _SHOWN))
             raise DataError(
-                f"The labels go up to {numbers[-1]}, but {_some(missing, count - len(numbers))} never occur. Number "
+                f"The labels go up to {numbers[-1]}, but {some(missing, count - len(numbers))} never occur. Number "
                 f"the classes from 0 without gaps, or set task.num_labels to {count} if these are real classes."
             )
         return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
+
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known of the names, in a line each."""
+        doubtful = [name for name in self.names if name.strip().lower() in _ABSENT]
+        said = [f"the class {some([repr(name) for name in doubtful])} may stand for missing labels"] if doubtful else []
+        return (*self.unfit, *said)
 
     def renumber(self, codes: Int64s, labels: Sequence[int | str]) -> Int64s:
         """Class numbers, (documents,), of positions in a list of labels.
@@ -76,13 +125,62 @@ class ClassList:
         unknown = [label for label in labels if label not in self.number_of]
         if unknown:
             raise DataError(
-                f"The validation documents have labels that no training document has: {_some(unknown)}; known are "
-                f"{_some(list(self.number_of))}. Correct the labels, or add such documents to data.train."
+                f"The validation documents have labels that no training document has: {some(unknown)}; known are "
+                f"{some(list(self.number_of))}. Correct the labels, or add such documents to data.train."
             )
         return np.array([self.number_of[label] for label in labels], np.int64)[codes]
 
 
-def _some(labels: Sequence[Any], total: int | None = None) -> str:
+def some(labels: Sequence[Any], total: int | None = None) -> str:
     """The first of some labels, and how many more there are; `total` where `labels` are only the first themselves."""
     shown, more = labels[:_SHOWN], (total or len(labels)) - _SHOWN
     return ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
+
+
+def _padded(names: Sequence[str], count: int | None) -> tuple[str, ...]:
+    """The names, and made-up ones of classes that have none."""
+    return (*names, *(f"LABEL_{number}" for number in range(len(names), count or len(names))))
+
+
+def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | None) -> ClassList | None:
+    """The known classes, with what each label means; None if the labels are others, and may be.
+
+    Raises:
+        DataError: If the labels are others, and may not be; or if they can be read in two ways.
+    """
+    names = known.names
+    number_of: dict[int | str, int] = {name: number for number, name in enumerate(names)}
+    texts = [label for label in labels if isinstance(label, str)]
+    numbers = [label for label in labels if isinstance(label, int)]
+    # What CSV writes as 1 is a class of that name, or the class of that number.
+    named = {number: number_of[str(number)] for number in numbers if str(number) in number_of}
+    placed = {number: number for number in range(len(names))}
+    by_name, by_number = len(named) == len(numbers), all(number in placed for number in numbers)
+    if not (number_of.keys() >= set(texts) and (by_name or by_number)):
+        if not known.binding:
+            return None
+        raise DataError(
+            f"The labels of the documents are {some(labels)}, but {known.origin} has the classes {some(names)}. A "
+            "label must be one of these names, as it is written there, or a class's number from 0. Correct the labels, "
+            f"or {'correct those names' if known.resizable else _OTHER_MODEL}."
+        )
+    if by_name and by_number and any(named[number] != number for number in numbers):
+        if not known.binding:
+            return None
+        raise DataError(
+            f"The labels {some(sorted(numbers))} are names of classes that {known.origin} has ({some(names)}), and "
+            "numbers of other ones. Write labels as texts in a file of JSON lines: names if these are meant."
+        )
+    if num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
+        if not known.binding:
+            return None
+        raise DataError(
+            f"task.num_labels is {num_labels}, but {known.origin} has {len(names)} classes ({some(names)}). Set it to "
+            f"{len(names)}, or leave it out."
+        )
+    # Documents of validation may have other numbers than those of training.
+    spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
+    by: dict[int, int] = spelled if spelled and by_name else placed
+    number_of |= by.items()
+    every = _padded(names, num_labels)
+    return ClassList(len(every), every, number_of, known)

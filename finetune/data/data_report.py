@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.config.recipe_schema import ChecksSection
+from finetune.data.class_labels import some
 from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
 from finetune.utils.errors import DataError
+from finetune.utils.exact import exact_product
 
+_FIELDS = 20
 NO_END = "no_end"
 WORDS = {
     NO_END: "documents have no end that is learned, because the tokenizer has no end-of-text token",
@@ -29,6 +32,8 @@ class SourceReport:
     tokens: int
     format: str = ""
     """Of conversations, how they are written."""
+    unread: tuple[str, ...] = ()
+    """Fields of these that hold something and are not read."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class ChatReport:
     """Conversations whose tools the template does not write."""
     shared: int
     """Answers whose first token holds a part of what comes before: at inference it is another token."""
+    unwritten: dict[str, int]
+    """Conversations with a field of which the template does not write all, by field."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class SplitReport:
     """Documents that the tokenizer's end-of-text token ends / `documents`; of conversations as `chat` has it."""
     findings: tuple[Finding, ...] = ()
     """Signs that texts are not what was meant."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Documents of each class, copies by weight counted; empty for other tasks."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,8 @@ class DataReport:
     seconds: float
     reused: bool
     """Whether everything came from the cache."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of the classes' names."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -129,7 +140,7 @@ class DataReport:
         for name, split in (("train", self.train), ("validation", self.validation)):
             if split is not None:
                 lines.extend(_split_lines(name, split))
-        return lines
+        return [*lines, *(f"  {note}" for note in self._class_notes())]
 
     def start_lines(self) -> list[str]:
         """The report in a line, and in a second one what in the data is to be looked at, if anything."""
@@ -148,7 +159,17 @@ class DataReport:
             (what, count), *more = counted.most_common()
             others = f", and {len(more)} other thing{'s' if len(more) > 1 else ''}" if more else ""
             lines.append(f"{count:,} {what}{others}; see `finetune data`")
-        return lines
+        if self.train is not None and self.train.classes:
+            lines.append(f"classes: {_class_counts(self.train.classes)}")
+        return [*lines, *self._class_notes()]
+
+    def _class_notes(self) -> list[str]:
+        notes = list(self.notes)
+        for name, split in (("training", self.train), ("validation", self.validation)):
+            absent = [label for label, count in split.classes.items() if not count] if split is not None else []
+            if absent:
+                notes.append(f"no {name} document has the class {some(absent)}")
+        return notes
 
 
 def _notes(split: SplitReport) -> list[tuple[int, str]]:
@@ -171,6 +192,7 @@ def _notes(split: SplitReport) -> list[tuple[int, str]]:
             (split.chat.answers_cut, "answers cut"),
             (split.chat.tools_dropped, "conversations without their tools"),
             (split.chat.shared, "answers that begin inside a token of the prompt"),
+            *((count, f"conversations with `{name}` unwritten") for name, count in split.chat.unwritten.items()),
         ]
     return notes
 
@@ -182,6 +204,8 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
     ]
     if split.chat is not None:
         lines.append(_chat_line(split.chat))
+    if split.classes:
+        lines.append(f"    classes: {_class_counts(split.classes)}")
     found = [f"{count:,} {what}" for count, what in _notes(split) if count]
     if found:
         lines.append(f"    {', '.join(found)}")
@@ -192,7 +216,16 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
             f"    {s.name}: {f'{s.format}, ' if s.format else ''}{s.documents:,} documents, {s.tokens:,} tokens"
             for s in split.sources
         )
+    for source in split.sources:
+        if source.unread:
+            more = f" and {len(source.unread) - _FIELDS} more" if len(source.unread) > _FIELDS else ""
+            lines.append(f"    {source.name}: fields that are not read: {', '.join(source.unread[:_FIELDS])}{more}")
     return lines
+
+
+def _class_counts(classes: dict[str, int]) -> str:
+    """The largest first."""
+    return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
 
 
 def _chat_line(chat: ChatReport) -> str:
@@ -214,6 +247,7 @@ def split_report(
     eos: int | None,
     add_eos: bool,
     name_of: Callable[[int], Any],
+    classes: dict[str, int],
 ) -> SplitReport:
     """Puts a side's facts together.
 
@@ -227,6 +261,7 @@ def split_report(
         eos: The tokenizer's end-of-text token.
         add_eos: Whether it is wanted behind documents.
         name_of: The text of a token.
+        classes: Documents of each class.
     """
     counts = facts[side]
     places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
@@ -255,17 +290,21 @@ def split_report(
         truncated=made["truncated"],
         dropped=made["dropped"],
         remainder_rows=made["remainder_rows"],
-        sources=tuple(SourceReport(**source) for source in counts["sources"]),
+        sources=tuple(
+            SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+            for s in counts["sources"]
+        ),
         overlap=overlap,
         broken=facts["broken"] if own else {},
         first_broken=facts["first_broken"] if own else None,
         chat=chat,
         ended_share=ended / total if total else 0.0,
         findings=found,
+        classes=classes,
     )
 
 
-def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
+def _chat_report(facts: dict[str, Any], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
     return ChatReport(
         examples=facts["examples"],
         answers=facts["answers"],
@@ -274,7 +313,16 @@ def _chat_report(facts: dict[str, int], ends: dict[str, int], name_of: Callable[
         ends={str(name_of(int(token))): count for token, count in ends.items()},
         **{
             name: facts[name]
-            for name in ("unsupervised", "too_long", "cut", "answers_cut", "refused", "tools_dropped", "shared")
+            for name in (
+                "unsupervised",
+                "too_long",
+                "cut",
+                "answers_cut",
+                "refused",
+                "tools_dropped",
+                "shared",
+                "unwritten",
+            )
         },
     )
 
@@ -335,7 +383,7 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
 
 
 def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:
-    if count > bound * total:
+    if count > exact_product(bound, total):
         yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
 
 

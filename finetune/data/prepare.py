@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import DataSection, Recipe, Source
@@ -15,18 +16,22 @@ from finetune.data.cache import Cache, Entry
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
-from finetune.data.class_labels import ClassList
+from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import DataReport, SplitReport, check, split_report
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.rows import packing
 from finetune.data.rows.row_dataset import Classes, Rows
 from finetune.data.sources.corpus import Corpus, open_source
 from finetune.data.sources.documents import Rules
+from finetune.data.stratified_split import held_out_digests
 from finetune.data.tokenization import build_tokenizer, token_files
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
 from finetune.data.tokenization.encoding import Encoder
+from finetune.data.tokenization.memmap import map_array
 from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
+
+_HELD = "held.npy"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class _Side:
     digest: str
 
 
-def prepare_data(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
+def prepare_data(recipe: Recipe, *, head: KnownClasses | None = None, quiet: bool = False) -> PreparedData:
     """Prepares the recipe's data, or finds it prepared.
 
     Any number of processes may call this at once: one works, the others wait and then read. Call it before
@@ -64,19 +69,21 @@ def prepare_data(recipe: Recipe, *, quiet: bool = False) -> PreparedData:
 
     Args:
         recipe: What to prepare.
+        head: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    return _Preparation(recipe, quiet=quiet).run()
+    return _Preparation(recipe, head, quiet=quiet).run()
 
 
 class _Preparation:
     """The steps for one recipe, with what they share."""
 
-    def __init__(self, recipe: Recipe, *, quiet: bool) -> None:
+    def __init__(self, recipe: Recipe, head: KnownClasses | None, *, quiet: bool) -> None:
         self._recipe = recipe
+        self._head = head
         self._data: DataSection = recipe.data
         self._quiet = quiet
         self._labelled = recipe.task.name == "sequence_classification"
@@ -104,6 +111,7 @@ class _Preparation:
         )
 
         train = validation = None
+        validation_corpora = self._open(data.validation)
         if data.train:
             entry, digest = self._tokenise(train_corpora, train_rules)
             if entry.facts[token_files.TRAIN] is None:
@@ -115,12 +123,12 @@ class _Preparation:
             if entry.facts[token_files.HELD_OUT] is not None:
                 validation = self._pack(entry, token_files.HELD_OUT, digest)
         if data.validation:
-            entry, digest = self._tokenise(self._open(data.validation), self._rules(0.0))
+            entry, digest = self._tokenise(validation_corpora, self._rules(0.0))
             validation = self._pack(entry, token_files.TRAIN, digest)
 
         first = train or validation
         assert first is not None
-        classes = ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels) if self._labelled else None
+        classes = self._classes(first, [*train_corpora, *validation_corpora]) if self._labelled else None
         train_rows = self._rows(train, classes) if train else None
         validation_rows = self._rows(validation, classes) if validation else None
         if train_rows is not None and len(train_rows) == 0:
@@ -129,12 +137,19 @@ class _Preparation:
                 f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
                 "data.sequence_length."
             )
+        if data.validation and validation_rows is not None and len(validation_rows) == 0:
+            raise DataError(
+                f"The documents of data.validation fill no row of {data.sequence_length} tokens (packing "
+                f"{data.packing}, long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or "
+                "lower data.sequence_length."
+            )
         report = DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
             vocabulary=self._num_ids,
-            train=self._report(train) if train else None,
-            validation=self._report(validation, against=train) if validation else None,
+            train=self._report(train, train_rows, classes) if train else None,
+            validation=self._report(validation, validation_rows, classes, against=train) if validation else None,
+            notes=classes.notes() if classes else (),
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
@@ -146,8 +161,13 @@ class _Preparation:
             num_labels=classes.count if classes else None,
             label_names=classes.names if classes else (),
             report=report,
-            digest=first.digest,
+            digest=_digest(first, classes),
         )
+
+    def _classes(self, first: _Side, corpora: Sequence[Corpus]) -> ClassList:
+        known = [self._head] if self._head is not None else []
+        known += [KnownClasses(corpus.classes, corpus.name) for corpus in corpora if corpus.classes][:1]
+        return ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
 
     def _open(self, sources: Sequence[Source]) -> list[Corpus]:
         return [open_source(source, labelled=self._labelled, form=self._form(source)) for source in sources]
@@ -167,11 +187,25 @@ class _Preparation:
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
         """What shapes the texts of some sources."""
-        return {
+        key = {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
             "rules": list(astuple(rules)),
         }
+        return {**key, "split": "by class"} if rules.by_class else key
+
+    def _held(self, corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64] | None:
+        """What is held out, where a document's own hash does not say it."""
+        if not rules.by_class:
+            return None
+
+        def build(folder: Path) -> dict[str, Any]:
+            found = held_out_digests(corpora, rules)
+            np.save(folder / _HELD, found, allow_pickle=False)
+            return {"count": int(found.size)}
+
+        entry = self._built(self._cache.entry(f"held-{digest_of(self._key(corpora, rules))}", build))
+        return map_array(entry.folder / _HELD, np.uint64) if entry.facts["count"] else np.array([], np.uint64)
 
     def _built(self, entry: Entry) -> Entry:
         self._reused = self._reused and entry.reused
@@ -187,8 +221,10 @@ class _Preparation:
                 "or an existing tokenizer as tokenizer.name."
             )
 
+        held = self._held(corpora, rules)
+
         def build(folder: Path) -> dict[str, Any]:
-            texts = token_files.training_texts(corpora, rules)
+            texts = token_files.training_texts(corpora, rules, held)
             with documents_bar("training the tokenizer", [c.size for c in corpora], quiet=self._quiet) as bar:
                 trained = train_tokenizer(_counted(texts, bar), vocab_size)
             trained.save_pretrained(str(folder))
@@ -234,6 +270,7 @@ class _Preparation:
     def _tokenise(self, corpora: Sequence[Corpus], rules: Rules) -> tuple[Entry, str]:
         # A template writes what goes around a conversation.
         bos, eos = self._around() if self._recipe.chat is None else (None, None)
+        held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.reset()  # training a tokenizer has read the same records
@@ -249,15 +286,22 @@ class _Preparation:
                     restore=partial(build_tokenizer.restore, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
+                    held_digests=held,
                 )
-            return {**counts, "broken": dict(self._tolerance.counts), "first_broken": self._tolerance.first}
+            return {
+                **counts,
+                "broken": dict(self._tolerance.counts),
+                "first_broken": self._tolerance.first,
+                "places": _places(corpora),
+            }
 
         key: dict[str, Any] = {"texts": self._key(corpora, rules), "bos": bos, "eos": eos}
         key["tokenizer"] = self._identity
         if isinstance(self._encoder, ChatEncoder):
             key["chat"] = self._encoder.key(self._identity)
         digest = digest_of(key)
-        return self._built(self._cache.entry(f"tokens-{digest}", build)), digest
+        entry = self._built(self._cache.entry(f"tokens-{digest}", build))
+        return replace(entry, facts=_in_names_of(corpora, entry.facts)), digest
 
     def _pack(self, entry: Entry, side: str, token_digest: str) -> _Side:
         data = self._data
@@ -316,11 +360,17 @@ class _Preparation:
             row_targets=packing.load_targets(side.rows_entry.folder) if file.mask else None,
         )
 
-    def _report(self, side: _Side, against: _Side | None = None) -> SplitReport:
+    def _report(
+        self, side: _Side, rows: Rows | None, classes: ClassList | None, against: _Side | None = None
+    ) -> SplitReport:
         own = self._token_file(side.entry, side.side).digests
         shared = 0
         if against is not None and against.entry is not side.entry:
             shared = int(np.isin(own, self._token_file(against.entry, against.side).digests).sum())
+        counts: dict[str, int] = {}
+        if classes is not None and rows is not None and rows.classes is not None:
+            found = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
+            counts = dict(zip(classes.names, found, strict=True))
         return split_report(
             side.entry.facts,
             side.side,
@@ -331,7 +381,43 @@ class _Preparation:
             eos=self._tokenizer.eos_token_id,
             add_eos=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
             name_of=self._tokenizer.convert_ids_to_tokens,
+            classes=counts,
         )
+
+
+def _digest(first: _Side, classes: ClassList | None) -> str:
+    """Of the rows, and of their classes' numbers where these are not what the labels alone say."""
+    if classes is None or classes.known is None:
+        return first.digest
+    plain = {label: n for n, label in enumerate(sorted(map(str, first.entry.facts["labels"])))}
+    numbers = {str(label): classes.number_of[label] for label in first.entry.facts["labels"]}
+    given = {label: int(label) for label in numbers if label.isdecimal()}
+    return first.digest if numbers in (plain, given) else digest_of({"rows": first.digest, "classes": numbers})
+
+
+def _places(corpora: Sequence[Corpus]) -> list[str]:
+    return [place for corpus in corpora for place in corpus.places]
+
+
+def _in_names_of(corpora: Sequence[Corpus], facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts about tokens with the sources' present names: the same contents may have been tokenised from elsewhere."""
+    names = dict(zip(facts["places"], _places(corpora), strict=True))
+
+    def renamed(where: str | None) -> str | None:
+        place = next((name for name in names if where and where.startswith(f"{name},")), None)
+        return where if where is None or place is None else names[place] + where[len(place) :]
+
+    now = {**facts, "first_broken": renamed(facts["first_broken"])}
+    for side in (token_files.TRAIN, token_files.HELD_OUT):
+        if (counts := facts[side]) is not None:
+            issues = counts["issues"]
+            examples = {kind: renamed(example) for kind, example in issues["examples"].items()}
+            now[side] = {
+                **counts,
+                "issues": {**issues, "first": renamed(issues["first"]), "examples": examples},
+                "sources": [{**source, "name": corpora[source["number"]].name} for source in counts["sources"]],
+            }
+    return now
 
 
 def _counted(texts: Iterator[tuple[str, int]], bar: Bar) -> Iterator[str]:

@@ -1,21 +1,22 @@
-"""A progress bar of documents, on a terminal only: a log file gets nothing but what is said."""
+"""Progress bars of documents and rows, on a terminal only: a log file gets nothing but what is said."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
+
+from finetune.utils.console import progress_bar
 
 
 class Bar:
@@ -46,6 +47,21 @@ class Bar:
 
 
 @contextmanager
+def rows_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with the time left while open; it is advanced by how many more rows are done.
+
+    Args:
+        title: What is under way.
+        total: Rows.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, TextColumn("left"), console=console, transient=True, disable=hidden) as display:
+        task = display.add_task(title, total=total)
+        yield lambda rows: display.advance(task, rows)
+
+
+@contextmanager
 def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> Iterator[Bar]:
     """A bar with documents done and documents/s while open; with total and time left where all sizes are known.
 
@@ -56,13 +72,10 @@ def documents_bar(title: str, sizes: Sequence[int | None], *, quiet: bool) -> It
     """
     total = sum(size or 0 for size in sizes) if None not in sizes else None
     documents = TextColumn("{task.fields[documents]}")
-    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), documents)
-    if total is None:
-        columns += (TimeElapsedColumn(),)
-    else:
-        columns += (BarColumn(), TaskProgressColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    last = TimeElapsedColumn() if total is None else TaskProgressColumn()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), documents, last)
     console = Console(stderr=True, quiet=quiet)
     hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as display:
+    with progress_bar(console, *columns, known=total is not None, transient=True, disable=hidden) as display:
         display.add_task(title, total=total, documents="")
         yield Bar(display)

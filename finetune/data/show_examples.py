@@ -1,19 +1,35 @@
 """Examples as tokens, with the learned ones marked."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.text import Text
 
-from finetune.data.prepare import PreparedData
 from finetune.data.rows.row_dataset import IGNORED, Rows
 
 _LEARNED = "bold green"
 _READ = "dim"
+_SHOWN = 8
 
 
-def examples(data: PreparedData, count: int, *, coloured: bool) -> Iterator[Text]:
+class Shown(Protocol):
+    """Rows with what is needed to show them: `PreparedData`, or what a custom task has built."""
+
+    @property
+    def train(self) -> Any | None: ...
+
+    @property
+    def validation(self) -> Any | None: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def label_names(self) -> tuple[str, ...]: ...
+
+
+def examples(data: Shown, count: int, *, coloured: bool) -> Iterator[Text]:
     """The first examples of the training rows, or of the validation rows where there are no others.
 
     Args:
@@ -21,14 +37,38 @@ def examples(data: PreparedData, count: int, *, coloured: bool) -> Iterator[Text
         count: How many to show.
         coloured: Tell learned tokens by colour; else by brackets around each.
     """
-    rows = data.train or data.validation
+    rows = data.train if data.train is not None else data.validation
     assert rows is not None
-    learned = "green" if coloured else "in [brackets]"
-    yield Text(f"{count} examples; tokens are divided by |, those that are learned are {learned}")
+    bold = "bold" if coloured else ""
+    if not isinstance(rows, Rows):
+        for number in range(min(count, len(rows))):
+            yield Text(f"\nexample {number + 1}: {rows.num_targets(np.array([number])):,} targets", style=bold)
+            yield from (_tensor(name, values[0]) for name, values in rows.batch(np.array([number])).items())
+        return
+    learned = "the class is" if rows.classes is not None else "those that are"
+    how = "green" if coloured else "in [brackets]"
+    yield Text(f"Tokens are divided by |; {learned} learned, and {how}")
+    if rows.classes is not None:
+        for number in range(min(count, len(rows))):
+            batch = {name: values[0] for name, values in rows.batch(np.array([number])).items()}
+            ids = batch["input_ids"][batch["attention_mask"] == 1].tolist()
+            name = data.label_names[int(batch["targets"])]
+            yield Text(f"\nexample {number + 1}: {len(ids):,} tokens, class ", style=bold).append(
+                name if coloured else f"[{name}]", style=_LEARNED if coloured else ""
+            )
+            yield _line(data.tokenizer, ids, [False] * len(ids), coloured=coloured)
+        return
     for number, (ids, targets) in enumerate(_segments(rows, count), start=1):
         total = int(targets.sum())
-        yield Text(f"\nexample {number}: {ids.size:,} tokens, {total:,} learned", style="bold" if coloured else "")
+        yield Text(f"\nexample {number}: {ids.size:,} tokens, {total:,} learned", style=bold)
         yield _line(data.tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
+
+
+def _tensor(name: str, values: Any) -> Text:
+    first = ", ".join(f"{value:.4g}" for value in values.flatten()[:_SHOWN].tolist())
+    more = ", ..." if values.numel() > _SHOWN else ""
+    kind = str(values.dtype).removeprefix("torch.")
+    return Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
 
 
 def _segments(rows: Rows, count: int) -> Iterator[tuple[Any, Any]]:

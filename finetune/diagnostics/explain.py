@@ -4,11 +4,11 @@ Imports no torch: it answers at once. What contradicts itself is an error here a
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 
 from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
@@ -19,6 +19,9 @@ from finetune.distributed.launch.launch_environment import read_launch_environme
 from finetune.distributed.resolve_config import agree
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def explain_values(
@@ -69,6 +72,8 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
 
 # Longer values are cut in the table; a key's own page has them whole.
 _WIDEST = 36
+# Of a path, and of a terminal, in columns.
+_LONG_PATH, _WITH_UNITS = 24, 120
 
 
 def as_json(values: Sequence[Value]) -> str:
@@ -77,14 +82,14 @@ def as_json(values: Sequence[Value]) -> str:
 
 
 def _object(value: Value) -> dict[str, Any]:
-    *overrode, last = value.settings or (None,)
+    last = value.settings[-1] if value.settings else None
     return {
         "key": value.key,
         "section": value.section,
         "value": last.value if last else None,
         "layer": last.layer if last else None,
         "place": last.place if last else None,
-        "overrode": [vars(setting) for setting in overrode if setting],
+        "overrode": [vars(setting) for setting in reversed(value.overridden)],
         "unit": value.unit or None,
         "meaning": value.meaning,
     }
@@ -96,10 +101,10 @@ def page(value: Value) -> Group:
     if not value.settings:
         head = f"{value.key} is not in force: its section is left out"
     else:
-        *overrode, last = value.settings
+        last = value.settings[-1]
         head = f"{value.key} = {_plain(last.value)}"
         rows.add_row("  set by", _who(last))
-        for number, setting in enumerate(reversed(overrode)):
+        for number, setting in enumerate(value.overridden):
             rows.add_row("" if number else "  instead of", f"{_plain(setting.value)}, {_who(setting)}")
     if value.unit:
         rows.add_row("  unit", value.unit)
@@ -107,29 +112,49 @@ def page(value: Value) -> Group:
     return Group(head, rows)
 
 
-def table(values: Sequence[Value]) -> Table:
-    """A table by section: key, value with its unit, who set it, and what that overrode."""
-    found = plain_table("", "", "", "")
-    for section in dict.fromkeys(value.section for value in values):
-        if found.row_count:
-            found.add_row()
-        found.add_row(section)
-        for value in values:
-            if value.section == section and value.settings:
-                found.add_row(*_cells(value))
-    return found
+def table(values: Sequence[Value], width: int) -> Group:
+    """Tables by section: key, value, who set it, and what that overrode; and which files these are.
+
+    Args:
+        width: Columns of the terminal. Where it is narrow, units are left to a key's own page.
+    """
+    said = [value for value in values if value.settings]
+    files = _short_names(value.settings[-1] for value in said)
+    parts: list[Table | str] = [f"{name} is {path}" for path, name in files.items() if name != path]
+    for section in dict.fromkeys(value.section for value in said):
+        rows = plain_table("", "", "")
+        rows.add_row(section)
+        for value in said:
+            if value.section == section:
+                rows.add_row(*_cells(value, files, units=width >= _WITH_UNITS))
+        parts += ["", rows] if parts else [rows]
+    return Group(*parts)
 
 
-def _cells(value: Value) -> tuple[str, ...]:
-    *overrode, last = value.settings
+def _short_names(settings: Iterable[Setting]) -> dict[str, str]:
+    """Names for the files that keys are set in, by their paths; a long path is said once, and then by its last part."""
+    paths = list(dict.fromkeys(setting.place.rpartition(":")[0] for setting in settings if _in_file(setting)))
+    last = [Path(path).name for path in paths]
+    return {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
+
+
+def _in_file(setting: Setting) -> bool:
+    return setting.layer in ("recipe file", "launch file", "ds_config") and bool(setting.place)
+
+
+def _cells(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[str, ...]:
+    last = value.settings[-1]
+    if _in_file(last):
+        path, _, line = last.place.rpartition(":")
+        where = f"{files[path]}:{line}"
+    else:
+        where = last.layer if last.layer == "derived" and not units else _who(last)
     # That nothing was given before is no news.
-    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in reversed(overrode) if s.value is not None]
-    where = last.place if last.layer in ("recipe file", "launch file", "ds_config") and last.place else _who(last)
+    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     return (
         f"  {value.key}",
-        f"{_cut(_plain(last.value))} [{value.unit}]" if value.unit else _cut(_plain(last.value)),
-        where,
-        f"instead of {', '.join(before)}" if before else "",
+        f"{_cut(_plain(last.value))} [{value.unit}]" if value.unit and units else _cut(_plain(last.value)),
+        f"{where}, instead of {', '.join(before)}" if before else where,
     )
 
 

@@ -44,6 +44,8 @@ class RunSummary:
     started: float | None
     """Seconds since 1970."""
     restarts: int
+    damaged_lines: int = 0
+    """Of its metrics and incidents, among those that are looked at for this list."""
     problem: str | None = None
     """Why it cannot be read."""
 
@@ -83,7 +85,9 @@ def _summary(path: Path, root: Path) -> RunSummary:
         run = read_run(path, only_outcome=True)
     except FinetuneError as error:
         problem = " ".join(str(error).split())
-        return RunSummary(name, "unreadable", 0, None, "", None, None, None, False, "", "", 0.0, None, 0, problem)
+        return RunSummary(
+            name, "unreadable", 0, None, "", None, None, None, False, "", "", 0.0, None, 0, problem=problem
+        )
     return summary_of(name, run)
 
 
@@ -105,6 +109,7 @@ def summary_of(name: str, run: RunHistory) -> RunSummary:
         duration_s=run.duration,
         started=run.starts[0].time if run.starts else None,
         restarts=max(0, len(run.starts) - 1),
+        damaged_lines=run.damaged_lines,
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from finetune.config.provenance import Setting, Value, concerns, flat, place_of, places
-from finetune.config.recipe import fields, section_in
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe import fields
+from finetune.config.recipe_schema import Recipe, section_in
 
 FIELDS = dict(fields())
 """Every key that a recipe can have; those of sources once, as `data.train.0.path`."""

@@ -5,7 +5,6 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,20 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from finetune.checkpoint import integrity, row_ledger
-from finetune.config.recipe import load_recipe
+from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
+from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
-from finetune.diagnostics.parity.finished_run import read_facts
 from finetune.optim import lr_schedule
 from finetune.training import evaluation
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
-from finetune.utils.atomic_files import read_lines
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.temporary_folders import temporary_folder
+
+# What a step may run of the code that a recipe leads to; metrics are left out.
+_RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
 
 # Of a row's text, so many characters are shown.
 _SHOWN = 100
@@ -95,8 +96,12 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.7g}"
 
 
-def replay(directory: Path, number: int) -> Replayed:
+def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
+
+    Args:
+        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+            on this machine.
 
     Raises:
         RecipeError: If there is no such run or step, or the recipe would read other data or another model by now.
@@ -104,10 +109,11 @@ def replay(directory: Path, number: int) -> Replayed:
             begin from nothing.
     """
     facts = read_facts(directory)
+    ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
     entry = _entry(directory, number)
     start = _nearest(directory, facts, number - 1)
-    with tempfile.TemporaryDirectory(prefix="finetune-replay-") as folder:
-        recipe = _recipe(directory, facts, start, Path(folder))
+    with temporary_folder() as folder:
+        recipe = _recipe(ran, facts, start, folder)
         run = build_run(recipe, quiet=True)
         _check_identity(directory, facts["identity"], run.identity)
         for step in range(run.resume.step, number - 1):
@@ -125,6 +131,11 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
         first = first or last
         if last == number:
             return entry
+    if first < number < last:
+        raise CheckpointError(
+            f"--step {number}: {directory / row_ledger.LEDGER} has no line for this step that can be read, so nothing "
+            "says what it read. Replay another step."
+        )
     raise RecipeError(f"--step {number}: {directory} has taken steps {first} to {last}. Give one of them.")
 
 
@@ -152,9 +163,8 @@ def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
     )
 
 
-def _recipe(directory: Path, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
+def _recipe(recipe: Recipe, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
     """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
-    recipe = load_recipe(directory / "recipe.yaml")
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
         # What may not differ is compared afterwards, and said in other words.
@@ -204,7 +214,7 @@ def _look(
         "tokens": run.state.tokens.item(),
     }
     finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
-    logged = {line["step"]: line for line in read_lines(directory / "metrics.jsonl") if "grad_norm" in line}
+    logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
     allowed = tolerance(facts, facts)
     limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
@@ -215,8 +225,8 @@ def _look(
         if not relative(before, finite[key]) <= limits[key]:
             change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
-    incidents = directory / "incidents.jsonl"
-    skipped = {line["step"]: line for line in read_lines(incidents)} if incidents.exists() else {}
+    incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []
+    skipped = {line["step"]: line for line in incidents}
     if (number in skipped) != (finite["grad_norm"] is None):
         differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
     where = [f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}" for index in range(len(grid))]

@@ -62,6 +62,8 @@ def screen(run: RunHistory, width: int) -> RenderableType:
         newest = run.incidents[-1]
         said = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
         parts += [Text(), Text(f"last incident: {said}; {len(run.incidents)} in all", style="red")]
+    if run.damaged_lines:
+        parts += [Text(), Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red")]
     return Group(*parts)
 
 
@@ -101,7 +103,7 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
     cells = [
         ("training loss", figures.number(float(losses[-1])) if len(losses) else "–"),
         (run.best_name, f"{figures.number(best[1])} (best, step {best[0]:,})" if best else "–"),
-        ("targets / s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
+        ("targets/s", f"{figures.number(float(rate), 3)} (mean {figures.number(run.tokens_per_s, 3)})"),
         ("gradient norm", figures.number(float(last["grad_norm"][-1])) if len(last["step"]) else "–"),
         ("targets learned", figures.count(float(last["tokens"][-1])) if len(last["step"]) else "–"),
         ("learning rate", figures.number(float(last["lr"][-1]), 3) if len(last["step"]) else "–"),

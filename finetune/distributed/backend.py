@@ -160,12 +160,6 @@ class Backend:
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
                 "finetune.models.networks.init_weights does."
             )
-        if self.casts_weights and any(hasattr(p, "packed_weights") for p in model.parameters()):
-            raise BackendError(
-                f"{self.launch.ds_place or self.launch.file} asks for weights in 16 bit, and a cast would destroy "
-                'those that model.quantization has packed. Remove mixed_precision (or "bf16") there: the '
-                "recipe's precision already has products computed in 16 bit."
-            )
         named = [(verify_launch.inner_name(name), p) for name, p in model.named_parameters()]
         sizes = [self.splits.size(name, p) for name, p in named]
         counted = [self._num_weights(name, p) for name, p in named]
@@ -177,7 +171,6 @@ class Backend:
                 self.accelerator.deepspeed_plugin.deepspeed_config,
                 hidden_size=deepspeed_config.width_of(model),
                 parameter_sizes=sizes,
-                place=self.launch.ds_place,
             )
             init_accelerator.match_shards(model)
             if self.launch.offload_params == "nvme":

@@ -2,13 +2,17 @@
 
 import copy
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from finetune.config.provenance import flat, places
+from finetune.config import file_kinds
+from finetune.config.provenance import flat, gives, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch import launch_file, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
+from finetune.utils.file_formats import read_text
 
 
 def width_of(model: Any) -> int:
@@ -24,11 +28,27 @@ def width_of(model: Any) -> int:
 # Shipped configs say "auto" where the recipe decides.
 AUTO = "auto"
 
+# Those that the model decides, once it is there.
+_FITTED = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.offload_param.buffer_size",
+)
+
+# Of earlier versions of DeepSpeed, and what says the same.
+_DEPRECATED = {
+    "zero_optimization.cpu_offload": 'offload_optimizer: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'offload_param: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "pin_memory below offload_optimizer and offload_param",
+}
+
 # What of the recipe decides a value.
 DECIDES = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x processes)",
+    "gradient_accumulation_steps": "batch.global_size / (batch.micro_size x data ranks)",
     "gradient_clipping": "optim.clip_norm",
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",
@@ -42,22 +62,43 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
         path: As it is named; see `launch_file.find`.
         file: The launch file.
 
+    Returns:
+        What it says has the keys of DeepSpeed's documentation, whichever of their names are written.
+
     Raises:
         BackendError: If it cannot be read, or holds keys that DeepSpeed does not know.
     """
     place = launch_file.find(path, file)
     try:
-        config = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        config = json_files.parse(read_text(place), pairs=_each_once)
     except (OSError, ValueError) as error:
         raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
-    problems = list(launch_keys.unknown(config, launch_keys.deepspeed()))
+    if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
+        raise BackendError(f"{place}: {other}")
+    problems = [*launch_keys.unknown(config, launch_keys.deepspeed()), *_rename(config)]
+    problems += [(key, f"deprecated; write {new}") for key, new in _DEPRECATED.items() if key in flat(config)]
     if problems:
         lines = places(place)
         reported = [f"{launch_file.place_of(key, str(place), lines)}: {key}: {what}" for key, what in problems]
         raise BackendError.of(f"The DeepSpeed config {place}", reported)
+    zero = config.get("zero_optimization")
+    for section in zero.values() if isinstance(zero, dict) else ():
+        if isinstance(section, dict) and isinstance(folder := section.get("nvme_path"), str):
+            section["nvme_path"] = os.path.expanduser(folder)
     return str(place), config
+
+
+def _rename(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Gives keys with several names the one of DeepSpeed's documentation, in place; those given twice are problems."""
+    zero = config.get("zero_optimization")
+    renamed = [(zero, old, new) for old, new in launch_keys.deepspeed_aliases().items() if isinstance(zero, dict)]
+    for section, old, new in [*renamed, (config, "bfloat16", "bf16")]:
+        if old in section and new in section:
+            yield f"{'' if section is config else 'zero_optimization.'}{old}", f"the same as {new}; take one out"
+        elif old in section:
+            section[new] = section.pop(old)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,12 +143,12 @@ def complete(
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
         elif written[key] != value:
-            contradictions.append(f"{place} says {key}: {written[key]}, the recipe's {DECIDES[key]} makes it {value}")
+            contradictions.append(f"{place} says {key}: {written[key]}, {_decider(recipe, key)} makes it {value}")
     for key in ("optimizer", "scheduler"):
         if key in config:
             contradictions.append(f"{place} has '{key}', which the recipe's optim and schedule decide")
     if written.get("torch_autocast.enabled") and precision != "bf16":
-        contradictions.append(f"{place} says torch_autocast.enabled: true, the recipe's precision is {precision}")
+        contradictions.append(f"{place} says torch_autocast.enabled: true, {said_of_precision(recipe, precision)}")
     if contradictions:
         advice = f'Change the recipe, or write "auto" in {place} (or remove the key).'
         raise BackendError.of("The DeepSpeed config contradicts the recipe and", contradictions, advice)
@@ -119,8 +160,68 @@ def complete(
     ):
         if written.get(key) in (None, AUTO):
             _set(config, key, value)
+    undecided = sorted(key for key, value in flat(config).items() if value == AUTO and key not in _FITTED)
+    if undecided:
+        raise BackendError(
+            f'{place} says "auto" for {", ".join(undecided)}, which neither recipe nor model decides. Write a value, '
+            "or remove the key to take DeepSpeed's default."
+        )
     _offload_needs_adamw(config, recipe, place)
     return config
+
+
+def _decider(recipe: Recipe, key: str) -> str:
+    """What of the recipe decides a value of DeepSpeed's config, or of its defaults where the recipe says nothing."""
+    decides = DECIDES[key]
+    if any(gives(recipe, word.strip("()")) for word in decides.split()):
+        return f"the recipe's {decides}"
+    return f"the default of {decides}, of which the recipe says nothing,"
+
+
+def said_of_precision(recipe: Recipe, precision: str) -> str:
+    """What a recipe says of precision, and what that comes to on this machine."""
+    if recipe.precision != "auto":
+        return f"the recipe says precision: {precision}"
+    if gives(recipe, "precision"):
+        return f"the recipe says precision: auto, which is {precision} on this machine"
+    return f"the recipe says nothing of precision, whose default, auto, is {precision} on this machine"
+
+
+def check_values(config: Mapping[str, Any], place: str) -> None:
+    """Has DeepSpeed read a completed config, so that what it refuses is known before a process starts.
+
+    Args:
+        place: Where the config is written, for messages.
+
+    Raises:
+        BackendError: With what DeepSpeed says.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        # Else it tells at length that it looked for a GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+    from pydantic import ValidationError
+
+    # It reads the number of processes off those that run; the batch of one process is enough.
+    tree = _without_auto({key: value for key, value in config.items() if key != "train_batch_size"})
+    try:
+        read = DeepSpeedConfig(tree)
+        DtypeEnum(read.grad_accum_dtype)  # as its engine does
+    except ValidationError as error:
+        problems = [
+            f"{place}: {'.'.join(map(str, item['loc']))}: {item['msg']}, got {json.dumps(item['input'], default=str)}"
+            for item in error.errors(include_url=False)
+        ]
+        raise BackendError.of(f"The DeepSpeed config {place}", problems) from error
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError, DeepSpeedConfigError) as error:
+        raise BackendError(f"DeepSpeed refuses the config {place}: {error}.") from error
+
+
+def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
+    left = {key: value for key, value in tree.items() if value != AUTO}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in left.items()}
 
 
 def _autocast_bf16(config: dict[str, Any]) -> None:
@@ -151,16 +252,12 @@ def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> 
         raise BackendError(f"{place} offloads the optimiser to {device}, where optim.args.amsgrad is not offered.")
 
 
-def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int], place: str) -> None:
+def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int]) -> None:
     """Fills in the sizes that depend on the model, in place.
 
     Args:
         hidden_size: The model's width.
         parameter_sizes: Elements of each parameter.
-        place: Where the config is written, for messages.
-
-    Raises:
-        BackendError: If the config says `auto` where nothing can fill it in.
     """
     section = config["zero_optimization"]
     sizes = list(parameter_sizes)
@@ -182,12 +279,6 @@ def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: I
     if parameters.get("buffer_size") == AUTO:
         # A buffer holds one parameter on its way to or from the disk; DeepSpeed aligns it.
         parameters["buffer_size"] = max(sizes) + 1024
-    unknown = sorted(key for key, value in flat(config).items() if value == AUTO)
-    if unknown:
-        raise BackendError(
-            f'{place} says "auto" for {", ".join(unknown)}, which neither recipe nor model decides. Write a value, or '
-            "remove the key to take DeepSpeed's default."
-        )
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:

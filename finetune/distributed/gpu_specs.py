@@ -54,10 +54,15 @@ _KNOWN = (
 _OWN = {"memory": "memory_gib", "bf16": "bf16_tflops", "link": "link_gbs", "watts": "watts"}
 
 
-def of_device(name: str) -> Gpu | None:
-    """The GPU that torch calls so, such as `NVIDIA H100 PCIe`; None if it is not known."""
+def of_device(name: str, memory_gib: float | None = None) -> Gpu | None:
+    """The GPU that torch calls so, such as `NVIDIA H100 PCIe`; None if it is not known.
+
+    Args:
+        memory_gib: What it has, where torch calls several sizes the same.
+    """
     found = [gpu for gpu in _KNOWN if re.search(rf"\b{gpu.part}\b", name)]
-    return max(found, key=lambda gpu: len(gpu.part), default=None)
+    apart = {gpu: abs(gpu.memory_gib - (memory_gib or gpu.memory_gib)) for gpu in found}
+    return max(found, key=lambda gpu: (len(gpu.part), -apart[gpu]), default=None)
 
 
 def find(text: str) -> Gpu:

@@ -49,6 +49,7 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
         handlers.append(InitProcessGroupKwargs(timeout=TIMEOUT))
         if launch.uses_fsdp:
             settings["fsdp_plugin"] = _fsdp_plugin(launch, REDUCED[recipe.optim.reduce_dtype])
+    torch_private.start_gloo_with_one_worker()
     with _meeting_anew(), _split_by_us(launch):
         if cpu and launch.uses_fsdp:
             _enter_fsdp_on_gloo()

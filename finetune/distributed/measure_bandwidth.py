@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from finetune.utils.atomic_files import write_json
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError, RecipeError
 
 # What `--json` writes; changes with what its keys mean.
@@ -204,6 +205,7 @@ def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | N
     asked = sizes(first, last or (2**30 if gpu else 2**24), factor, world)
     if gpu:
         torch.cuda.set_device(device)
+    torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
     try:
         found = measure(asked, device)

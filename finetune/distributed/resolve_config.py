@@ -15,6 +15,7 @@ from finetune.utils.errors import BackendError, RecipeError
 
 # See `data.rows.row_dataset`.
 _ROWS_GROW_BY = 8
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
     settled = agree(recipe, launch, device_selection.of_torch(), env)
+    if launch.uses_deepspeed:
+        deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     return settled
 
@@ -51,9 +54,9 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
         RecipeError: If the batch does not come out even.
         BackendError: If the planes contradict each other, or the devices cannot run what is asked.
     """
-    check_devices(launch, here, int(env.get("LOCAL_WORLD_SIZE", "1")))
+    check_devices(launch, here, env)
     precision = _pick_precision(recipe, here)
-    accumulation = derive_accumulation(recipe, launch.data_ranks)
+    accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
@@ -65,11 +68,16 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
             world=launch.num_processes,
             place=launch.ds_place,
         )
+    _check_packed(recipe, launch, config)
     return ResolvedConfig(precision, accumulation, config)
 
 
-def derive_accumulation(recipe: Recipe, world: int) -> int:
-    """Micro-batches an optimiser step and process: global batch / (micro-batch x processes).
+def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:
+    """Micro-batches an optimiser step and process: global batch / (micro-batch x data ranks).
+
+    Args:
+        world: Data ranks: processes, or groups of processes that read the same rows.
+        processes: All of them, for messages; as many as data ranks if left out.
 
     Raises:
         RecipeError: If it does not come out even, with the sizes that do.
@@ -81,14 +89,16 @@ def derive_accumulation(recipe: Recipe, world: int) -> int:
         return batch.global_size // (batch.rows * world)
     share = batch.global_size // world if batch.global_size % world == 0 else 0
     fits = divisors(share) if share else []
+    split = 1 if processes is None else processes // world
+    ranks = "processes" if split == 1 else f"groups of {split} processes, which read the same rows,"
     advice = (
-        f"With {world} processes batch.micro_size can be {', '.join(map(str, fits))}."
+        f"With {world} {ranks} batch.micro_size can be {', '.join(map(str, fits))}."
         if fits
-        else f"No micro-batch fits {world} processes: batch.global_size must be a multiple of {world}."
+        else f"No micro-batch fits {world} {ranks.rstrip(',')}: batch.global_size must be a multiple of {world}."
     )
     raise RecipeError(
         f"batch.global_size {batch.global_size} is not a multiple of batch.micro_size {batch.rows} x {world} "
-        f"processes = {batch.rows * world}. {advice}"
+        f"{ranks.partition(',')[0]} = {batch.rows * world}. {advice}"
     )
 
 
@@ -110,14 +120,18 @@ def _pick_precision(recipe: Recipe, here: Devices) -> str:
     return recipe.precision
 
 
-def check_devices(launch: Launch, here: Devices, local: int) -> None:
-    """Refuses what this machine's devices cannot run with `local` processes.
+def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None:
+    """Refuses what this machine's devices, and what they talk by, cannot run.
+
+    Args:
+        env: A worker's environment.
 
     Raises:
         BackendError: With what is missing.
     """
     place = launch.file or "The launch environment"
     if here.gpus:
+        local = int(env.get("LOCAL_WORLD_SIZE", "1"))
         if local > here.gpus:
             raise BackendError(
                 f"{place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
@@ -127,6 +141,14 @@ def check_devices(launch: Launch, here: Devices, local: int) -> None:
         raise BackendError(
             f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
             "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
+        )
+    elif launch.kind == "ddp" and env.get(_DEBUG, "").upper() == "DETAIL":
+        # What wraps the group is taken for the group. Source: torch 2.13, `Logger::set_env_variables` in
+        # `csrc/distributed/c10d/logger.cpp`, which casts it to `ProcessGroupGloo` and reads its number of threads.
+        raise BackendError(
+            f"{_DEBUG} is DETAIL, under which DDP on gloo reads memory that is not its own, a fault of torch (seen in "
+            f"2.13), and all processes end with signal 11. Set {_DEBUG} to INFO, or take "
+            "accelerate_configs/fsdp.yaml, which runs in detail."
         )
 
 
@@ -159,15 +181,32 @@ def _check_planes(
             "launch config, such as accelerate_configs/fsdp.yaml."
         )
     if launch.mixed_precision not in ("no", mixed):
+        wanted = launch.mixed_precision
+        more = f", and set `precision: {wanted}` in the recipe if that is meant" if wanted in ("bf16", "fp16") else ""
         raise BackendError(
-            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {launch.mixed_precision}, the "
-            f"recipe says precision: {precision}. The recipe decides: take mixed_precision out of the launch config."
+            f"{launch.file or 'ACCELERATE_MIXED_PRECISION'} says mixed_precision: {wanted}, and "
+            f"{deepspeed_config.said_of_precision(recipe, precision)}. The recipe decides: take mixed_precision out of "
+            f"the launch config{more}."
         )
     exported = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if exported not in ("auto", "1", str(accumulation)):
+        # A launch file that says so has been refused when it was read.
         raise BackendError(
-            f"{launch.file or 'ACCELERATE_GRADIENT_ACCUMULATION_STEPS'} says gradient accumulation {exported}, the "
-            f"recipe's batch makes it {accumulation}. The recipe decides: take it out of the launch config."
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {exported} in the environment, and the recipe's batch makes it "
+            f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
+            "launcher's option of that name away."
+        )
+
+
+def _check_packed(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
+    """Refuses a cast of all weights to 16 bit where some of them are packed."""
+    lighter = [launch.uses_fsdp and launch.mixed_precision != "no"]
+    lighter += [bool((ds_config.get(name) or {}).get("enabled")) for name in ("bf16", "fp16")]
+    if recipe.model.quantization is not None and any(lighter):
+        raise BackendError(
+            f"{launch.ds_place or launch.file or 'The launch environment'} asks for weights in 16 bit, and a cast "
+            'would destroy those that model.quantization packs. Remove mixed_precision (or "bf16") there, and '
+            "take precision bf16: products are then computed in 16 bit."
         )
 
 

@@ -73,6 +73,8 @@ class RuntimeReport:
     """Share that this rank holds of each kind of parameter, such as `q_proj.weight`; torch's own backends."""
     num_trained: int = 0
     """Of the full model's parameters, those that are trained."""
+    gloo_threads: int = 0
+    """Worker threads of a gloo group, the most of any; 0 without such groups."""
     due: tuple[float, float] | None = None
     """FSDP2: the shares of parameters and of optimiser state that are this rank's by its rule, which is by whole rows;
     of thin tensors some ranks hold more than others, or nothing."""
@@ -255,6 +257,11 @@ def _differences(
     ):
         if asked != runs:
             yield f"{name}: asked {asked}, runs {runs}"
+    if report.gloo_threads > 1 and torch_private.gloo_workers_race():
+        yield (
+            f"worker threads of a gloo group: asked 1, runs {report.gloo_threads}, which corrupt memory now and then "
+            "in this torch (a program that starts a run makes no process group before it)"
+        )
     if report.reshards not in (None, launch.reshard):
         yield f"resharding after the forward pass: asked {launch.reshard}, runs {report.reshards}"
     # A ds config can ask for gradients in 16 bit as well.
@@ -318,6 +325,7 @@ def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Sp
         "device": accelerator.device.type,
         "wrapper": type(model).__name__,
         "num_threads": torch.get_num_threads(),
+        "gloo_threads": torch_private.gloo_worker_threads(),
     }
     if hasattr(model, "zero_optimization_stage"):
         return _read_deepspeed(model, common)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
+from finetune.data.progress_bar import rows_bar
 from finetune.export.load_model import LoadedModel
+from finetune.models import lora_adapters
+from finetune.tasks import causal_checks
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils.errors import DataError, RecipeError
 
@@ -30,6 +33,8 @@ def recipe_of(
     opened: LoadedModel, files: Sequence[str], *, text_field: str | None = None, chat: bool = False
 ) -> Recipe:
     """How the files are read: as the run's own data if it is one, else as packed documents.
+
+    Where the network, as it is opened, would let packed documents see each other, each gets a row of its own.
 
     Args:
         chat: They hold conversations, though it is no run that says so.
@@ -52,8 +57,18 @@ def recipe_of(
     if text_field is not None:
         origin["text_field"] = text_field
     tree["data"] |= {"train": [], "validation": [{**origin, "path": file} for file in files]}
+    if tree["data"].get("packing", "documents") == "documents" and not _keeps_apart(opened, longest):
+        tree["data"]["packing"] = "padded"
     tree |= {"model": {"name": opened.tokenizer_folder}, "tokenizer": {"name": opened.tokenizer_folder}}
     return validate_recipe({**tree, "length": {"steps": 0}}, origin="--data")
+
+
+def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
+    """Whether documents packed into one row are computed as if each were alone."""
+    inner = lora_adapters.transformer(opened.network)
+    found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
+    tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
+    return all(far.item() <= most(opened.precision) for far, most in zip(found, tolerances, strict=False))
 
 
 @contextmanager
@@ -68,8 +83,11 @@ def told_in_flags() -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def score(opened: LoadedModel, recipe: Recipe, micro_size: int = 4) -> dict[str, float]:
+def score(opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro_size: int = 4) -> dict[str, float]:
     """Mean loss per target over all rows of the recipe's validation files.
+
+    Args:
+        say: Hears what is evaluated, before that begins; how far it is shows a bar on a terminal.
 
     Raises:
         DataError: If the files cannot be read or hold nothing.
@@ -77,12 +95,13 @@ def score(opened: LoadedModel, recipe: Recipe, micro_size: int = 4) -> dict[str,
     rows = prepare.prepare_data(recipe).validation
     if rows is None:
         raise DataError("The files of --data hold no text to evaluate. Name others.")
-    loss, targets = 0.0, 0
-    with torch.no_grad():
+    loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
+    say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
+    with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
         for begin in range(0, len(rows), micro_size):
             share = np.arange(begin, min(begin + micro_size, len(rows)))
             batch = {name: tensor.to(opened.device) for name, tensor in rows.batch(share).items()}
             loss += float(CAUSAL_LM.loss_sum(opened.network, batch).double())
-            targets += rows.num_targets(share)
+            advance(share.size)
     mean = loss / max(1, targets)
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

@@ -20,6 +20,7 @@ from finetune.export.harness_file import metric_of
 from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
+from finetune.utils.bounded_work import bounded_work
 from finetune.utils.console import plain_table
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
@@ -97,6 +98,13 @@ def score(
         chat_template_args=dict(opened.template_args),
     )
     log.setLevel(before)
+    in_template = wrapped.apply_chat_template
+
+    def bounded(*arguments: Any, **options: Any) -> Any:
+        with bounded_work(*prompts.BOUND):
+            return in_template(*arguments, **options)
+
+    wrapped.apply_chat_template = bounded
     try:
         manager, names = _find(tasks)
         found = simple_evaluate(

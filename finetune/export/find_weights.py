@@ -1,12 +1,14 @@
 """Finds what a run has saved: its recipe, `run.json`, and the weights of a step."""
 
-import json
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import integrity
+from finetune.checkpoint import integrity, trusted_code
+from finetune.checkpoint.run_facts import RUN, read_facts
+from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import CheckpointError
@@ -23,6 +25,8 @@ class WeightSource:
     recipe: Recipe
     facts: dict[str, Any]
     """`run.json`; empty if the run has none."""
+    trusted: bool = False
+    """Whether the person at the keyboard says that the run's code may run."""
     held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """Keeps the run from deleting the checkpoint; close it when it has been read."""
 
@@ -34,6 +38,9 @@ class WeightSource:
         return None if chat is None else list(chat["ends"])
 
 
+# What opening a network may run.
+_LOADS = (trusted_code.SHIPPED,)
+
 # What lies in a run's directory and is read or written there.
 _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
 
@@ -43,16 +50,33 @@ def is_run(place: Path) -> bool:
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
 
 
-def find_weights(place: Path, step: int | None = None) -> WeightSource:
+def find_weights(
+    place: Path, step: int | None = None, *, runs: Collection[str] = _LOADS, trusted: bool = False
+) -> WeightSource:
     """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
 
     Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
     run continued after that.
 
+    Args:
+        runs: The keys of its recipe whose code the caller runs.
+        trusted: Whether the person at the keyboard says that it may.
+
     Raises:
         CheckpointError: If there are none, or they are damaged.
-        RecipeError: If the recipe beside them cannot be read.
+        RecipeError: If the recipe beside them cannot be read, or leads to code that nobody vouches for.
     """
+    found = _find(place, step)
+    try:
+        if not trusted:
+            trusted_code.check_code(found.run, found.recipe, runs, found.weights)
+    except BaseException:
+        found.held.close()
+        raise
+    return replace(found, trusted=trusted)
+
+
+def _find(place: Path, step: int | None) -> WeightSource:
     if _is_checkpoint(place):
         if step is not None and step != integrity.step_of(place.resolve()):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
@@ -61,6 +85,8 @@ def find_weights(place: Path, step: int | None = None) -> WeightSource:
         return _source(folder.parent.parent, folder)
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
+        if (wrong := path_kinds.not_a_run(place)) is not None:
+            raise CheckpointError(f"{wrong} Weights are taken out of run directories and checkpoints.")
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
@@ -99,7 +125,7 @@ def _source(run: Path, folder: Path) -> WeightSource:
     except CheckpointError as error:
         held.close()
         raise CheckpointError(f"{error}. Name another step with --step.") from error
-    return WeightSource(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held)
+    return WeightSource(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held=held)
 
 
 def _check_links(run: Path) -> None:
@@ -117,10 +143,4 @@ def _is_checkpoint(place: Path) -> bool:
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run / 'run.json'} cannot be read: {error}. Restore it from a copy.") from error
-    return facts
+    return read_facts(run) if (run / RUN).exists() else {}

@@ -1,10 +1,9 @@
 """`harness.json`, where `finetune eval --harness` keeps its figures beside a run or a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from finetune.utils import atomic_files
+from finetune.utils import atomic_files, json_files
 from finetune.utils.errors import CheckpointError
 
 NAME = "harness.json"
@@ -23,12 +22,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / NAME
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json_files.parse(file.read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and set(row) >= _KEYS for row in rows):
+    if json_files.misfit(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
         raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
     return rows
 

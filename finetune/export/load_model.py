@@ -1,7 +1,6 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, stop_tokens
 from finetune.models import lora_adapters, pretrained_files
-from finetune.tasks.task import TaskData
+from finetune.tasks import causal_checks
+from finetune.tasks.task import Batch, TaskData
 from finetune.utils.errors import CheckpointError, RecipeError
 
 
@@ -50,6 +51,16 @@ class LoadedModel:
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
+    @property
+    def precision(self) -> str:
+        """What it computes in: `fp32`, or 16 bits."""
+        return "fp32" if next(self.network.parameters()).dtype == torch.float32 else "bf16"
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
+        """The logits that a function of network and batch returns, in fp32."""
+        return forward(self.network, batch).float()
+
 
 def load_model(
     name: str, *, step: int | None = None, base: str | None = None, exact: bool = False, trust_remote_code: bool = False
@@ -60,14 +71,15 @@ def load_model(
         step: Of a run, the checkpoint's step.
         base: The base, if it does not lie where the run or adapter says.
         exact: Computes in fp32, else in the type that the weights are stored in. Runs always compute in fp32.
-        trust_remote_code: Whether Python code that ships with the model may run. Of a run, its recipe says so.
+        trust_remote_code: Whether Python code that ships with the model may run. That of a run which this user started
+            on this machine does where its recipe says so.
 
     Raises:
         FinetuneError: If there is nothing to open, or it is no causal language model.
     """
     place = Path(name)
     if find_weights.is_run(place):
-        return _run(place, step, base)
+        return _run(place, step, base, trust_remote_code)
     if step is not None:
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
@@ -76,6 +88,8 @@ def load_model(
             return _adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
+        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.not_a_model(place)) is not None:
+            raise CheckpointError(wrong)
         if place.is_dir() and not (place / "config.json").is_file():
             raise CheckpointError(
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
@@ -90,8 +104,8 @@ def load_model(
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
 
 
-def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
-    found = find_weights.find_weights(place, step)
+def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
+    found = find_weights.find_weights(place, step, trusted=trusted)
     with found.held:
         _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
         folder = str(found.weights)
@@ -103,11 +117,13 @@ def _run(place: Path, step: int | None, base: str | None) -> LoadedModel:
 
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
-    facts = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    facts = path_kinds.adapter_config(place)
     _check_head(facts.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {facts.get('task_type')})")
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
+    if (wrong := path_kinds.not_a_model(Path(name))) is not None:
+        raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
     model, weights = _plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
@@ -152,4 +168,14 @@ def _ready(
     step: int | None = None,
 ) -> LoadedModel:
     network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    return LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)
+    opened = LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)
+    inner = lora_adapters.transformer(network)
+    if inner is not None:
+        seen = causal_checks.sees_ahead(inner, opened.scores, opened.device).item()
+        if seen > causal_checks.seen_tolerance(opened.precision):
+            raise RecipeError(
+                f"{folder} is no causal language model as it is configured ({inner.config.model_type}): tokens see "
+                "those behind them, so that neither its texts nor its perplexity mean anything. Set `is_decoder: true` "
+                "in its config.json if it was trained so, or open another model."
+            )
+    return opened

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
@@ -73,6 +74,8 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     if base is not None:
         section = recipe.model.model_copy(update={"name": base, "revision": None})
         recipe = recipe.model_copy(update={"model": section})
+        if not source.trusted:  # its weights are compared below, its code is not
+            trusted_code.check_code(source.run, recipe, [trusted_code.SHIPPED])
     recorded = source.facts.get("base")
     if recorded is None:
         raise CheckpointError(
@@ -109,6 +112,8 @@ def trained(
     if recipe.lora is None:
         network = _whole(source, recipe, head, dtype)
         return network.eval()
+    # That a head's own loss is the network's is verified where a run starts, and not here.
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"loss": "plain"})})
     config = task_config(recipe, ready)
     if quantised:
         network = build_model(recipe, config, head)

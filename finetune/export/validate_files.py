@@ -1,12 +1,13 @@
 """Checks written files before anything opens them: names, sizes, finite numbers, ties."""
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -20,7 +21,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        places = _index(folder)["weight_map"]
         absent = sorted(set(places.values()) - {file.name for file in files})
         if absent:
             raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
@@ -31,6 +32,15 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    shape: json_files.Shape = {"weight_map": dict, "metadata": {"total_size": int}}
+    try:
+        found: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}. Export it again.") from error
+    return found
 
 
 def check(
@@ -99,7 +109,7 @@ def _check_size(folder: Path, found: dict[str, tuple[int, ...]], size: int, dtyp
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     told = size
     if (folder / INDEX).is_file():
-        told = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"]["total_size"]
+        told = _index(folder)["metadata"]["total_size"]
     # Headers take some hundred bytes a tensor.
     if size != wanted or told != size or not size < on_disk < size + 4096 * (len(found) + 8):
         raise CheckpointError(

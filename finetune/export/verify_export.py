@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from finetune.export import fresh_process
 from finetune.export.validate_files import tensors_of
 from finetune.models import lora_adapters
 from finetune.tasks.task import Task, TaskData
+from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
+from finetune.utils.temporary_folders import temporary_folder
 
 # Largest difference of a logit, as a share of the largest logit, and of the mean loss in nats. The fresh process
 # computes in fp32 whatever the weights are stored in, so what is left is the rounding of weights, and in fp32 the
@@ -140,8 +141,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: If it cannot open it.
     """
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+    with temporary_folder() as place:
         save_file(probe.tensors, place / "tensors.safetensors")
         question = {
             "folder": str(folder.resolve()),
@@ -159,7 +159,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
         if done.returncode or not (place / "answer.json").is_file():
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
             raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json_files.read(place / "answer.json")
     return answer
 
 

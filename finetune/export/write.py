@@ -1,16 +1,20 @@
 """Exports a run: writes it whole or not at all, verifies it, and only then gives it its name."""
 
 import contextlib
+import errno
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
+from finetune.checkpoint import trusted_code
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, model_card, stop_tokens, validate_files, verify_export
 from finetune.export.find_weights import WeightSource
@@ -20,7 +24,7 @@ from finetune.models.lora_adapters import Head
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.utils.atomic_files import remove, sync, write_json
+from finetune.utils.atomic_files import lock_file, remove, sync, write_json
 from finetune.utils.errors import CheckpointError, RecipeError
 
 Say = Callable[[str], None]
@@ -76,6 +80,7 @@ def export(
     step: int | None = None,
     base: str | None = None,
     shard_size: str = "5GB",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Writes a run's weights so that transformers or peft opens them, and verifies that they are what was trained.
 
@@ -84,6 +89,8 @@ def export(
         kind: `adapter`, `merged` (fp32) or `merged-16bit`.
         say: Gets each line that is reported.
         base: The base at another place than the recipe's.
+        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+            on this machine.
 
     Returns:
         The folder.
@@ -92,11 +99,10 @@ def export(
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
     merge.return_memory_at_once()
-    found = find_weights.find_weights(place, step)
-    with found.held:
-        target = to if to is not None else found.run / "exports" / kind
-        if target.exists():
-            raise RecipeError(f"{target} is there already. Choose another --to, or remove it.")
+    code = (trusted_code.SHIPPED, "task.loss")
+    found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
+    target = to if to is not None else found.run / "exports" / kind
+    with found.held, _only_writer(target):
         recipe = merge.with_base(found, base)
         head = merge.source_head(found)
         if kind == "adapter":
@@ -115,9 +121,10 @@ def export(
         except BaseException as error:
             _set_aside(staging, target)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise CheckpointError(
-                    f"The export cannot be written to {target}: {error.strerror or error}. Free space, or choose "
-                    "another --to."
+                    f"The export cannot be written to {target}: {error.strerror or error}. "
+                    f"{'Free space, or choose' if full else 'Choose'} another --to."
                 ) from error
             raise
     say(f"{target} holds step {found.step} of {found.run} as {kind}.")
@@ -243,15 +250,52 @@ def _check_has_adapter(found: WeightSource) -> None:
         )
 
 
+@contextlib.contextmanager
+def _only_writer(target: Path) -> Iterator[None]:
+    """Keeps other exports from a folder that is to be written, until it is there.
+
+    Raises:
+        RecipeError: If it is there, another export is writing it, or a run writes what has this name.
+        CheckpointError: If it cannot be written.
+    """
+    inside = next((parent for parent in target.absolute().parents if path_kinds.kind_of(parent) == "run"), None)
+    if inside is not None and not target.absolute().is_relative_to(inside / "exports"):
+        raise RecipeError(
+            f"--to: {target} lies in the run directory {inside}, where a run writes and deletes. Leave --to out, and "
+            "it is written below exports/ there, or choose a folder elsewhere."
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file, _ = lock_file(target.parent, f".{target.name}.lock")
+        lock = filelock.FileLock(file)
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise RecipeError(
+            f"{target} is being written by another export. Wait until it has ended, or choose another --to."
+        ) from error
+    except OSError as error:
+        raise _cannot_write(target, error) from error
+    with lock:
+        try:
+            if target.exists():
+                raise RecipeError(f"{target} is there already. Choose another --to, or remove it.")
+            yield
+        finally:
+            # While it is held: whoever waits for a file that is gone takes a new one.
+            file.unlink(missing_ok=True)
+
+
+def _cannot_write(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder.")
+
+
 def _staging(target: Path) -> Path:
     staging = target.with_name(target.name + ".staging")
     try:
         remove(staging)
-        staging.mkdir(parents=True)
+        staging.mkdir()
     except OSError as error:
-        raise CheckpointError(
-            f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder."
-        ) from error
+        raise _cannot_write(target, error) from error
     return staging
 
 

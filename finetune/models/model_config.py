@@ -4,6 +4,7 @@ import difflib
 import inspect
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,6 +15,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models import pretrained_files, rope_scaling
 from finetune.models.lora_adapters import Head
@@ -52,7 +54,7 @@ def resolve_model_config(
                 if name not in section.config:
                     setattr(config, name, getattr(tokenizer, name))
     else:
-        config = _config_from_name(section)
+        config = read_pretrained_config(section)
     head: Head = "causal_lm" if num_labels is None else "sequence_classification"
     _check_kind(config, section, head)
     if section.name is not None:
@@ -150,7 +152,14 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
 
 
-def _config_from_name(section: ModelSection) -> PretrainedConfig:
+def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
+    """The configuration of `model.name`, as it lies there.
+
+    Raises:
+        RecipeError: If there is none.
+    """
+    if (wrong := path_kinds.not_a_model(Path(str(section.name)))) is not None:
+        raise RecipeError(f"model.name: {wrong}")
     try:
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code

@@ -1,6 +1,5 @@
 """The files of a pretrained model: where they lie, in which dtype, and whether they hold all of a network."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.config.recipe_schema import ModelSection
+from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import tied_names
 from finetune.utils.errors import RecipeError
+from finetune.utils.file_formats import format_of
 
 # As safetensors names them, the widest first.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -31,6 +32,8 @@ class Weights:
     """What to report: tensors that are new, and tensors that are left out."""
     not_weights: frozenset[str]
     """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
+    new: frozenset[str] = frozenset()
+    """Tensors of a head that the files lack."""
 
     def first_not_finite(self, rank: int = 0, world: int = 1) -> int | None:
         """The position of the first tensor that holds NaN or infinity, among those that this rank looks at."""
@@ -137,7 +140,7 @@ def load(
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
     buffers = {buffer for buffer, _ in network.named_buffers()}
-    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out))
+    return network, Weights(folder, tuple(lines), frozenset(buffers | left_out), frozenset(drawn))
 
 
 def look_at_packed(section: ModelSection) -> Weights:
@@ -164,7 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WHOLE).is_file() or not index.is_file():
         return [file for file in [folder / _WHOLE] if file.is_file()]
     try:
-        files = sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        files = sorted({folder / file for file in json_files.read(index)["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(f"{index} cannot be read: {error}. Take an intact copy of the model.") from error
     absent = [file.name for file in files if not file.is_file()]
@@ -322,6 +325,8 @@ def _dtypes(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and (found := format_of(file)):
+            raise RecipeError(f"{file} is {found.name}, and holds no weights. {found.advice}") from error
         raise RecipeError(
             f"{file} cannot be read, it is damaged or incomplete ({error}). Copy or download it again."
         ) from error

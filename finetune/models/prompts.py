@@ -5,7 +5,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
+
+BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as text (no --chat).")
+"""For `bounded_work`, wherever a template writes a prompt."""
 
 
 def text(tokenizer: Any, prompt: str) -> list[int]:
@@ -40,7 +44,10 @@ def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
     messages = [{"role": "user", "content": prompt}]
     try:
-        written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        with bounded_work(*BOUND):
+            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    except DataError:
+        raise
     except Exception as error:  # whatever a template does with what it did not expect
         raise DataError(
             f"The chat template refuses a single turn of a user: {' '.join(str(error).split())[:300]}. Write the "

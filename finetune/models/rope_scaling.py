@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.recipe_schema import RopeScalingSection
 from finetune.utils.errors import RecipeError
+from finetune.utils.exact import exact_product
 
 
 def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
@@ -44,7 +45,7 @@ def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
     known = text.max_position_embeddings
     changed = {**parameters, "rope_type": section.type, "factor": section.factor, **_of_type(section, known)}
     text.rope_parameters = {**whole, "full_attention": changed} if nested else changed
-    longest = int(known * section.factor)
+    longest = int(exact_product(section.factor, known))
     if section.type != "dynamic":
         # From which `dynamic` reads how far rows go beyond what the model was trained on.
         text.max_position_embeddings = longest

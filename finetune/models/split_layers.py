@@ -107,7 +107,8 @@ def split(network: nn.Module) -> Splits:
 def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     """The parameters, by identity, that get gradients of a rank's part of the tokens where each computes their loss.
 
-    Those of the head; where it is the embedding as well, also those of the embedding. None if others use them, too.
+    Those of the head; where it is the embedding as well, also those of the embedding. None at all if other modules hold
+    one of them.
     """
     embedding, head = (set() if end is None else set(map(id, end.parameters())) for end in _ends(inner))
     ends = head | embedding if head & embedding else head

@@ -9,11 +9,12 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 from finetune.distributed.backend import Backend
 from finetune.monitoring.trackers import Trackers
 from finetune.utils.atomic_files import Journal
+from finetune.utils.console import progress_bar
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -26,32 +27,23 @@ def peak_memory_gib(device: torch.device) -> float:
 class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
-    def __init__(
-        self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, text: bool, quiet: bool
-    ) -> None:
+    def __init__(self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, quiet: bool) -> None:
         """
         Args:
             trackers: Hear what `metrics.jsonl` does, while the reporter is entered.
-            text: Whether targets are tokens.
         """
         self._main = backend.is_main
         self._quiet = quiet or not self._main
         self._num_steps = num_steps
-        self._unit = "tok/s" if text else "targets/s"
         self._journal = Journal(directory / "metrics.jsonl")
         self._trackers = trackers
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
+        self._values: dict[str, Any] | None = None
         self._validation: float | None = None
         if self.console.is_terminal and not self._quiet and num_steps:
-            self._progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
+            columns = (TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[figures]}"))
+            self._progress = progress_bar(self.console, *columns)
             self._task = self._progress.add_task("training", total=num_steps, figures="")
 
     def __enter__(self) -> Self:
@@ -76,24 +68,30 @@ class Reporter:
         line = {**finite, "time": round(time.time(), 3)}
         if (reason := self._journal.write(line)) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
-        self._validation = values.get("validation_loss", self._validation)
+        if "validation_loss" in values:
+            self._validation = values["validation_loss"]
+            self._show_figures()
         self._warn_all(self._trackers.add(line))
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
         """Shows that a step is done; `values` on log steps."""
         if self._progress is not None:
-            if values is not None:
-                validation = "" if self._validation is None else f"validation {self._validation:.4f}  "
-                figures = f"loss {values['loss']:.4f}  {validation}{self._rate(values)}"
-                self._progress.update(self._task, figures=figures)
+            self._values = values or self._values
+            self._show_figures()
             self._progress.update(self._task, completed=step)
         elif values is not None:
             figures = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  {self._rate(values)}"
             self.say(f"step {step}/{self._num_steps}  {figures}")
 
+    def _show_figures(self) -> None:
+        if self._progress is not None and self._values is not None:
+            validation = "" if self._validation is None else f"val {self._validation:.4f}  "
+            figures = f"loss {self._values['loss']:.4f}  {validation}{self._rate(self._values)}"
+            self._progress.update(self._task, figures=figures)
+
     def _rate(self, values: dict[str, Any]) -> str:
         rate = values["tokens_per_s"]
-        return "compiling" if rate is None else f"{rate:,.0f} {self._unit}"
+        return "compiling" if rate is None else f"{rate:,.0f} targets/s"
 
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""

@@ -50,13 +50,13 @@ class NonFiniteGuard:
         return sum(self.counts.values())
 
     def check(self, output: StepOutput | None) -> dict[str, Any] | None:
-        """Takes a step in, and returns what happened in the one before if that was skipped.
+        """Takes a step in, and returns what happened in the one before if that was skipped. Every rank must call it.
 
         Args:
             output: The newest step; None looks at the last one now.
 
-        Raises:
-            DivergedError: If too many steps in a row were skipped; the incident is its `incident`.
+        Returns:
+            None, or the incident; it is `fatal` if too many steps in a row were skipped: `diverged` is what to raise.
         """
         before, self._last = self._last, output
         if before is None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from finetune.utils.atomic_files import read_lines, remove, write_text
+from finetune.utils.atomic_files import read_whole_lines, remove, write_text
 
 _PROJECT = "finetune"
 _TEXTS = ("sample",)
@@ -160,7 +160,7 @@ class Trackers:
             remove(folder / name)
             run_id = file.read_text(encoding="utf-8")
             self._open[name] = _KINDS[name](folder / name, self._directory.resolve().name, run_id, self._config)
-            if metrics.exists() and (lines := read_lines(metrics)):
+            if metrics.exists() and (lines := read_whole_lines(metrics).whole):
                 self._open[name].add(lines)
 
         return self._each(self._names, begin)

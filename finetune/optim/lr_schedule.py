@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe
+from finetune.utils.exact import exact_product
 
 
 def peak_lr(recipe: Recipe) -> float:
@@ -27,14 +28,14 @@ def lr_at(step: int, num_steps: int, recipe: Recipe) -> float:
     schedule, peak = recipe.schedule, peak_lr(recipe)
     warmup = schedule.warmup_steps
     if warmup is None:
-        warmup = round((schedule.warmup_fraction or 0.0) * num_steps)
+        warmup = round(exact_product(schedule.warmup_fraction or 0.0, num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule.name == "constant":
         return peak
     start = warmup
     if schedule.name == "wsd":
-        start = max(warmup, num_steps - round(schedule.decay_fraction * num_steps))
+        start = max(warmup, num_steps - round(exact_product(schedule.decay_fraction, num_steps)))
         if step < start:
             return peak
     progress = (step - start + 1) / (num_steps - start + 1)

@@ -99,7 +99,7 @@ def assess(
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     try:
-        accumulation = derive_accumulation(recipe, launch.data_ranks)
+        accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
         if launch.sequence > 1:
             check_split_rows(recipe, launch)
         if launch.tensor > 1:

@@ -133,7 +133,7 @@ def _seen_from(folder: Path, project: Project) -> Project:
     """The same with relative paths as they are written in the folder, where its commands are given."""
 
     def seen(path: str) -> str:
-        apart = folder.resolve() != Path.cwd() and not Path(path).expanduser().is_absolute()
+        apart = folder.resolve() != Path.cwd() and not Path(path).is_absolute()
         return os.path.relpath(path, folder.resolve()) if apart else path
 
     model, data = project.model, project.data

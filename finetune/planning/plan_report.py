@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune.planning import recommendations
 from finetune.planning.candidates import Candidate
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
@@ -30,6 +31,8 @@ _PARTS = {
     "buckets": ("B", "bright_black"),
 }
 _WIDTH = 40
+# Below this, a step waits for kernels to start: some thousands of them, at 5 to 10 µs each.
+_STARTS_S = 0.01
 
 
 def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
@@ -39,8 +42,10 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     said = plan.recipe.model.name or f"{(plan.recipe.model.config or {}).get('model_type', plan.recipe.task.name)}"
     console.print(
         f"{said}: {own.parameters:,} parameters, {own.trained:,} trained ({own.adapters or plan.kind}); "
-        f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:g} GiB each"
+        f"{machines.nodes} x {machines.gpus} {gpu.name}, {gpu.memory_gib:.4g} GiB each"
     )
+    if machines.assumed is not None:
+        console.print(machines.assumed)
     console.print(_table(plan))
     console.print(
         f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
@@ -62,7 +67,8 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"  {names}: {reason}")
     for (name, kind), change in plan.cheapest.items():
         if kind == plan.kind:
-            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; fits with {change}")
+            how = f"fits with {change}" if change != recommendations.NOTHING else "nothing that is offered makes it fit"
+            console.print(f"  {name}: {plan.candidates[name, kind].verdict}; {how}")
     for kind, variant in plan.variants.items():
         if isinstance(variant, str):
             console.print(f"  {kind}: {variant}")
@@ -110,7 +116,7 @@ def _unit(plan: Plan) -> str:
 
 def _unit_of(sizes: list[int]) -> str:
     """One unit for all: of tiny networks GiB would show zero."""
-    return "GiB" if max(sizes) >= GIB else "MiB"
+    return "GiB" if max(sizes, default=0) >= GIB else "MiB"
 
 
 def _size(size: float, unit: str) -> str:
@@ -124,23 +130,32 @@ def _bars(plan: Plan, console: Console) -> None:
         plan.machines.gpu.memory_gib * GIB,
         _unit(plan),
     )
-    legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:g} GiB: ")
+    legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
     for part, (letter, colour) in _PARTS.items():
-        legend.append(f"{'█' if coloured else letter} {part}  ", style=colour)
+        # A mark and its name stay on one line.
+        legend.append(f"{'█' if coloured else letter}\u00a0{part}  ", style=colour)
     console.print(legend)
+    shown = [plan.candidates[name, plan.kind] for name in plan.launches]
+    ends = {candidate.name: _behind_bar(candidate, unit) for candidate in shown}
     width = max(map(len, plan.launches))
-    for name in plan.launches:
-        candidate, bar, done = plan.candidates[name, plan.kind], Text(), 0.0
+    room = max(_WIDTH // 4, console.width - width - 2 - max(map(len, ends.values())))
+    # What does not fit is longer than the device, up to four times, as far as the terminal goes.
+    longest = min(4.0, max([1.0, *(sum((candidate.parts or {}).values()) / capacity for candidate in shown)]))
+    device = min(_WIDTH, int(room / longest))
+    for candidate in shown:
+        bar, done, most = Text(), 0.0, round(longest * device)
         for part, size in (candidate.parts or {}).items():
-            # What does not fit is longer than the device, up to four times.
-            begin, done = min(round(done), 4 * _WIDTH), done + size / capacity * _WIDTH
+            begin, done = min(round(done), most), done + size / capacity * device
             letter, colour = _PARTS[part]
-            bar.append(("█" if coloured else letter) * (min(round(done), 4 * _WIDTH) - begin), colour)
-        bar.append("·" * max(0, _WIDTH - len(bar)))
-        line = Text(f"{name:<{width}} ").append(bar).append(f" {_size(candidate.peak, unit)} {unit}")
-        for place, size in (("host", candidate.host), ("disk", candidate.disk)):
-            line.append(f", {place} {_size(size, unit)}" if size else "")
-        console.print(line)
+            bar.append(("█" if coloured else letter) * (min(round(done), most) - begin), colour)
+        bar.append("·" * max(0, device - len(bar)))
+        console.print(Text(f"{candidate.name:<{width}} ").append(bar).append(f" {ends[candidate.name]}"))
+
+
+def _behind_bar(candidate: Candidate, unit: str) -> str:
+    places = (("host", candidate.host), ("disk", candidate.disk))
+    more = [f", {place} {_size(size, unit)}" for place, size in places if size]
+    return f"{_size(candidate.peak, unit)} {unit}{''.join(more)}"
 
 
 def _advice(plan: Plan, console: Console) -> None:
@@ -168,22 +183,33 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
             console.print("Time: not planned in fp32, whose rate is not in the table of GPUs.")
         return
     line = (
-        f"Step: {time.step_s:.3g} s, of which arithmetic {time.compute_s:.3g} s at {machines.utilisation:.0%} of peak"
+        f"Step: {_time(time.step_s)}, of which arithmetic {_time(time.compute_s)} at {machines.utilisation:.0%} of peak"
     )
     if time.hours is not None and time.gpu_hours is not None:
-        line += f"; run: {time.hours:.3g} h, {time.gpu_hours:.3g} GPU hours"
+        line += f"; run: {_time(3600 * time.hours)}"
+        line += f", {time.gpu_hours:.3g} GPU hours" if time.gpu_hours >= 1e-3 else ""
     if time.cost is not None:
         line += f", costs {time.cost:,.2f}"
     if energy and time.energy_kwh is not None:
         line += f", {time.energy_kwh:.3g} kWh at {machines.gpu.watts:g} W a GPU"
     console.print(line)
+    if time.step_s < _STARTS_S:
+        console.print("  Not counted: starting kernels, which can be most of a step of so small a network.")
     for moved in time.moved:
         where = "between machines" if moved.between_machines else "within a machine"
         where += ", measured" if moved.measured else ""
         console.print(
             f"  {moved.flow.what} over {moved.flow.ranks} ranks, {where}: {moved.flow.nbytes / 1e9:.3g} GB a step and "
-            f"rank, {moved.seconds:.3g} s, {'hidden' if moved.hidden else 'not hidden'} by arithmetic"
+            f"rank, {_time(moved.seconds)}, {'hidden' if moved.hidden else 'not hidden'} by arithmetic"
         )
+
+
+def _time(seconds: float) -> str:
+    """With three digits, in a unit that needs no exponent."""
+    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
 
 
 def print_traced(traced: list[Traced], console: Console) -> None:

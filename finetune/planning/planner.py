@@ -13,7 +13,7 @@ import torch
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
-from finetune.distributed.gpu_specs import Gpu, find
+from finetune.distributed.gpu_specs import Gpu, find, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
@@ -29,6 +29,9 @@ from finetune.utils.shipped_files import launch_folder
 
 if TYPE_CHECKING:
     from finetune.planning.transient_memory import Device
+
+# Where neither the command line nor this machine says.
+_ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,16 @@ class Plan:
 
 
 def machines_of(parsed: argparse.Namespace) -> Machines:
-    """What the command line says of the machines.
+    """What the command line says of the machines. The rest is as on this one, or assumed where it has no GPU.
 
     Raises:
         RecipeError: If a figure makes no sense.
     """
+    here, there = _gpu_here()
+    gpus = parsed.gpus if parsed.gpus is not None else there or _ASSUMED_GPUS
     price, host = (0.0 if parsed.price is None else parsed.price), (1.0 if parsed.host is None else parsed.host)
     for name, value, sensible, allowed in (
-        ("gpus", parsed.gpus, 1 <= parsed.gpus <= 100_000, "a number from 1 to 100000"),
+        ("gpus", gpus, 1 <= gpus <= 100_000, "a number from 1 to 100000"),
         ("nodes", parsed.nodes, 1 <= parsed.nodes <= 100_000, "a number from 1 to 100000"),
         ("mfu", parsed.mfu, 0.0 < parsed.mfu <= 1.0, "a share of the peak above 0 and up to 1, such as 0.4"),
         ("network", parsed.network, 0.0 < parsed.network < math.inf, "10^9 bytes a second and GPU above 0, such as 50"),
@@ -76,10 +81,39 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     ):
         if not sensible:
             raise RecipeError(f"--{name} is {value}; give {allowed}.")
-    links = read_links(parsed.links)
+    gpu = find(parsed.gpu) if parsed.gpu is not None else here or find(_ASSUMED_GPU)
+    guessed = {"--gpu": parsed.gpu is None and here is None, "--gpus": parsed.gpus is None and there == 0}
+    assumed = None
+    if any(guessed.values()):
+        why = (
+            f"the table of GPUs lacks this machine's {torch.cuda.get_device_name()}"
+            if there
+            else "this machine has none"
+        )
+        what = f"{gpus} x {gpu.name}" if guessed["--gpus"] else gpu.name
+        flags = " and ".join(flag for flag, is_guessed in guessed.items() if is_guessed)
+        assumed = f"Assumed: {what} a machine, since {why} and {flags} did not say. Give what you have or mean to rent."
     return Machines(
-        find(parsed.gpu), parsed.gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links
+        gpu,
+        gpus,
+        parsed.nodes,
+        parsed.network,
+        parsed.mfu,
+        parsed.price,
+        parsed.host,
+        read_links(parsed.links),
+        assumed,
     )
+
+
+def _gpu_here() -> tuple[Gpu | None, int]:
+    """This machine's GPU, if the table has it, with the memory that it has; and how many there are."""
+    if not torch.cuda.is_available():
+        return None, 0
+    facts = torch.cuda.get_device_properties(0)
+    memory = facts.total_memory / 2**30
+    known = of_device(facts.name, memory)
+    return (replace(known, memory_gib=memory) if known is not None else None), torch.cuda.device_count()
 
 
 def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
@@ -154,6 +188,12 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
         if machines.gpus % launch.tensor:
             continue  # layers are split within a machine
         found[name] = launch
+    if not found:
+        raise RecipeError(
+            f"No launch file in {folder} can run on {machines.ranks} GPU(s): one takes single.yaml or a ZeRO file with "
+            "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
+            "folder by --configs, or another number by --gpus and --nodes."
+        )
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
 
 

@@ -184,7 +184,7 @@ def fitted(launch: Launch, outline: Outline) -> dict[str, Any]:
     sizes = [w.elements for w in outline.weights]
     # What the recipe fills in plays no part in sizes.
     zero = {"zero_optimization": config["zero_optimization"]}
-    fit_to_model(zero, hidden_size=outline.width, parameter_sizes=sizes, place=launch.ds_place)
+    fit_to_model(zero, hidden_size=outline.width, parameter_sizes=sizes)
     return zero
 
 

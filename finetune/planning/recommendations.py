@@ -12,6 +12,9 @@ from finetune.planning.candidates import Candidate, Setting
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.utils.errors import BackendError
 
+NOTHING = "nothing offered"
+"""In place of a change that makes a candidate fit."""
+
 Make = Callable[[str, str, Setting], Candidate]
 """A candidate, of a launch file's name, a way to train and a setting."""
 
@@ -80,7 +83,7 @@ def cheapest(
                 return " ".join([kind, *more])
             more = tuple(change for change in more if change not in changes(candidate, recipe))
             return " ".join(more if name == candidate.name else [name, *more])
-    return "nothing offered"
+    return NOTHING
 
 
 def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
@@ -99,6 +102,9 @@ def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make
         if candidate.verdict == "fits":
             instead = "" if way == kind else f"nothing fits as the recipe is; with {way}: "
             return Advice(candidate, changes(candidate, recipe), instead + reason(candidate.launch))
+    tried = [make(*each) for each in tries]
+    if all(candidate.verdict == "refused" for candidate in tried):
+        return Advice(None, (), f"nothing can be launched. {tried[0].reason}")
     return Advice(None, (), f"nothing fits. {NONE_LEFT}.")
 
 

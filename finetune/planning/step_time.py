@@ -31,6 +31,8 @@ class Machines:
     """Of a machine, for what is offloaded; None: enough."""
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     """Measured ones, which stand in for the data sheet's."""
+    assumed: str | None = None
+    """What of this nobody has said, for people."""
 
     @property
     def ranks(self) -> int:

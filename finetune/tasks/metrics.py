@@ -5,10 +5,13 @@ import string
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.prompt_set import Prompt
@@ -55,6 +58,7 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     known = []
     if data.validation is not None:
         known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
+        known += ["recall_macro"] if recipe.task.name == "sequence_classification" and task.loss_and_correct else []
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
@@ -75,6 +79,36 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
             f"{', '.join(keys) or 'nothing, without validation rows or eval.metrics'}. Name one of these."
         )
     return metrics
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """What became of the rows of each class."""
+
+    rows: tuple[int, ...]
+    predicted: tuple[int, ...]
+    """How many rows were taken for it."""
+    hits: tuple[int, ...]
+
+    @staticmethod
+    def of(classes: torch.Tensor, count: int) -> "ClassCounts":
+        """Counts predicted and true classes, (2, rows), of `count` classes."""
+        predicted, true = classes.cpu()
+        found = (torch.bincount(part, minlength=count).tolist() for part in (true, predicted, true[predicted == true]))
+        return ClassCounts(*map(tuple, found))
+
+    @property
+    def recall_macro(self) -> float:
+        """The mean, over the classes that have rows, of the share of a class's rows that was recognised."""
+        recalls = [hits / rows for hits, rows in zip(self.hits, self.rows, strict=True) if rows]
+        return sum(recalls) / max(1, len(recalls))
+
+    def by_name(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """For `run.json`."""
+        return {
+            name: {"rows": rows, "predicted": predicted, "recall": hits / rows if rows else None}
+            for name, rows, predicted, hits in zip(names, self.rows, self.predicted, self.hits, strict=True)
+        }
 
 
 def find_metrics(names: Sequence[str]) -> dict[str, Metric]:

@@ -8,7 +8,16 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.conversation_formats import Conversation, RecordForm, Tolerance, find, kind_of
+from finetune.data.chat.conversation_formats import (
+    Conversation,
+    InvalidConversation,
+    RecordForm,
+    Tolerance,
+    find,
+    kind_of,
+    without_nulls,
+)
+from finetune.data.chat.written_parts import write
 from finetune.data.sources.corpus import open_source
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.models import prompts
@@ -35,18 +44,19 @@ class _PromptForm(RecordForm):
     chat: bool = False
 
     def read(self, record: Any, where: str) -> str:
-        """A record as JSON: `messages` and `tools`, or `prompt`; and `references`.
+        """A record as JSON: `messages`, `tools` and `variables`, or `prompt`; and `references`.
 
         Raises:
             DataError: If there is no prompt, or no reference.
         """
+        record = without_nulls(record, where)
         given = {
             key: find(record, self.fields.get(key, key))
             for key in ("prompt", "references", "reference")
             if isinstance(find(record, self.fields.get(key, key)), str | list)
         }
         if "prompt" in given and len(given) > 1:
-            return self._pair_of(given, where)
+            return self._pair_of(record, given, where)
         if self.chat:
             return self._last_answer(Conversation.from_json(super().read(record, where)), where)
         has = ", ".join(map(str, record)) if isinstance(record, Mapping) else kind_of(record)
@@ -55,14 +65,16 @@ class _PromptForm(RecordForm):
             f"fields are {has}. Name others in the source's `fields`: {{prompt: question, references: answers.text}}."
         )
 
-    def _pair_of(self, given: Mapping[str, Any], where: str) -> str:
+    def _pair_of(self, record: Mapping[str, Any], given: Mapping[str, Any], where: str) -> str:
         prompt, references = given["prompt"], given.get("references", given.get("reference"))
         references = [references] if isinstance(references, str) else references
         if not references or not all(isinstance(one, str) for one in references):
             raise DataError(f"{where}: the references of a prompt are texts, at least one. Mend or remove the record.")
         if self.chat:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else self._turns(prompt, where)[0]
-            return json.dumps({"messages": turns, "tools": None, "references": references})
+            variables = self._json(record, "chat_template_kwargs", dict, where) or {}
+            asked = {"messages": turns, "tools": self._tools(record, where), "variables": variables}
+            return json.dumps({**asked, "references": references})
         if not isinstance(prompt, str):
             raise DataError(f"{where}: the prompt is a list, and without a `chat` section it has to be a text.")
         return json.dumps({"prompt": prompt, "references": references})
@@ -75,7 +87,8 @@ class _PromptForm(RecordForm):
                 f"{where}: there is no answer to be the reference of a prompt: a conversation of eval.prompts has one "
                 "behind a user's turn, as a text. Remove the record."
             )
-        return json.dumps({"messages": messages[:last], "tools": said.tools, "references": [messages[last]["content"]]})
+        asked = {"messages": messages[:last], "tools": said.tools, "variables": said.variables}
+        return json.dumps({**asked, "references": [messages[last]["content"]]})
 
 
 def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
@@ -94,7 +107,15 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
     for source in recipe.eval.prompts:
         for record, where in _records(recipe, source):
             if template is not None:
-                text = template.render(record["messages"], record["tools"], where, prompt=True)
+                chat_of = Conversation(record["messages"], [], record["tools"], 0, record["variables"])
+                writing = write(template, chat_of, where, prompt=True)
+                if lost := [part.field for part in writing.missing if part.field in ("content", "tool_calls", "tools")]:
+                    raise InvalidConversation(
+                        "unwritten",
+                        f"{where}: the chat template ({template.name}) does not write all of this prompt's "
+                        f"{', '.join(dict.fromkeys(lost))}. Name one that does as chat.template, or remove the record.",
+                    )
+                text = writing.text
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]

@@ -1,11 +1,11 @@
 """The number of steps of a run, and of rows in an epoch."""
 
-import math
 from dataclasses import dataclass
 
 from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task import Rows
 from finetune.utils.errors import DataError, RecipeError
+from finetune.utils.exact import exact_product
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
     if length.steps is not None:
         steps = length.steps
     elif length.epochs is not None:
-        steps = int(length.epochs * epoch_rows / size)
+        steps = int(exact_product(length.epochs, epoch_rows) / size)
         if steps == 0:
             raise RecipeError(f"length.epochs {length.epochs} is less than one step of {size} rows. Raise it.")
     else:
         assert length.tokens is not None
-        steps = math.ceil(length.tokens / (size * recipe.data.sequence_length))
+        steps = -(-length.tokens // (size * recipe.data.sequence_length))
     return Length(num_steps=steps, epoch_rows=epoch_rows, left_out=left_out)

@@ -7,6 +7,7 @@ as records, which are written into the cache, so that the recipe names a file.
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import recipe_paths
-from finetune.config.recipe import apply, dump_recipe, read, validate_recipe
+from finetune.config.recipe import apply, dump_recipe, read, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
+from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import DataError, LaunchError, RecipeError
 from finetune.utils.exit_codes import REQUEUE
 from finetune.utils.import_object import HANDED_OVER, handed_over
 from finetune.utils.shipped_files import launch_file, recipe_file
+from finetune.utils.temporary_folders import temporary_folder
 
 if TYPE_CHECKING:
     import torch
@@ -89,13 +92,13 @@ def _tree_of(
     if isinstance(source, Recipe):
         tree = source.model_dump(mode="json")
     elif isinstance(source, Mapping):
-        tree = json.loads(json.dumps(_plain(source)))
+        tree = write_out(json.loads(json.dumps(_plain(source))))
     elif source:
         origin = recipe_file(str(source))
         tree = read(origin)
     else:
         tree = {}
-    tree = _merged(tree, _plain(sections))
+    tree = _merged(tree, write_out(_plain(sections)))
     for override in overrides:
         apply(tree, override)
     return tree, origin
@@ -147,8 +150,10 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     from finetune.distributed.backend import Backend
     from finetune.training.build_run import build_run
     from finetune.utils.library_imports import silence_libraries
+    from finetune.utils.output_streams import outlive_readers
 
     silence_libraries()
+    outlive_readers()
     with _with_objects(recipe, overrides, objects) as (named, _):
         recipe_paths.check(named)
         try:
@@ -252,8 +257,8 @@ def launch(
                     "it at the top level of a file, as a function or class, and hand that over; a task as a function "
                     "that returns it. Or run in this process, by `train`."
                 )
-    with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
-        file = Path(folder) / "recipe.yaml"
+    with temporary_folder() as folder:
+        file = folder / "recipe.yaml"
         write_text(file, dump_recipe(named))
         words = [f"--{name}={value}" for name, value in (options or {}).items()]
         command = [sys.executable, "-m", "finetune", "launch", f"--config_file={launch_file(str(config))}", *words]
@@ -270,10 +275,15 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
     paths = [path for path in (sys.path[0], os.environ.get("PYTHONPATH")) if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if sys.stderr is sys.__stderr__ and not quiet:
-        return subprocess.run(command, env=env, check=False).returncode, ""
+        with signals.held_back():
+            child = subprocess.Popen(command, env=env)
+        with _ended(child):
+            return child.wait(), ""
     lines: list[str] = []
     # A notebook shows what is written to `sys.stderr`, and not what a process writes.
-    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with signals.held_back():
+        process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with process, _ended(process):
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -281,6 +291,18 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
                 sys.stderr.write(line)
     paragraph = "".join(lines).strip().rpartition("\n\n")[2]
     return process.returncode, paragraph.removeprefix("Error: ")
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Ctrl-C asks a run to stop, and waits until it has saved."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        # The terminal has told it already, unless this program alone was told: within 3 s both are one request.
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        raise
 
 
 @contextmanager
@@ -401,12 +423,16 @@ class Run:
         folder = self.directory / "exports"
         return tuple(sorted(path for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else ()
 
-    def load_model(self, *, step: int | None = None) -> "LoadedModel":
+    def load_model(self, *, step: int | None = None, trust_remote_code: bool = False) -> "LoadedModel":
         """The trained model and its tokenizer, for inference; of a checkpoint, if `step` is given.
+
+        Args:
+            trust_remote_code: Whether Python code that ships with the model may run, though this user did not start the
+                run on this machine.
 
         Raises:
             FinetuneError: If there is none, or the run trained no causal language model.
         """
         from finetune.export.load_model import load_model
 
-        return load_model(str(self.directory), step=step)
+        return load_model(str(self.directory), step=step, trust_remote_code=trust_remote_code)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint import resume_point
+from finetune.checkpoint import integrity, resume_point
 from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
@@ -259,9 +259,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         )
     told = {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
     trackers = Trackers(recipe.log.trackers, directory.path, {"recipe": recipe.model_dump(mode="json"), "launch": told})
-    reporter = Reporter(
-        backend, directory.path, length.num_steps, trackers=trackers, text=inputs.task.text, quiet=quiet
-    )
+    reporter = Reporter(backend, directory.path, length.num_steps, trackers=trackers, quiet=quiet)
     if launch.sequence * launch.tensor > 1 and depends_on_micro_size(network.wrapper.network):
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
@@ -303,7 +301,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
             infinite=network.infinite,
         ),
-        shutdown=ShutdownHandler(recipe.guard.grace_s),
+        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,

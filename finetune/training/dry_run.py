@@ -52,7 +52,8 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
         "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "adapters": lora_adapters.describe(network),
-        "backend": f"{launch.kind} on {world} process(es)" + (f", from {launch.file}" if launch.file else ""),
+        "backend": f"{launch.kind} on {launch.num_processes} process(es)"
+        + (f", from {launch.file}" if launch.file else ""),
         "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",
         "batch": "evaluation only" if recipe.length.steps == 0 else split,
         "length": ", ".join(f"{value} {key}" for key, value in length.items()),

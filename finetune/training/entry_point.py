@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from finetune.utils import hub_access, orphan_watch
+from finetune.utils import hub_access, orphan_watch, signals
 from finetune.utils.errors import FinetuneError
-from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure, tell_launcher
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.output_streams import outlive_readers
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
+
+# How long a process that is asked to end before its first step may take to clean up.
+_PATIENCE_S = 10.0
 
 DRY_RUN_HELP = "check all but data and weights, and stop"
 
@@ -36,6 +40,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
+    outlive_readers()
     return guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
@@ -71,7 +76,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     silence_libraries()
     try:
-        with orphan_watch.end_with_parent(128 + signal.SIGTERM):
+        with orphan_watch.end_with_parent(128 + signal.SIGTERM), signals.ended_within(_PATIENCE_S):
             run = build_run(recipe, quiet=parsed.quiet)
         with run.shutdown.listening():
             results = train(run)
@@ -80,14 +85,14 @@ def _train(parsed: argparse.Namespace) -> int:
             run.shutdown.ignore()
     except FinetuneError:
         raise
+    except KeyboardInterrupt as error:
+        error.add_note("No step was taken yet: the same command starts again.")
+        raise
     except Exception as error:
         if (explained := explain_out_of_memory(error)) is not None:
             raise explained from error
         return say_failure(error)
-    if "stopped" in results:
-        tell_launcher()
-        return REQUEUE
-    return 0
+    return REQUEUE if "stopped" in results else 0
 
 
 def _dry_run(parsed: argparse.Namespace) -> None:

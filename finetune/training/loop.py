@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from finetune.checkpoint import best_evaluation, integrity, row_ledger
+from finetune.data.class_labels import some
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
+from finetune.tasks.metrics import ClassCounts
 from finetune.training import evaluation, generation_metrics, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
@@ -87,7 +89,10 @@ def steps(run: Run) -> Iterator[Step]:
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)
+            # What the caller does with it is no part of a step.
+            run.timer.mark("aside")
             yield Step(state.step, metrics, run.validation())
+            run.timer.mark("other")
         check_nonfinite(run, None)
         weights.finish(state.step, run.nonfinite.total - skipped)
         if weights.newest is not None:
@@ -97,6 +102,7 @@ def steps(run: Run) -> Iterator[Step]:
             _end_early(run)
         if stopped:
             run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
+            _say_stopped(run)
         elif recipe.output.save_model and last:
             save_final_model(run)
         if not stopped and (rising := rising_loss(run.results.get("first_loss"), state.recent_losses)):
@@ -106,6 +112,15 @@ def steps(run: Run) -> Iterator[Step]:
         run.results["train_s"] = time.perf_counter() - began
     measured = peak_memory.compare(recipe)
     run.directory.finish(run.backend, run.results, peak_memory=measured)
+
+
+def _say_stopped(run: Run) -> None:
+    kept = run.checkpoints.newest()
+    saved = "with nothing to save" if kept is None else f"saved in {kept}"
+    run.reporter.say(
+        f"Stopped at step {run.state.step} of {run.length.num_steps} ({run.results['stopped']}), {saved}. The same "
+        "command resumes here."
+    )
 
 
 def _end_early(run: Run) -> None:
@@ -257,13 +272,18 @@ def _evaluate(run: Run) -> bool:
         requested = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
         return run.backend.sum(requested).item() > 0
 
+    counts: ClassCounts | None = None
     figures: dict[str, float] | None = {}
     if rows is not None:
         micro, classes = recipe.eval.micro_size or recipe.batch.rows, None
-        if run.metrics and not run.task.text:
+        named = recipe.task.name == "sequence_classification" and run.task.loss_and_correct is not None
+        if named or (run.metrics and not run.task.text):
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         figures = evaluation.evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
-        if figures is not None and classes is not None:
+        if figures is not None and classes is not None and named:
+            counts = ClassCounts.of(classes, len(run.data.label_names))
+            figures["recall_macro"] = counts.recall_macro
+        if figures is not None and classes is not None and run.metrics:
             figures |= generation_metrics.of_classes(run, rows, classes)
     if figures is not None and run.prompts:
         found = generation_metrics.of_texts(run)
@@ -282,7 +302,21 @@ def _evaluate(run: Run) -> bool:
     )
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
+    if counts is not None:
+        _show_classes(run, counts)
     return True
+
+
+def _show_classes(run: Run, counts: ClassCounts) -> None:
+    """Says what became of each class: a share of all rows hides those that have few."""
+    found = counts.by_name(run.data.label_names)
+    run.results["classes"] = found
+    held = {name: class_ for name, class_ in found.items() if class_["rows"]}
+    shown = [f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()]
+    run.reporter.say(f"  recognised: {some(shown)}")
+    never = [f"{name} ({class_['rows']:,} rows)" for name, class_ in held.items() if not class_["predicted"]]
+    if never:
+        run.reporter.warn(f"step {run.state.step}: no row is taken for the class {some(never)}.")
 
 
 def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:

@@ -4,12 +4,10 @@ A plan says where to begin. Each size is then tried in processes of its own, whi
 whatever they run into, nothing of it is left. What was found is kept for the next run of its kind.
 """
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -25,8 +23,10 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
 from finetune.planning.planner import candidates_of, largest
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import BackendError, MemoryFullError
+from finetune.utils.temporary_folders import temporary_folder
 
 # The share of a rank's memory that a trial may take: evaluation, checkpoints and allocators' gaps come on top.
 FULL = 0.92
@@ -186,8 +186,8 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
         BackendError: If the trial failed otherwise.
     """
     name = f"trial-{notes.number}-{recipe.batch.rows}"
-    with tempfile.TemporaryDirectory(prefix="finetune-trial-") as folder:
-        file, report, log = (Path(folder) / name for name in ("recipe.yaml", "report.json", "output.txt"))
+    with temporary_folder() as folder:
+        file, report, log = (folder / name for name in ("recipe.yaml", "report.json", "output.txt"))
         file.write_text(dump_recipe(recipe), encoding="utf-8")
         words = [sys.executable, "-m", "finetune.training.micro_batch_trial", str(file), str(report)]
         env = rendezvous_store.apart(name)
@@ -204,7 +204,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
             process.wait()
         note: dict[str, Any] = {"code": own}
         if own == 0:
-            note |= json.loads(report.read_text(encoding="utf-8"))
+            note |= json_files.read(report)
         elif own is not None:
             note["output"] = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
             notes.write(f"{name}/over", rank)
@@ -279,8 +279,8 @@ def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
 def _read(file: Path, room: int) -> dict[str, Any] | None:
     """What was found before, if it fits the room that there is now: a host's changes."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json_files.read(file)
         fits = found["tried"][str(int(found["rows"]))] * found["room"] <= FULL * room
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         return None  # nothing yet, or nothing that can be read: it is tried again
     return found if fits else None

@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from finetune.distributed import sequence_parallel
 from finetune.distributed.backend import Backend
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap
+from finetune.tasks import causal_checks
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training import evaluation
@@ -88,11 +88,8 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
     Raises:
         BackendError: If they do.
     """
-    ids = _ordinary(network, 8, backend.device)
-    changed = torch.cat([ids[:, :4], _other(ids, 4)], 1)
-    one, two = _scores(backend, model, [{"input_ids": x} for x in (ids, changed)])
-    seen = _apart(one[:, :4], two[:, :4])
-    if backend.max(seen).item() > _tolerance(backend):
+    seen = causal_checks.sees_ahead(network, _scores(backend, model), backend.device)
+    if backend.max(seen).item() > causal_checks.seen_tolerance(backend.precision):
         turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
@@ -104,36 +101,22 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
 def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     """Verifies on the prepared model that a packed document is computed as if it were alone.
 
-    Two documents in one row: changing the first must not move the second's scores, and these must be the scores of the
-    second alone, of which the network is told nothing. Architectures that do not read restarting positions, or that
-    carry a state from token to token, would leak without a word; others count positions from another number than 0.
-
     Raises:
         BackendError: If it is not.
     """
-    length = max(1, min(8, recipe.data.sequence_length // 2))
     inner = lora_adapters.transformer(unwrap(model))
-    ids = _ordinary(inner, 2 * length, backend.device)
-    changed = torch.cat([_other(ids, length), ids[:, length:]], 1)
-    edges = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=backend.device)
-    boundaries = {"position_ids": torch.arange(length, device=backend.device).repeat(2)[None], "cu_seqlens": edges}
-    one, two = (
-        x[:, length:] for x in _scores(backend, model, [{"input_ids": x, **boundaries} for x in (ids, changed)])
-    )
     who = "this network" if inner is None else _name(inner)
-    leak = backend.max(_apart(one, two)).item()
-    if leak > _tolerance(backend):
+    scores = _scores(backend, model)
+    found = causal_checks.sees_documents(inner, scores, backend.device, recipe.data.sequence_length)
+    leak = backend.max(next(found)).item()
+    if leak > causal_checks.seen_tolerance(backend.precision):
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
             f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
             f"wanted){_other_attention(recipe)}."
         )
-    if inner is None:
-        return
-    # In front, where nothing before it can be seen.
-    (alone,) = _scores(backend, model, [{"input_ids": ids.roll(length, 1)}], _logits_of_tokens)
-    off = backend.max(_apart(one, alone[:, :length])).item()
-    if off > (1e-4 if backend.precision == "fp32" else 5e-2):
+    off = max((backend.max(apart).item() for apart in found), default=0.0)
+    if off > causal_checks.alone_tolerance(backend.precision):
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
             f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
@@ -147,60 +130,21 @@ def _other_attention(recipe: Recipe) -> str:
     return ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
 
 
-def _ordinary(network: PreTrainedModel | None, count: int, device: torch.device) -> torch.Tensor:
-    """Some tokens that mean nothing special to a network: (1, count)."""
-    known: dict[str, Any] = {} if network is None else network.config.to_dict()
-    size = 7 if network is None else int(network.config.get_text_config().vocab_size)
-    special = set(_special(known))
-    ordinary = [token for token in range(min(size, 1000)) if token not in special][:7] or [0]
-    return torch.tensor(ordinary, device=device)[torch.arange(count, device=device) % len(ordinary)][None]
+def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
+    """The prepared model's, which must be finite."""
 
+    def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
+        with evaluation.without_training(model), _by_name(model):
+            found: torch.Tensor = model(forward, batch).float()
+        spoilt = (~found.isfinite().all()).float().reshape(1)
+        if backend.max(spoilt).item():
+            raise BackendError(
+                "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
+                "numbers in its weights that are not finite, or set precision to `fp32`."
+            )
+        return found
 
-def _other(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """One of some tokens again and again: in another order, they would be the same to attention without positions."""
-    return ids[:, -1:].expand(-1, count)
-
-
-def _special(config: dict[Any, Any]) -> Iterator[int]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _special(value)
-        elif isinstance(key, str) and key.endswith(("_id", "_ids", "_index")):
-            yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, int))
-
-
-def _scores(
-    backend: Backend,
-    model: nn.Module,
-    batches: list[dict[str, torch.Tensor]],
-    forward: Callable[[nn.Module, Batch], torch.Tensor] = causal_lm_logits,
-) -> list[torch.Tensor]:
-    """Scores of the next token, (1, T, V) fp32 each."""
-    with evaluation.without_training(model), _by_name(model):
-        found = [model(forward, batch).float() for batch in batches]
-    spoilt = torch.stack([~scores.isfinite().all() for scores in found]).any().float().reshape(1)
-    if backend.max(spoilt).item():
-        raise BackendError(
-            "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
-            "numbers in its weights that are not finite, or set precision to `fp32`."
-        )
-    return found
-
-
-def _logits_of_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Of tokens alone, by the network's own masks and positions."""
-    return network(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
-
-
-def _apart(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """The largest difference, as a share of the largest value: (1,)."""
-    return ((one - two).abs().max() / one.abs().max().clamp(min=1e-6)).reshape(1)
-
-
-def _tolerance(backend: Backend) -> float:
-    """How far scores move that should not. What is computed alike moves by nothing, but where tokens meet in experts:
-    measured at most 3e-7 in fp32, where the least leak was 3e-5."""
-    return 1e-5 if backend.precision == "fp32" else 1e-3
+    return scores
 
 
 def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
@@ -217,7 +161,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
     inner = lora_adapters.transformer(unwrap(model))
     if inner is None or chunked_loss.of_network(inner) is None:
         return "plain"
-    ids = _ordinary(inner, min(64, recipe.data.sequence_length), backend.device)
+    ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     with evaluation.without_training(model), sequence_parallel.whole_rows():
         fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
@@ -248,7 +192,7 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     length, parts = recipe.data.sequence_length, backend.launch.sequence
     length = min(length, 16 * parts)
     inner = lora_adapters.transformer(unwrap(model))
-    ids = _ordinary(inner, length, backend.device)
+    ids = causal_checks.ordinary_tokens(inner, length, backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     if recipe.data.packing == "documents":
         begins = sorted({0, length // 3, 2 * length // 3})

@@ -6,6 +6,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.tasks.task import TaskData
+from finetune.tasks.task_data import without_validation
 from finetune.tasks.training_length import Length
 
 # Of the labels, so that what they say is aligned.
@@ -25,7 +26,7 @@ def start_lines(
     offload = runtime.offload()
     lines = {
         "model": _model(recipe, runtime),
-        "data": "\n".join(data.report_lines),
+        "data": "\n".join([*data.report_lines, *without_validation(recipe, data)]),
         "steps": _steps(recipe, length, backend),
         "launch": f"{runtime.line()}, {backend.precision}" + (f", {offload}" if offload else ""),
         "memory": memory.line(),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,14 +30,17 @@ def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
 def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
     """What to say of a run whose loss ends above where it began; None of any other.
 
-    Batches differ: each of the last losses has to lie above the first, and where there are few of them by a fifth.
+    Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
 
     Args:
         first: The loss of the run's first step.
         recent: Steps and losses of the last lines of metrics, oldest first.
     """
     later = [loss for step, loss in recent if step > 1]
-    if first is None or not later or not min(later) > first * (1.0 if len(later) == RECENT else 1.2):
+    if first is None or not later:
+        return None
+    all_above = len(later) == RECENT and min(later) > first
+    if not all_above and not min(median(later), later[-1]) > 1.2 * first:
         return None
     return (
         f"The loss ended at {later[-1]:.4g}, above the {first:.4g} that it began with: this run has made the model "

@@ -8,10 +8,14 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
+
+from finetune.utils import json_files
 
 _CHUNK = 1 << 22
 
@@ -59,7 +63,12 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: If it cannot be written.
     """
-    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A JSON value as `write_json` writes it."""
+    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def unlockable(folder: Path) -> str | None:
@@ -76,6 +85,25 @@ def unlockable(folder: Path) -> str | None:
                 raise
             return os.strerror(error.errno)
     return None
+
+
+def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
+    """The file to lock so that one process at a time writes something into a folder.
+
+    Args:
+        name: Of the file, in the folder.
+
+    Returns:
+        The file: in the folder, or of this machine where the folder's file system has no locks; and why it has none.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    reason = unlockable(folder)
+    if reason is None:
+        return folder / name, None
+    key = digest_of(str(folder.resolve() / name))[:16]
+    return Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{key}.lock", reason
 
 
 def remove(path: Path) -> None:
@@ -126,12 +154,14 @@ def digest_of(facts: Any) -> str:
 class Journal:
     """A file of JSON lines that only grows, and that no crash or full disk tears.
 
-    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said.
+    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said. A file
+    that somebody deletes is written again, with all of its lines.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._folder = _which(path.parent)
+        self._disk = device_of(path)
+        self._written: BinaryIO | None = None  # keeps what was written, be it deleted
         self._end: int | None = None  # where the last whole line ends
         self._waiting: list[bytes] = []
         self._failing = False
@@ -157,6 +187,10 @@ class Journal:
             to_disk: Return only once it is on the disk.
         """
         try:
+            if self._deleted():
+                assert self._written is not None
+                self._waiting.insert(0, os.pread(self._written.fileno(), self._end or 0, 0))
+                self._written, self._end = None, None
             self._end = self._write(b"".join(self._waiting), to_disk)
         except OSError as error:
             first, self._failing = not self._failing, True
@@ -167,11 +201,16 @@ class Journal:
     def close(self) -> str | None:
         """Writes what waits, for the last time; returns why some of it is lost."""
         self._failing = False
-        return self.flush(to_disk=True) if self._waiting else None
+        return self.flush(to_disk=True) if self._waiting or self._deleted() else None
+
+    def _deleted(self) -> bool:
+        """Whether the file was deleted, and its folder is there."""
+        there = self._path.parent.is_dir() and device_of(self._path) == self._disk
+        return self._written is not None and there and not os.path.lexists(self._path)
 
     def _write(self, text: bytes, to_disk: bool) -> int:
         # Where a mount has vanished, a new file would lie on the wrong disk.
-        if self._end is None and _which(self._path.parent) != self._folder:
+        if self._end is None and device_of(self._path) != self._disk:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         handle = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if self._end is None else 0), 0o666)
         try:
@@ -184,6 +223,9 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if to_disk:
                 os.fsync(handle)
+            if self._written is None or not os.path.samestat(os.fstat(handle), os.fstat(self._written.fileno())):
+                self._written = self._path.open("rb", buffering=0)
+                weakref.finalize(self, self._written.close)
             return end + len(text)
         except OSError:
             with contextlib.suppress(OSError):
@@ -193,13 +235,12 @@ class Journal:
             os.close(handle)
 
 
-def _which(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from any other of its name; None if there is none."""
-    try:
-        facts = folder.stat()
-    except OSError:
-        return None
-    return facts.st_dev, facts.st_ino
+def device_of(path: Path) -> int:
+    """The file system on which a path lies, or would lie: where a mount has vanished, it is another one."""
+    folder = path.absolute()
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    return folder.stat().st_dev
 
 
 def _end_of_lines(handle: int, size: int) -> int:
@@ -219,21 +260,64 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: If there is no such file, or a line before the last is damaged.
     """
+    lines = read_whole_lines(path)
+    if lines.damaged:
+        raise OSError(errno.EIO, f"line {min(lines.damaged)} is damaged", str(path))
+    return lines.whole
+
+
+class Lines(NamedTuple):
+    """The lines of a journal that something else than its run may have changed."""
+
+    whole: list[dict[str, Any]]
+    damaged: dict[int, bytes]
+    """By number, counted from 1."""
+    before: list[int]
+    """Of each damaged line, how many whole ones stand before it."""
+
+
+def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = lambda line: True) -> Lines:
+    """The lines of a journal that can be read, and those that cannot; a last line that a crash tore is neither.
+
+    Args:
+        is_whole: Whether an object is what such a journal has.
+
+    Raises:
+        OSError: If there is no such file.
+    """
     lines = path.read_bytes().split(b"\n")
-    found = []
+    found = Lines([], {}, [])
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError
-            found.append(value)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise OSError(errno.EIO, f"line {number} is damaged", str(path)) from error
+            value = json_files.parse(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict) and is_whole(value):
+            found.whole.append(value)
+        elif number < len(lines):
+            found.damaged[number] = line
+            found.before.append(len(found.whole))
     return found
+
+
+def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
+    """Moves what is damaged of a journal to a file beside it; returns what was moved where, None if nothing was.
+
+    The journal itself has to be written anew without it (`rewrite_lines`).
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    if not lines.damaged:
+        return None
+    aside = path.with_name(f"{path.name}.damaged")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines.damaged.values()))
+    sync(aside)
+    first, count = min(lines.damaged), len(lines.damaged)
+    return f"{path}: damaged lines, {count:,} in all and the first of them line {first}, were moved to {aside.name}"
 
 
 def rewrite_lines(path: Path, values: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from finetune.utils import orphan_watch
+from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import FinetuneError
 
 # What a process exits with when the user has to change something.
@@ -35,18 +35,22 @@ _LOST_PATIENCE_S = 2.0
 
 
 def guarded(verb: Callable[[], int | None]) -> int:
-    """Runs a verb; an error of the user's becomes one paragraph and an exit code."""
+    """Runs a verb; an error of the user's, or a signal that asks to end, becomes one paragraph and an exit code."""
     try:
-        return verb() or 0
-    except FinetuneError as error:
-        report(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        with signals.handled(signals.stop_signals(), signals.interrupter()):
+            try:
+                return verb() or 0
+            except FinetuneError as error:
+                report(error)
+                return USER_ERROR
+            except KeyboardInterrupt as error:
+                return signals.say_interrupted(error)
+            except BrokenPipeError:
+                # Whoever read the output (`| head`) has seen enough. Nothing is left to flush at exit either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+    except KeyboardInterrupt as error:  # it came before signals were handled, and was held back until then
+        return signals.say_interrupted(error)
 
 
 def report(error: FinetuneError) -> None:
@@ -137,10 +141,3 @@ def say_failure(error: Exception) -> int:
     traceback.print_exception(error)
     sys.stderr.flush()
     return 1
-
-
-def tell_launcher() -> None:
-    """Lets `finetune launch` know, which cannot see the exit code if it was itself told to stop."""
-    marker = os.environ.get("FINETUNE_STOPPED_FILE")
-    if marker:
-        Path(marker).touch()

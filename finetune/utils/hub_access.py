@@ -44,7 +44,7 @@ def require(name: str | None, key: str | None = None) -> None:
         RecipeError: If there is no such folder, and the name cannot be the hub's, or only the hub could know it and
             cannot be asked.
     """
-    if name is None or Path(name).expanduser().exists() or is_cached(os.environ, "models", name):
+    if name is None or Path(name).exists() or is_cached(os.environ, "models", name):
         return
     place = f"{key}: there" if key else "There"
     if not _NAME.fullmatch(name):

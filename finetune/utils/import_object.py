@@ -33,6 +33,8 @@ def import_object(path: str, key: str) -> Any:
         )
     place, _, name = path.rpartition(":")
     try:
+        if not place.endswith(".py") and (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)  # a command that is installed does not look there by itself
         found: Any = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         for part in name.split("."):
             found = getattr(found, part)

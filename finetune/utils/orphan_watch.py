@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -103,7 +103,8 @@ def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(_EVERY_S):
             if os.getppid() != _parent:
-                os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended before the first step.\n")
+                with suppress(OSError):
+                    os.write(sys.stderr.fileno(), b"\nError: the launcher is gone. Ended before the first step.\n")
                 os._exit(code)
 
     if always or is_launcher():

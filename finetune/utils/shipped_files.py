@@ -1,5 +1,6 @@
 """The files that ship with the package: launch files, what they name, recipes, and the versions that were tested."""
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -35,6 +36,7 @@ def recipe_file(word: str) -> str:
 
 
 def _find(folder: str, word: str) -> str:
+    word = os.path.expanduser(word)
     # Whoever reads the file says that there is none.
     if Path(word).suffix or Path(word).name != word or Path(word).is_file():
         return word

@@ -68,7 +68,7 @@ def text(measured: Measured) -> str:
         f"load {measured.load[0]:.1f} to {measured.load[1]:.1f}.\n\n"
     )
     head = (
-        "| | ms a step | CPU ms | tokens/s | time ÷ ours | quartiles | CPU ÷ ours | peak MiB | above libraries | "
+        "| | ms a step | CPU ms | targets/s | time ÷ ours | quartiles | CPU ÷ ours | peak MiB | above libraries | "
         "host reads | collectives | loss gap |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
@@ -135,8 +135,8 @@ HEADINGS = {
     "steps_s": "steps",
     "end_s": "after the last",
     "steps": "number of steps",
-    "useful": "tokens learned",
-    "useful_per_s": "tokens/s",
+    "useful": "targets learned",
+    "useful_per_s": "targets/s",
     "loss": "loss (other batches)",
     "start_s": "seconds",
     "cpu_s": "CPU seconds",

@@ -153,6 +153,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "empty manifest": (replace("manifest.json", text("")), "manifest.json", "it is empty"),
     "manifest no JSON": (replace("manifest.json", text("step: 20")), "manifest.json", "it is no JSON"),
     "manifest no text": (replace("manifest.json", text(b"\xff\xfe{}")), "manifest.json", "it is no JSON"),
+    "manifest nested": (replace("manifest.json", text("[" * 100_000)), "manifest.json", "it is nested too deeply"),
+    "manifest nested as deep as it can be read": (
+        replace("manifest.json", text('{"files": {}, "step": ' + "[" * 900 + "]" * 900 + "}")),
+        "manifest.json",
+        "it is nested too deeply",
+    ),
+    "manifest with a byte order mark": (
+        lambda f: text(b"\xef\xbb\xbf" + (f / "manifest.json").read_bytes())(f / "manifest.json"),
+        "manifest.json",
+        "it is no JSON: Unexpected UTF-8 BOM",
+    ),
+    "manifest with zeros": (replace("manifest.json", text(b"\0" * 400)), "manifest.json", "it is no JSON"),
+    "manifest with a number of 5,000 digits": (
+        replace("manifest.json", text("1" * 5000)),
+        "manifest.json",
+        "cannot be read",
+    ),
     "manifest a list": (replace("manifest.json", text("[]")), "manifest.json", "is not the manifest of a checkpoint"),
     "manifest without files": (replace("manifest.json", text("{}")), "manifest.json", "is not the manifest of a"),
     "another format": (lambda f: forge(f, lambda m: m.update(format=2)), "manifest.json", "has format 2"),

@@ -4,8 +4,10 @@ The output folder lies on a small file system in memory, which the tests fill, r
 """
 
 import errno
+import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
 from finetune.checkpoint import integrity, row_ledger
+from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
 from finetune.utils.atomic_files import Journal, read_lines
@@ -253,10 +256,106 @@ def test_a_journal_begun_late_waits_for_its_disk(disk: Disk) -> None:
     assert [line["step"] for line in read_lines(disk.place / "incidents.jsonl")] == [1, 2, 3]
 
 
+# ---------------------------------------------------------------- deleted
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def delete(folder: Path, what: str) -> None:
+    """As `rm -rf` does it."""
+    for path in folder.glob(what) if what != "." else [folder]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+DELETED = {
+    ".": "recipe.yaml, run.json, checkpoints",
+    "*": "recipe.yaml, run.json, checkpoints",
+    "checkpoints": "checkpoints",
+    "run.json": "run.json",
+    "*.jsonl": None,
+}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("what", DELETED)
+def test_what_somebody_deletes_is_made_again(tmp_path: Path, calm: Done, what: str, asynchronous: bool) -> None:
+    """The next save finds it gone; only older checkpoints are lost, and the run ends as if nothing had been."""
+    place = tmp_path / "run"
+    tree = mlp(place, task=WIDE, checkpoint={"keep": 9, "asynchronous": asynchronous})
+    done = run_here(tree, acts(after_8=lambda: delete(place, what)))
+    undisturbed(done, calm)
+    assert whole(place) == ([5, 10, 15, 20] if what in ("run.json", "*.jsonl") else [10, 15, 20])
+    assert names(place) == names(calm.directory)
+    assert {**done.facts, "starts": 0, "results": 0}.keys() == calm.facts.keys()
+    assert done.facts["first_checkpoint"] in (5, 10)
+    assert yaml.safe_load((place / "recipe.yaml").read_text())["output"]["dir"] == str(place)
+    said = [line for line in done.said.splitlines() if "somebody has deleted" in line]
+    assert len(said) == (DELETED[what] is not None)
+    assert all(f"{place} has lost {DELETED[what]} while" in line for line in said)
+
+
+@pytest.mark.parametrize(("at", "kept"), [(12, True), (19, False)])
+def test_a_run_that_is_deleted_and_stopped_is_gone_on_with(tmp_path: Path, calm: Done, at: int, kept: bool) -> None:
+    """The request to stop comes when nothing is there any more; and the last step when there is no save behind it."""
+    place = tmp_path / "run"
+    tree = mlp(place, task=WIDE, checkpoint={"at_end": kept})
+
+    def stop(run: Run) -> None:
+        at_step(at, lambda run: (run.checkpoints.finish(), delete(place, ".")))(run)
+        if kept:
+            at_step(at + 1, lambda run: setattr(run.shutdown, "reason", "asked to"))(run)
+
+    done = run_here(tree, stop)
+    if kept:
+        assert done.facts["results"]["stopped"] == "asked to"
+        done = run_here(tree)
+    assert "finished" in done.facts
+    assert (place / "model" / "model.safetensors").exists()
+    undisturbed(done, calm)
+
+
+def test_a_directory_that_is_deleted_while_the_last_checkpoint_is_written(
+    tmp_path: Path, calm: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "run"
+    seal, left = CheckpointWriter._seal, ["once"]
+
+    def delete_first(self: CheckpointWriter) -> None:
+        if self._step == 20 and left:
+            left.pop()
+            delete(place, ".")
+        seal(self)
+
+    monkeypatch.setattr(CheckpointWriter, "_seal", delete_first)
+    done = run_here(mlp(place, task=WIDE))
+    undisturbed(done, calm)
+    assert whole(place) == [20]
+    assert names(place) == names(calm.directory)
+
+
+def test_another_run_in_the_place_of_a_deleted_one_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    theirs = {"starts": [{"pid": 1, "host": "elsewhere"}]}
+
+    def replace() -> None:
+        delete(place, ".")
+        (place / "checkpoints").mkdir(parents=True)
+        for name, text in (("recipe.yaml", "theirs"), ("run.json", json.dumps(theirs))):
+            (place / name).write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"was deleted while .* and another run has begun there"):
+        run_here(mlp(place, task=WIDE), acts(after_8=replace))
+    assert json.loads((place / "run.json").read_text()) == theirs
+    assert list((place / "checkpoints").iterdir()) == []
+
+
 # ---------------------------------------------------------------- two ranks
 
 TASK = """
 import os
+import shutil
 from dataclasses import replace
 import own_task
 from finetune.tasks import TaskData
@@ -267,7 +366,9 @@ class Rows(own_task.Points):
         # One micro-batch is rehearsed, then come two a step.
         self.read += 1
         act = self.acts.get(str(self.read - 2)) if os.environ["RANK"] == "0" else None
-        if act == "free":
+        if act == "delete":
+            shutil.rmtree(self.place)
+        elif act == "free":
             os.unlink(self.filler)
         elif act == "fill":
             with open(self.filler, "wb") as file:
@@ -275,20 +376,21 @@ class Rows(own_task.Points):
                 os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize)
         return super().batch(rows)
 
-def mlp(filler, acts):
+def mlp(filler, acts, place):
     rows = Rows(200, 1)
-    rows.filler, rows.acts = filler, acts
+    rows.filler, rows.acts, rows.place = filler, acts, place
     return replace(own_task.mlp(width=64), build_data=lambda recipe, quiet: TaskData(train=rows))
 """
 
 
 def test_two_ranks_agree(fork_server: ForkServer, disk: Disk, tmp_path: Path) -> None:
-    """Three runs in one launch: undisturbed, on a disk that fills for a while, and on one that stays full."""
+    """Four runs in one launch: undisturbed, deleted, on a disk that fills for a while, and on one that stays full."""
     (tmp_path / "disk_task.py").write_text(TASK)
     filler, recipes = str(disk.itself / "filler"), []
-    for name, doings in (("calm", {}), ("full", {16: "fill", 28: "free"}), ("last", {36: "fill"})):
+    runs = {"calm": {}, "gone": {16: "delete"}, "full": {16: "fill", 28: "free"}, "last": {36: "fill"}}
+    for name, doings in runs.items():
         keep = {"every_steps": 5, "keep": 9, "asynchronous": name != "last"}
-        args = {"filler": filler, "acts": {str(at): act for at, act in doings.items()}}
+        args = {"filler": filler, "acts": {str(at): act for at, act in doings.items()}, "place": str(disk.place / name)}
         recipes.append(tmp_path / f"{name}.yaml")
         task = {"name": "disk_task:mlp", "args": args}
         recipes[-1].write_text(yaml.safe_dump(mlp(disk.place / name, task=task, checkpoint=keep)))
@@ -299,14 +401,18 @@ def test_two_ranks_agree(fork_server: ForkServer, disk: Disk, tmp_path: Path) ->
     failed = re.findall(rf"The checkpoint of step (5|10) cannot be written: {FULL}\. Training continues", output)
     assert failed in (["10"], ["5"], ["5", "10"]), output[-4000:]
     assert whole(disk.place / "full") == [step for step in (5, 10, 15, 20) if str(step) not in failed]
-    calm, full = (load_file(disk.place / name / "model" / "model.safetensors") for name in ("calm", "full"))
-    torch.testing.assert_close(full, calm, rtol=0, atol=0)
+    assert set(whole(disk.place / "gone")) >= {15, 20}
+    assert output.count(f"{disk.place}/gone has lost recipe.yaml, run.json, checkpoints") == 1
+    calm, *others = (load_file(disk.place / name / "model" / "model.safetensors") for name in ("calm", "gone", "full"))
+    for other in others:
+        torch.testing.assert_close(other, calm, rtol=0, atol=0)
     lines: list[list[Any]] = [
         [(line["step"], line.get("loss")) for line in read_lines(disk.place / name / "metrics.jsonl")]
-        for name in ("calm", "full")
+        for name in ("calm", "gone", "full")
     ]
-    assert lines[0] == lines[1]
+    assert lines[0] == lines[1] == lines[2]
     assert [step for step, _ in lines[0]] == list(range(1, 21))
+    assert row_ledger.audit(disk.place / "gone").holds
     assert row_ledger.audit(disk.place / "full").holds
     # The third ends on both ranks, which say one paragraph.
     assert whole(disk.place / "last") == [5, 10, 15]

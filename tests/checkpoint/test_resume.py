@@ -15,6 +15,11 @@ from harness import ROOT, environment
 from inside import Crash, Done, copy, crash_after, forge, forge_state, mlp, run_here, stop_after
 
 from finetune.checkpoint import run_directory
+from finetune.checkpoint.run_history import read_run
+from finetune.diagnostics.list_runs import list_runs
+from finetune.diagnostics.parity import finished_run
+from finetune.diagnostics.parity.compare import compare
+from finetune.export import find_weights
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -301,9 +306,53 @@ def test_who_waited_sees_what_was_done_meanwhile(
     same_end(done, straight)
 
 
-def test_damaged_metrics_are_named(stopped: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"{nonsense", b"\0" * 300, b"[" * 100_000, b"[1]", b'{"step": "4"}', b"\xff\xfe", b'{"step": 1e999}']
+)
+def test_damaged_metrics_are_set_aside(stopped: Path, tmp_path: Path, straight: Done, damage: bytes) -> None:
+    """In the place of step 5's line: all others stay, and every reader goes on."""
     directory = copy(stopped, tmp_path / "run")
     file = directory / "metrics.jsonl"
-    file.write_bytes(b"{nonsense\n" + file.read_bytes())
-    with pytest.raises(CheckpointError, match=r"cannot write to .*run: metrics\.jsonl: line 1 is damaged"):
-        run_here(mlp(directory))
+    lines = file.read_bytes().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if b'"step":5,' in line and b"grad_norm" in line)
+    file.write_bytes(b"".join([*lines[:place], damage + b"\n", *lines[place + 1 :]]))
+    before = read_run(directory)
+    assert before.damaged_lines == 1
+    done = run_here(mlp(directory))
+    assert f"{file}: damaged lines, 1 in all and the first of them line {place + 1}, were moved to" in " ".join(
+        done.said.split()
+    )
+    assert (directory / "metrics.jsonl.damaged").read_bytes() == damage + b"\n"
+    assert done.steps == [step for step in range(1, 21) if step != 5]
+    torch.testing.assert_close(done.weights, straight.weights, rtol=0, atol=0)
+    assert read_run(directory).damaged_lines == 0
+    # A run that has ended stays as it is: what compares it says what it leaves out.
+    with file.open("ab") as opened:
+        opened.write(damage + b"\n")
+    found = finished_run.read(directory)
+    assert found.damaged["metrics.jsonl"] == 1
+    assert any("1 damaged line(s)" in note for note in compare(finished_run.read(straight.directory), found).notes)
+    # The list looks at evaluations and the last lines only, and at what is no object.
+    assert list_runs(directory)[0].damaged_lines == (0 if damage.startswith(b'{"step"') else 1)
+
+
+RUN_FILES = {
+    "nested": b"[" * 100_000,
+    "a list": b"[]",
+    "no text": b"\xff\xfe",
+    "zeros": b"\0" * 90,
+    "starts of another kind": b'{"starts": [3]}',
+    "a step in words": b'{"starts": [{"from_step": "0"}]}',
+    "a length without steps": b'{"starts": [], "length": {"num_steps": null}}',
+    "no starts": b"{}",
+}
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_every_reader_refuses_a_damaged_run_json(stopped: Path, tmp_path: Path, name: str) -> None:
+    directory = copy(stopped, tmp_path / "run")
+    (directory / "run.json").write_bytes(RUN_FILES[name])
+    for use in (read_run, finished_run.read, find_weights.find_weights, lambda place: run_here(mlp(place))):
+        with pytest.raises(CheckpointError, match=r"run\.json cannot be read: "):
+            use(directory)
+    assert list_runs(directory)[0].status == "unreadable"

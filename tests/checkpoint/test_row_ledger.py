@@ -211,13 +211,13 @@ FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], 
         lambda ls: [ls[0], ls[0], *(line for line in ls[1:6] for _ in range(2))],
         "two lines for step 1",
     ),
-    "one of them ahead": (lambda ls: [*ls[:6], ls[0], ls[6], ls[1], ls[7], ls[2]], "no line for step 3"),
+    "one of them ahead": (lambda ls: [*ls[:6], ls[0], ls[6], ls[1], ls[7], ls[2]], "no line for steps 3 to 5 is there"),
     "the end cut off": (lambda ls: ls[:-1], "NOT to the end: the run has come to step 62"),
     "empty": (lambda ls: [], "NOT to the end: the run has come to step 62"),
     "the beginning cut off": (lambda ls: ls[at(ls, "start", 45) :], "NOT from the beginning: the run began with"),
-    "a number too large": (lambda ls: change(ls, 0, position=1 << 70), "holds a line that no run writes"),
-    "not a number": (lambda ls: change(ls, 0, position=None), "holds a line that no run writes"),
-    "a key missing": (lambda ls: [{"start": 0}, *ls[1:]], "holds a line that no run writes"),
+    "a number too large": (lambda ls: change(ls, 0, position=1 << 70), "the run began with step 1"),
+    "not a number": (lambda ls: change(ls, 0, position=None), "the run began with step 1"),
+    "a key missing": (lambda ls: [{"start": 0}, *ls[1:]], "the run began with step 1"),
 }
 
 
@@ -284,6 +284,61 @@ def test_a_torn_line_is_mended_by_the_next_start(finished: Done, tmp_path: Path)
     run_here(mlp(directory, length={"steps": 70}))
     assert row_ledger.audit(directory).holds
     assert read(directory) == should_read(70, 8, drop=False)
+
+
+def spoil_bytes(kind: str, content: bytes) -> bytes:
+    """A ledger of 12 steps: the line of its start, and one a step."""
+    lines = content.splitlines(keepends=True)
+    return {
+        "empty": b"",
+        "binary": bytes(range(256)) * 4,
+        "cut": b"".join(lines[:8]),
+        "zeros in the middle": b"".join([*lines[:5], b"\0" * 90 + b"\n", *lines[8:]]),
+        "the start lost": b"".join([b"{nonsense\n", *lines[1:]]),
+        "nested": b"".join([*lines[:5], b"[" * 100_000 + b"\n", *lines[6:]]),
+    }[kind]
+
+
+LOST = {
+    "empty": range(1, 13),
+    "binary": range(1, 13),
+    "cut": range(8, 13),
+    "zeros in the middle": range(5, 8),
+    "the start lost": range(1, 13),
+    "nested": range(5, 6),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_resume_says_what_can_no_longer_be_audited(tmp_path: Path, kind: str) -> None:
+    """And the audit says the same of these steps, and still proves the others."""
+    tree = mlp(tmp_path / "run")
+    straight = run_here(mlp(tmp_path / "straight"))
+    run_here(tree, stop_after(12))
+    file = tmp_path / "run" / "ledger.jsonl"
+    file.write_bytes(spoil_bytes(kind, file.read_bytes()))
+    done = run_here(tree)
+    lost = LOST[kind]
+    which = f"step {lost[0]}" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]}"
+    assert f"no line for {which} is there, or can be read" in " ".join(done.said.split())
+    assert done.losses == straight.losses
+    found = row_ledger.audit(tmp_path / "run")
+    assert not found.holds
+    assert found.lines()[-1] == "THE LEDGER DOES NOT HOLD"
+    if lost[0] > 1:
+        assert found.missing == list(lost)
+        assert any(f"NOT audited: no line for {which}" in line for line in found.lines())
+    else:
+        assert found.lost == "NOT from the beginning: the run began with step 1"
+    assert not found.unproved
+    assert not found.gaps
+    expected = should_read(20, 8, drop=False)
+    steps = {entry.step + 1: entry.rows.tolist() for entry in row_ledger.used(tmp_path / "run")}
+    assert steps == {step: expected[step - 1] for step in range(1, 21) if step not in lost}
+    # What was damaged is kept.
+    assert (tmp_path / "run" / "ledger.jsonl.damaged").exists() == (
+        kind in ("binary", "zeros in the middle", "the start lost", "nested")
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 5, 9])

@@ -92,6 +92,7 @@ MATHEMATICS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat.too_long": ("cut_left", CHAT),
     "chat.roles": ({"agent": "assistant"}, CHAT),
     "chat.drop_tools": (True, CHAT),
+    "chat.drop_reasoning": (True, CHAT),
     "batch.global_size": (2, {}),
     "optim.name": ("SGD", {}),
     "optim.lr": (1e-5, {}),

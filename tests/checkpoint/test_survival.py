@@ -8,18 +8,23 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from chaos import Moment, Victim, ask, finish, kill, launched, straight
 from forkserver import ForkServer, until
 from harness import LIMIT_S, ROOT, command, environment
-from ranks import PARAGRAPH
+from ranks import PARAGRAPH, by_finetune, free_port
+from terminal import Terminal
 
+from finetune.checkpoint import integrity
 from finetune.utils.exit_codes import REQUEUE
 
 pytestmark = pytest.mark.xdist_group("survival")
@@ -214,3 +219,81 @@ def test_a_launcher_passes_requests_on_and_may_be_killed_at_any_time(undisturbed
     assert starts[:2] == [0, stopped_at]
     assert starts[-1] in (stopped_at, stopped_at + 1)
     victim.check_end(undisturbed)
+
+
+def in_terminal(victim: Victim, words: list[str], **env: str) -> Terminal:
+    """A run of many short steps in the foreground of a terminal."""
+    return Terminal(words, env=environment(**trouble(wait_s=0.02), **env))
+
+
+LAUNCHES = {
+    "finetune launch": lambda recipe: by_finetune("ddp", recipe),
+    "finetune launch, one process": lambda recipe: by_finetune("single", recipe),
+    "accelerate launch": lambda recipe: command("ddp", recipe),
+    "accelerate launch, one process": lambda recipe: command("single", recipe),
+    "torchrun": lambda recipe: [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())),
+        *("scripts/train.py", recipe),
+    ],
+    "alone": lambda recipe: [sys.executable, "scripts/train.py", recipe],
+}
+
+
+@pytest.mark.parametrize("launch", list(LAUNCHES))
+def test_a_terminal_that_closes_has_the_run_saved(
+    fork_server: ForkServer, undisturbed: Victim, victim: Victim, launch: str
+) -> None:
+    with in_terminal(victim, LAUNCHES[launch](str(victim.recipe))) as terminal:
+        assert Moment(1, 0.0).wait(victim, lambda: terminal.process.poll() is not None), terminal.output
+        terminal.close()
+        # A shell passes it on as well.
+        terminal.process.send_signal(signal.SIGHUP)
+        code = terminal.end()
+        until(lambda: not held(victim), LIMIT_S, "the workers did not end")
+    if launch.startswith(("finetune", "alone")):
+        assert code == REQUEUE
+    facts = victim.facts()
+    assert "stopped" in facts
+    # Other launchers may end at once, or end their workers: at a second hangup torchrun sends SIGTERM.
+    others = () if launch.startswith(("finetune", "alone")) else ("SIGTERM", "the launcher is gone")
+    assert facts["results"]["stopped"] in ("SIGHUP", *others)
+    victim.check()
+    assert 3 <= victim.newest() < victim.steps
+    if "one process" not in launch and launch != "alone":
+        finish(fork_server, victim)
+        victim.check_end(undisturbed)
+
+
+def test_under_nohup_a_terminal_that_closes_changes_nothing(undisturbed: Victim, victim: Victim) -> None:
+    """Nor do hangups that are sent to launcher and workers one by one."""
+    words = shlex.join(by_finetune("ddp", str(victim.recipe)))
+    shell = f"nohup {words} > {victim.folder}/launched 2>&1 & echo $! > {victim.folder}/pid; wait"
+    with in_terminal(victim, ["sh", "-c", shell]) as terminal:
+        assert Moment(1, 0.0).wait(victim, lambda: terminal.process.poll() is not None), said_by(victim)
+        launcher = psutil.Process(int((victim.folder / "pid").read_text()))
+        terminal.close()
+        assert terminal.end() == -signal.SIGHUP, "the shell is gone"
+        told = [launcher, *launcher.children()]
+        assert len(told) == 3
+        for process in told:
+            process.send_signal(signal.SIGHUP)
+        launcher.wait(LIMIT_S)
+    victim.check_end(undisturbed)
+
+
+def test_ctrl_c_says_where_a_run_stopped_and_leaves_nothing_behind(victim: Victim, tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    words = by_finetune("ddp", "--max_restarts", "3", str(victim.recipe))
+    with in_terminal(victim, words, TMPDIR=str(folder)) as terminal:
+        assert Moment(1, 0.0).wait(victim, lambda: terminal.process.poll() is not None), terminal.output
+        terminal.press_ctrl_c()
+        assert terminal.end() == REQUEUE, terminal.output
+    step = victim.newest()
+    checkpoint = victim.checkpoints / integrity.name_of(step)
+    said = f"Stopped at step {step} of 24 (SIGINT), saved in {checkpoint}. The same command resumes here."
+    assert terminal.output.count(said) == 1
+    for word in ("Traceback", "signal", "Error", "SIGTERM"):
+        assert word not in terminal.output
+    assert len(victim.facts()["starts"]) == 1, "it is not started again"
+    assert [path.name for path in folder.iterdir() if path.suffix != ".lock"] == []

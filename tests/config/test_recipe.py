@@ -18,10 +18,13 @@ from pydantic import ValidationError
 from testdata import MODEL
 
 from finetune.cli.main import main
-from finetune.config.recipe import divisors, dump_recipe, json_schema, load_recipe, validate_recipe
+from finetune.config import file_kinds
+from finetune.config.recipe import divisors, dump_recipe, fields, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed import deepspeed_config
-from finetune.utils.errors import RecipeError
+from finetune.distributed.launch import launch_file
+from finetune.training import api
+from finetune.utils.errors import BackendError, RecipeError
 
 WHOLE: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},
@@ -161,7 +164,9 @@ def test_conflicts_between_sections_at_once() -> None:
         ({"seed": 2**63}, "seed: "),
         ({"precision": "bf1"}, "'auto', 'fp32', 'bf16' or 'fp16', got \"bf1\""),
         ({"precision": "x" * 500}, "x …"),
-        ({"data": {"train": {"sample": 3}}}, "data.train: input should be a valid array"),
+        ({"data": {"train": 3}}, "data.train: this is a list, such as [first, second], got 3"),
+        ({"batch": 32}, "batch: this is a section: write its keys below it (global_size, micro_size), got 32"),
+        ({"optim": {"args": 4}}, "optim.args: this is a mapping, such as {key: value}, got 4"),
         (
             {"data": {"train": [{"sample": 3, "path": "x"}]}},
             "data.train.0: give exactly one of sample, path and hub",
@@ -402,6 +407,128 @@ def test_show_prints_a_recipe_that_reads_back(tmp_path: Path, capsys: pytest.Cap
     assert load_recipe(written(tmp_path, capsys.readouterr().out)) == load_recipe(file, ["optim.lr=1e-5"])
 
 
+# ---------------------------------------------------------------- short forms
+
+SHORT = {
+    "model": ("/models/x", {"name": "/models/x"}),
+    "tokenizer": ("words", {"name": "words"}),
+    "task": ("causal_lm", {"name": "causal_lm"}),
+    "optim": ("SGD", {"name": "SGD"}),
+    "schedule": ("linear", {"name": "linear"}),
+    "output": ("runs/x", {"dir": "runs/x"}),
+    "resume": ("must", {"mode": "must"}),
+    "chat": ("plain", {"template": "plain"}),
+    "sample": ("Once", {"prompt": "Once"}),
+    "data": ("x.jsonl", {"train": [{"path": "x.jsonl"}]}),
+    "data.train": ("x.jsonl", [{"path": "x.jsonl"}]),
+    "data.train.0": ("x.jsonl", {"path": "x.jsonl"}),
+    "data.validation": ({"path": "x.jsonl", "limit": 3}, [{"path": "x.jsonl", "limit": 3}]),
+    "log.trackers": ("wandb", ["wandb"]),
+    "resume.allow": ("data", ["data"]),
+    "lora": (True, {}),
+}
+
+
+TYPES = {"string": str, "boolean": bool, "object": dict, "array": list, "null": type(None), "integer": int}
+
+
+def fits(value: Any, schema: dict[str, Any], parts: dict[str, Any]) -> bool:
+    """Whether an editor takes a value, by the words of JSON schema that stand for types and structure."""
+    if "$ref" in schema:
+        return fits(value, parts[schema["$ref"].rpartition("/")[2]], parts)
+    if "anyOf" in schema:
+        return any(fits(value, one, parts) for one in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "type" in schema and not isinstance(value, TYPES[schema["type"]]):
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema["items"], parts) for item in value)
+    keys = schema.get("properties", {}) if isinstance(value, dict) else {}
+    return all(fits(item, keys[key], parts) for key, item in value.items() if key in keys) if keys else True
+
+
+@pytest.mark.parametrize("key", SHORT)
+def test_a_plain_value_with_one_meaning_is_taken(tmp_path: Path, key: str) -> None:
+    short, long = SHORT[key]
+    base = {**WHOLE, "model": {"name": "/models/y"}, "tokenizer": {"name": "words"}, "data": {"train": [{"path": "y"}]}}
+
+    def set_in(value: Any) -> dict[str, Any]:
+        tree = json.loads(json.dumps(base))
+        node: Any = tree
+        *above, last = key.split(".")
+        for name in above:
+            node = node[int(name)] if isinstance(node, list) else node.setdefault(name, {})
+        node[int(last) if isinstance(node, list) else last] = value
+        return tree
+
+    expected = validate_recipe(set_in(long))
+    assert validate_recipe(set_in(short)) == expected
+    assert load_recipe(written(tmp_path, set_in(short))) == expected
+    assert api.load_recipe(set_in(short)) == expected
+    assert load_recipe(written(tmp_path, base), [f"{key}={json.dumps(short)}"]) == expected
+    schema = json_schema()
+    assert fits(set_in(short), schema, schema["$defs"])
+    assert fits(set_in(long), schema, schema["$defs"])
+    assert not fits(set_in(7), schema, schema["$defs"])
+
+
+def test_a_plain_value_changes_its_key_only(tmp_path: Path) -> None:
+    file = written(tmp_path, {**WHOLE, "output": {"dir": "a", "overwrite": True}})
+    recipe = load_recipe(file, ["output=b", "lora=true", "lora.rank=4", "lora=false"])
+    assert (recipe.output.dir, recipe.output.overwrite, recipe.lora) == ("b", True, None)
+
+
+# ---------------------------------------------------------------- files of other kinds, keys of other tools
+
+
+def test_a_file_of_another_kind_is_told_as_such(tmp_path: Path) -> None:
+    other = {
+        "a launch file": LAUNCH_FILES,
+        "a DeepSpeed config": DS_CONFIGS,
+        "a config of axolotl": {"base_model": "x", "datasets": [], "sequence_len": 3, "learning_rate": 1},
+        "TRL": {"model_name_or_path": "x", "learning_rate": 1, "output_dir": "x", "warmup_ratio": 0.1},
+        "LLaMA-Factory": {"stage": "sft", "finetuning_type": "lora", "template": "x", "cutoff_len": 3, "dataset": "x"},
+        "mixed_precision": {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"},
+    }
+    for kind, files in other.items():
+        for file in files if isinstance(files, list) else [written(tmp_path, files)]:
+            with pytest.raises(RecipeError, match=f"this is .*{kind}.*not a recipe"):
+                load_recipe(file)
+    for file in [*SHIPPED, *DS_CONFIGS]:
+        kind = "recipe" if file in SHIPPED else "DeepSpeed config"
+        with pytest.raises(BackendError, match=f"this is a {kind} .*, not a launch file"):
+            launch_file.read(str(file))
+    with pytest.raises(RecipeError, match=r"ddp is a launch file that ships.* --config_file"):
+        load_recipe("ddp")
+    with pytest.raises(BackendError, match="sample is a recipe that ships, not a launch file"):
+        launch_file.read("sample")
+
+
+def test_keys_of_other_tools_are_answered_with_ours() -> None:
+    ours = dict(fields())
+    for key in file_kinds.OTHER_NAMES:
+        assert key in ours
+    for key, ours_is in {
+        "lora.target_modules": "lora.targets",
+        "lora.lora_r": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "batch.per_device_train_batch_size": "batch.micro_size",
+        "learning_rate": "optim.lr",
+        "length.num_train_epochs": "length.epochs",
+        "data.max_seq_length": "data.sequence_length",
+    }.items():
+        above, _, name = key.rpartition(".")
+        said = refusal({above: {**WHOLE.get(above, {}), name: 1}} if above else {name: 1})
+        assert f"{key}: unknown key; write {ours_is}" in said
+
+
+def test_no_guess_changes_what_is_trained() -> None:
+    for key in ("target_module", "modules_save", "save_parts", "target_layers"):
+        assert "did you mean" not in refusal({"lora": {key: ["q_proj"]}})
+    assert "did you mean 'save_modules'" in refusal({"lora": {"save_module": ["lm_head"]}})
+
+
 # ---------------------------------------------------------------- nothing dead
 
 
@@ -498,7 +625,7 @@ def test_ds_config_completes(file: Path, precision: str) -> None:
         world=2,
         place=file.name,
     )
-    deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64], place=file.name)
+    deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64])
     assert '"auto"' not in json.dumps(config)
     assert config["train_batch_size"] == 16
     assert config["train_micro_batch_size_per_gpu"] == 4

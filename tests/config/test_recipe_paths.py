@@ -89,7 +89,8 @@ def test_a_model_that_is_written_as_a_path(tmp_path: Path, monkeypatch: pytest.M
         assert missing is None  # whether there is a model in it is another question
     else:
         assert isinstance(missing, RecipeError)
-        assert f"model.name is written as a path, {name}, and that is not there" in str(missing)
+        written = os.path.expanduser(name)
+        assert f"model.name is written as a path, {written}, and that is not there" in str(missing)
     assert "tokenizer.name is" in str(problems(tmp_path, monkeypatch, tokenizer={"name": f"./{name}/x"}))
 
 

@@ -246,7 +246,7 @@ def test_too_long(too_long: str, conversation: Conversation) -> None:
 
 def test_the_first_token_is_never_a_target() -> None:
     made = example(
-        Conversation([{"role": "assistant", "content": "a"}], [1], None, 0), "{{ eos_token }}", train_on="all"
+        Conversation([{"role": "assistant", "content": "a"}], [1], None, 0), "{{ messages[0].content }}", train_on="all"
     )
     assert made.facts.unsupervised == 1
 
@@ -378,7 +378,9 @@ def test_a_tokenizer_that_puts_spaces_before_texts(template: str, marked: bool) 
 
 def test_an_empty_mark_learns_nothing() -> None:
     """Even where the line breaks on both sides of it are one token."""
-    nothing = CHATML.replace("message.content + '<|im_end|>' }}{% endgeneration", "'' }}{% endgeneration")
+    nothing = CHATML.replace(
+        "message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n'", "'' }}{% endgeneration %}{{ message.content"
+    )
     assert nothing != CHATML
     assert example(talk("Hello", "answer"), nothing).facts.unsupervised == 1
 

@@ -104,7 +104,9 @@ def test_an_input_means_something_in_one_format_only() -> None:
 
 def test_no_calls_are_no_answer() -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": []}
-    assert "'content' must be a text, got nothing" in refusal({"messages": [*OPENED[:1], turn]})
+    assert "turn 2: there is no field 'content'; there are role, tool_calls" in refusal(
+        {"messages": [*OPENED[:1], turn]}
+    )
 
 
 def test_tools_and_weights() -> None:
@@ -148,7 +150,7 @@ def test_the_first_record_decides() -> None:
     [
         ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "turn 1: the role is 'narrator'; known are system,"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "chat.roles: {narrator: user}"),
-        ({"messages": [{"role": None, "content": "x"}]}, {}, "the role is 'None'"),
+        ({"messages": [{"role": None, "content": "x"}]}, {}, "has the fields role and content, got content."),
         ({"messages": [*OPENED[:1], {"role": "assistant", "content": " \n"}]}, {}, "turn 2: the answer is empty"),
         ({"prompt": "Hello", "completion": ""}, {}, "turn 2: the answer is empty"),
         (
@@ -159,10 +161,10 @@ def test_the_first_record_decides() -> None:
         ({"messages": [*OPENED, {"role": "system", "content": "x"}]}, {}, "turn 3: the system turn is not the first"),
         ({"messages": []}, {}, "'messages' must be a list of turns, got an empty list"),
         ({"messages": "Hello"}, {}, "'messages' must be a list of turns, got a text"),
-        ({"messages": None}, {}, "got nothing (null)"),
+        ({"messages": None}, {}, "the fields are none, and no format has these"),
         ({"messages": ["Hello"]}, {}, "has the fields role and content, got a text"),
         ({"messages": [{"role": "user"}]}, {}, "turn 1: there is no field 'content'; there are role"),
-        ({"messages": [{"role": "user", "content": None}]}, {}, "'content' must be a text, got nothing (null)"),
+        ({"messages": [{"role": "user", "content": None}]}, {}, "there is no field 'content'; there are role. A null"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "'content' must be a text, got a list"),
         ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, {}, "the weight is 0.5"),
         ({"messages": OPENED, "tools": "{"}, {}, "'tools' is not valid JSON"),

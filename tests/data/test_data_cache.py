@@ -1,5 +1,6 @@
 """The cache: whole or absent, built once, rebuilt after damage."""
 
+import errno
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from finetune.config.recipe import validate_recipe
 from finetune.data.cache import Cache
 from finetune.data.prepare import PreparedData, prepare_data
+from finetune.utils.atomic_files import digest, digest_of, read_lines
 from finetune.utils.errors import DataError
+from tests.support.ranks import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +30,11 @@ def sample(cache: Path, **keys: Any) -> PreparedData:
         "length": {"steps": 1},
     }
     return prepare_data(validate_recipe(tree), quiet=True)
+
+
+def signed(index: dict[str, Any]) -> str:
+    """An index as somebody writes it who knows how: damage is found, and forgery is not."""
+    return json.dumps({**index, "digest": digest_of({key: index[key] for key in ("files", "facts")})})
 
 
 def folders(cache: Path, kind: str) -> list[Path]:
@@ -59,10 +67,10 @@ def test_a_cache_of_a_strangers_leads_nowhere_else(tmp_path: Path, how: str) -> 
         folder.symlink_to(secret)
     else:
         victim.rename(secret)
-        size = index["files"].pop("train.tokens")
+        written = index["files"].pop("train.tokens")
         name = {"parent": "../../secret", "absolute": str(secret), "link": "train.tokens"}[how]
         victim.symlink_to(secret)
-        (folder / "index.json").write_text(json.dumps({**index, "files": {**index["files"], name: size}}))
+        (folder / "index.json").write_text(signed({**index, "files": {**index["files"], name: written}}))
     second = sample(cache)
     assert not second.report.reused
     assert second.digest == first.digest
@@ -79,16 +87,17 @@ def test_a_cache_of_a_strangers_holds_numbers_only(tmp_path: Path, what: str) ->
     folder = folders(tmp_path, "tokens")[0]
     index = json.loads((folder / "index.json").read_text())
     if what == "array":
-        np.save(folder / "train.offsets.npy", np.array([print, None], dtype=object), allow_pickle=True)
-        index["files"]["train.offsets.npy"] = (folder / "train.offsets.npy").stat().st_size
+        file = folder / "train.offsets.npy"
+        np.save(file, np.array([print, None], dtype=object), allow_pickle=True)
+        index["files"][file.name] = {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
     else:
         index["facts"]["dtype"] = {"tokens": "object", "facts": "float64"}[what]
-    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "index.json").write_text(signed(index))
     with pytest.raises(DataError, match=rf"The file {folder}/train.* of the data cache is damaged: .*Delete {folder}"):
         sample(tmp_path)
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"version": 2}', '{"version": 2, "sides": 3}', '{"version": null}'])
+@pytest.mark.parametrize("state", ["{", "[]", '{"version": 3}', '{"version": 3, "sides": 3}', '{"version": null}'])
 def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) -> None:
     first = sample(tmp_path)
     folder = folders(tmp_path, "tokens")[0]
@@ -96,7 +105,7 @@ def test_a_state_that_is_none_is_not_gone_on_from(tmp_path: Path, state: str) ->
     for file in part.iterdir():
         file.unlink()
     (part / "state.json").write_text(state)
-    if '"version": 2' in state:
+    if '"version": 3' in state:
         with pytest.raises(DataError, match="is damaged"):
             sample(tmp_path)
     assert sample(tmp_path).digest == first.digest
@@ -111,7 +120,7 @@ def test_a_part_that_links_elsewhere_is_not_written_through(tmp_path: Path) -> N
     part = folder.rename(folder.with_name(f"{folder.name}.part"))
     (part / "train.tokens").unlink()
     (part / "train.tokens").symlink_to(precious)
-    (part / "state.json").write_text('{"version": 2}')
+    (part / "state.json").write_text('{"version": 3}')
     sample(cache)
     assert precious.read_text() == "mine"
 
@@ -135,6 +144,170 @@ def test_damage_is_repaired(tmp_path: Path, kind: str, damage: str) -> None:
     assert second.digest == first.digest
     assert second.report.train == first.report.train
     assert sample(tmp_path).report.reused
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text": ({"text": "The cat of number {} sat on the mat."}, {}),
+    "chat": (
+        {"messages": [{"role": "user", "content": "Who is {}?"}, {"role": "assistant", "content": "It is {}."}]},
+        {"chat": {"template": "plain"}},
+    ),
+    "classes": (
+        {"text": "The cat of number {} sat on the mat.", "label": "yes"},
+        {"task": {"name": "sequence_classification"}, "data": {"packing": "padded"}},
+    ),
+}
+
+
+def prepared(folder: Path, kind: str, source: Path | None = None) -> PreparedData:
+    """A little of one kind of data, with a part held out."""
+    record, more = KINDS[kind]
+    file = source or folder / "data.jsonl"
+    if not file.exists():
+        labels = ["yes", "no"]
+        lines = [json.dumps({**record, "label": labels[n % 2]}).replace("{}", str(n)) for n in range(60)]
+        file.write_text("\n".join(lines))
+    data = {
+        "train": [{"path": str(file)}],
+        "sequence_length": 64,
+        "cache_dir": str(folder / "cache"),
+        "validation_fraction": 0.2,
+    }
+    tree = {
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"vocab_size": 300},
+        "length": {"steps": 1},
+        **more,
+        "data": data | more.get("data", {}),
+    }
+    return prepare_data(validate_recipe(tree), quiet=True)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/*")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_in_any_file_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Sizes stay as they are: only what is in a file tells."""
+    first = prepared(tmp_path, kind)
+    before = files_of(tmp_path / "cache")
+    suffixes = {"text": {"tokens"}, "chat": {"mask", "targets"}, "classes": {"labels"}}[kind]
+    assert all(any(wanted in name for name in before) for wanted in suffixes)
+    capsys.readouterr()
+    for name, content in before.items():
+        victim = tmp_path / "cache" / name
+        changed = bytearray(content)
+        changed[len(content) // 2] ^= 1
+        victim.write_bytes(changed)
+        found = prepared(tmp_path, kind)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(victim.parent) in line, name
+        assert "damaged" in line, name
+        assert f"({victim.name} " in line, name
+        assert line.endswith("it is made again."), name
+        assert not found.report.reused, name
+        assert files_of(tmp_path / "cache") == before, name
+    assert prepared(tmp_path, kind).report.reused
+    assert prepared(tmp_path, kind).digest == first.digest
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_was_not_written_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer is made of all files of its folder."""
+    sample(tmp_path)
+    (folder,) = folders(tmp_path, "tokenizer")
+    (folder / "added_tokens.json").write_text('{"<more>": 300}')
+    capsys.readouterr()
+    assert "<more>" not in sample(tmp_path).tokenizer.get_vocab()
+    assert f"{folder} is damaged (added_tokens.json was not written there)" in capsys.readouterr().err
+
+
+def test_a_cache_of_an_earlier_version_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has sizes, but no digests, so that nobody can say whether it is whole."""
+    first = sample(tmp_path)
+    (folder,) = folders(tmp_path, "tokens")
+    index = json.loads((folder / "index.json").read_text())
+    sizes = {name: written["bytes"] for name, written in index["files"].items()}
+    (folder / "index.json").write_text(json.dumps({"files": sizes, "facts": index["facts"]}))
+    capsys.readouterr()
+    assert sample(tmp_path).digest == first.digest
+    assert f"{folder} was written by an earlier version" in capsys.readouterr().err
+    assert sample(tmp_path).report.reused
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_of_the_processes_that_want_a_folder_at_once_one_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """A check that ends while this process waits for the lock counts; one that ended before it came does not."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        (folder / "numbers").write_text("1, 2, 3")
+        return {}
+
+    folder = Cache(tmp_path, quiet=True).entry("a", build).folder
+    assert Cache(tmp_path, quiet=True).entry("a", build).reused
+
+    class Waiting(filelock.FileLock):
+        """A lock that another process holds, and meanwhile checks the folder."""
+
+        def acquire(self, timeout: float | None = None, **options: Any) -> Any:
+            if checked:
+                os.utime(folder / "index.json", ns=(1, 1))
+            return super().acquire(timeout, **options)
+
+    read: list[Path] = []
+    monkeypatch.setattr(filelock, "FileLock", Waiting)
+    monkeypatch.setattr("finetune.data.cache.digest", lambda path: (read.append(path), digest(path))[1])
+    assert Cache(tmp_path, quiet=True).entry("a", build).reused
+    assert read == ([] if checked else [folder / "numbers"])
+
+
+def test_a_cache_that_can_only_be_read_is_checked_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = sample(tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("finetune.data.cache.unlockable", refuse)
+    assert sample(tmp_path).digest == first.digest
+    folder = folders(tmp_path, "rows")[0]
+    victim = folder / "starts.npy"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DataError, match=r"cannot be used: Read-only file system"):
+        sample(tmp_path)
+    assert "starts.npy is not what was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_a_report_from_the_cache_names_the_files_that_are_there(tmp_path: Path, kind: str) -> None:
+    """They hold the same as others that were prepared, which lay elsewhere."""
+    old, new = tmp_path / "old" / "a.jsonl", tmp_path / "new" / "b.jsonl"
+    for file in (old, new):
+        file.parent.mkdir()
+    prepared(tmp_path, kind, old)
+    lines = old.read_text().splitlines()
+    nul, broken = json.dumps(KINDS[kind][0]).replace("{}", "\\u0000 it"), json.dumps({"messages": []})
+    old.write_text("\n".join([nul, *([broken] if kind == "chat" else []), *lines]))
+    checks = {"checks": {"max_broken": 0.5}} if kind == "chat" else {}
+
+    def report_of(file: Path) -> Any:
+        data = {"train": [{"path": str(file)}], "cache_dir": str(tmp_path / "cache"), "sequence_length": 64}
+        more = {**KINDS[kind][1], **checks}
+        tree = {"model": {"config": {"model_type": "llama"}}, "tokenizer": {"vocab_size": 300}, "data": data, **more}
+        return prepare_data(validate_recipe({**tree, "length": {"steps": 1}}), quiet=True).report
+
+    one = report_of(old)
+    old.rename(new)
+    other = report_of(new)
+    assert other.reused
+    written = json.dumps(one.to_dict() | {"reused": True, "seconds": other.seconds})
+    assert f"{old}, line 1: " in written
+    assert ("line 2" in written) == (kind == "chat")
+    assert json.dumps(other.to_dict()) == written.replace(str(old), str(new))
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -236,3 +409,24 @@ def test_of_the_ranks_that_wait_one_says_so(
     entry = Cache(tmp_path, quiet=False).entry("rows", lambda folder: {"rows": len(list(folder.iterdir()))})
     assert entry.facts == {"rows": 0}
     assert capsys.readouterr().err.count("Waiting for another process") == lines
+
+
+def test_ranks_agree_that_a_cache_is_damaged(place: Place) -> None:
+    """One of them makes it again, and all train on what was prepared."""
+
+    def losses(name: str) -> tuple[list[float], str]:
+        recipe = place.recipe(output={"dir": str(place.folder / name)})
+        code, said = place.fork_server.launch("ddp", recipe)
+        assert code == 0, said
+        return [line["loss"] for line in read_lines(place.folder / name / "metrics.jsonl") if "loss" in line], said
+
+    expected, said = losses("one")
+    assert "it is made again" not in said
+    (folder,) = folders(place.folder / "cache", "tokens")
+    tokens = np.fromfile(folder / "train.tokens", np.uint16)
+    (tokens ^ 1).tofile(folder / "train.tokens")
+    found, said = losses("other")
+    assert found == expected
+    (line,) = (line for line in said.splitlines() if "it is made again" in line)
+    assert f"{folder} is damaged (train.tokens is not what was written)" in line
+    assert (np.fromfile(folder / "train.tokens", np.uint16) == tokens).all()

@@ -1,6 +1,7 @@
 """From a recipe to batches: what a run reads is what the sources hold, once."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.config.recipe import validate_recipe
+from finetune.config.recipe_schema import ChecksSection
+from finetune.data.data_report import check
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.row_dataset import IGNORED, Rows
 from finetune.data.sources.documents import Chosen
@@ -477,6 +480,17 @@ def test_the_report_is_json_and_readable(tmp_path: Path) -> None:
     assert "prepared in" in text
     assert "duplicate documents" in text
     assert "built-in sample (20 stories)" in text
+
+
+def test_bounds_are_decimals(tmp_path: Path) -> None:
+    """In binary, 0.29 x 100 is 28.999999999999996."""
+    report = prepared(tmp_path, train=[{"sample": 5}]).report
+    report = replace(report, train=replace(report.train, documents=100, truncated=29))
+    check(report, ChecksSection(max_too_long=0.29))
+    with pytest.raises(
+        DataError, match=r"29 of 100 documents are longer than a row, and checks\.max_too_long is 0\.28"
+    ):
+        check(report, ChecksSection(max_too_long=0.28))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,8 +1,18 @@
 """Each kind of file, and each way in which it can be broken."""
 
+import bz2
 import contextlib
 import csv
+import gzip
+import io
 import json
+import lzma
+import pickle
+import sqlite3
+import tarfile
+import zipfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +237,97 @@ BROKEN = {
     "long number": ("a.json", "[" + "9" * 5000 + "]", "Exceeds the limit"),
     "parquet": ("a.parquet", "no parquet", "is not a readable Parquet file"),
 }
+
+
+RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+def archive(kind: str) -> bytes:
+    made = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(made, "w") as file:
+            file.writestr("a.jsonl", RECORDS)
+    elif kind == "tar":
+        with tarfile.open(fileobj=made, mode="w") as tar:
+            tar.addfile(tarfile.TarInfo("a.jsonl"), io.BytesIO())
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["one"]}), made)
+    else:
+        table = pyarrow.table({"text": ["one"]})
+        new = pyarrow.ipc.new_file if kind == "arrow" else pyarrow.ipc.new_stream
+        with new(made, table.schema) as writer:
+            writer.write_table(table)
+    return made.getvalue()
+
+
+def database() -> bytes:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("create table texts (text)")
+        connection.commit()
+        return connection.serialize()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+STRANGE: dict[str, tuple[Callable[[], bytes], str, str]] = {
+    "gzip": (lambda: gzip.compress(RECORDS), "gzip-compressed", "gunzip"),
+    "zstd": (lambda: pyarrow.compress(RECORDS, "zstd", asbytes=True), "zstd-compressed", "zstd -d"),
+    "bzip2": (lambda: bz2.compress(RECORDS), "bzip2-compressed", "bunzip2"),
+    "xz": (lambda: lzma.compress(RECORDS), "xz-compressed", "unxz"),
+    "zip": (lambda: archive("zip"), "a zip archive", "unzip"),
+    "tar": (lambda: archive("tar"), "a tar archive", "tar -xf"),
+    "parquet": (lambda: archive("parquet"), "a Parquet file", "ends in .parquet"),
+    "arrow": (lambda: archive("arrow"), "an Arrow file", "save_to_disk"),
+    "arrow stream": (lambda: archive("stream"), "an Arrow file", "save_to_disk"),
+    "sqlite": (database, "an SQLite database", "text file"),
+    "pickle": (lambda: pickle.dumps([{"text": "one"}]), "a Python pickle", "can run code"),
+    "git-lfs": (lambda: POINTER, "a Git LFS pointer", "git lfs pull"),
+    "html": (lambda: b"\n<!DOCTYPE html>\n<html>Log in</html>", "an HTML page", "download it again"),
+    "utf-16": (lambda: RECORDS.decode().encode("utf-16"), "text in UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    "utf-16-le": (lambda: RECORDS.decode().encode("utf-16-le"), "text in UTF-16", "iconv -f UTF-16LE"),
+    "utf-16-be": (lambda: RECORDS.decode().encode("utf-16-be"), "text in UTF-16", "iconv -f UTF-16BE"),
+    "utf-32": (lambda: RECORDS.decode().encode("utf-32"), "text in UTF-32", "iconv -f UTF-32"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".txt", ".parquet", ".gz", ".arrow", ""])
+def test_what_a_file_holds_counts_and_not_its_name(tmp_path: Path, kind: str, suffix: str) -> None:
+    made, name, advice = STRANGE[kind]
+    path = write(tmp_path / f"data{suffix}", made())
+    if (kind, suffix) in (("parquet", ".parquet"), ("html", ".txt")):
+        assert len(list(read_file(path, TEXT_ONLY))) == 1
+        return
+    said = message(path)
+    assert f"{path} is {name}" in said
+    assert advice in said
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".gz", ".zst", ".bz2", ".xz", ".zip"])
+def test_a_text_that_its_name_calls_something_else(tmp_path: Path, suffix: str) -> None:
+    said = message(write(tmp_path / f"data.jsonl{suffix}", RECORDS))
+    assert "it holds text. Give it a name that says what it is" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BZh is how it begins",
+        "PAR1 and PAR2",
+        "ORC\nand elf",
+        "GGUF, a format",
+        "ARROW1 é",
+        "%PDF",
+        "a\0b",
+        "",
+        "\ufeffa",
+    ],
+)
+def test_a_text_is_a_text_however_it_begins(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path / "a.txt", text)
+    found = [document.text for document in read_file(file, TEXT_ONLY)]
+    assert found == ([text.removeprefix("\ufeff")] if text else [])
+    long = "PAR1 " + "é" * 1000  # the first bytes that are looked at end within a character
+    assert [d.text for d in read_file(write(tmp_path / "b.txt", long), TEXT_ONLY)] == [long]
 
 
 @pytest.mark.parametrize("case", BROKEN)

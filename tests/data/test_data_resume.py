@@ -4,11 +4,13 @@ import io
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import ROOT, python
+from rich.console import Console
 
 from finetune.config.recipe import validate_recipe
 from finetune.data import cache
@@ -18,6 +20,7 @@ from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.data.tokenization import encoding, token_shards
 from finetune.data.tokenization.split_writer import SplitWriter
+from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 6000  # as in killed.py
@@ -88,7 +91,7 @@ def left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseExcept
     monkeypatch.setattr(token_shards, "SHARD_BYTES", 1)
     with monkeypatch.context() as patch:
 
-        def stop(self: Any, form: str) -> None:
+        def stop(self: Any, *_: Any) -> None:
             raise error
 
         patch.setattr(SplitWriter, "repeat", stop)
@@ -108,14 +111,23 @@ def test_what_can_go_on_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other text"])
+@pytest.mark.parametrize("damage", ["shorter", "other numbers", "other counts", "other text"])
 def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     (left,) = left_behind(tmp_path, monkeypatch, KeyboardInterrupt())
     if damage == "shorter":
         os.truncate(left / "train.tokens", 2)
+    elif damage == "other numbers":
+        tokens = (left / "train.tokens").read_bytes()
+        (left / "train.tokens").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
     else:
         state = json.loads((left / STATE).read_text())
-        (left / STATE).write_text(json.dumps({**state, "last": state["last"] ^ 1}))
+        del state["digest"]
+        if damage == "other text":
+            state["last"] ^= 1
+            state["digest"] = digest_of(state)
+        else:
+            state["all_documents"] += 1
+        (left / STATE).write_text(json.dumps(state))
     with pytest.raises(DataError, match="Start again"):
         tiny(tmp_path)
     tiny(tmp_path)
@@ -181,6 +193,21 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, known: bool) -> 
     assert "Resuming at document 7." in written
     assert "30 documents" in written
     assert ("75%" in written) == ("left" in written) == known
+
+
+@pytest.mark.parametrize("title", ["tokenising", "training the tokenizer"])
+def test_the_bar_is_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    with documents_bar(title, [10**12], quiet=False) as bar:
+        bar.advance(12_345_678, 10**11)
+        shown = Console(width=80, file=io.StringIO())
+        with shown.capture() as captured:
+            shown.print(bar._display.get_renderable())
+    (line,) = captured.get().splitlines()
+    assert title in line
+    assert re.search(r"12,345,678 documents, [\d,]+/s +10% .*\S+ left$", line)
 
 
 def test_a_log_gets_lines_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

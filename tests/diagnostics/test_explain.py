@@ -1,5 +1,6 @@
 """`finetune explain` says of every value who set it, as a run would see it, and loads no torch for it."""
 
+import io
 import json
 import os
 import re
@@ -14,13 +15,15 @@ from forkserver import ForkServer
 from harness import ROOT, environment
 from ranks import Place, exported
 from recipe_keys import keys_of
+from rich.console import Console
 
+from finetune.cli import main as cli
 from finetune.cli.main import main
 from finetune.config.provenance import Value, flat, places
 from finetune.config.recipe import load_recipe, read
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.diagnostics import recipe_values
-from finetune.diagnostics.explain import explain_values, select_values
+from finetune.diagnostics.explain import explain_values, select_values, table
 from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -262,6 +265,35 @@ def test_options_of_the_launcher(place: Place) -> None:
     assert said(found["accumulation"]) == [("derived", 1)]
 
 
+@pytest.mark.parametrize(
+    ("config", "processes", "ranks"), [("ddp", 2, 2), ("sp", 4, 2), ("fsdp_tp", 4, 2), ("fsdp_tp_sp", 8, 2)]
+)
+def test_accumulation_counts_ranks_that_read_rows(place: Place, config: str, processes: int, ranks: int) -> None:
+    options = {"num_processes": str(processes)}
+    found = explained(place.recipe(batch={"global_size": 32, "micro_size": 8}), config=config, options=options)
+    (setting,) = found["accumulation"].settings
+    assert setting.place == f"32 / (8 x {ranks})"
+    assert setting.value == 32 // (8 * ranks)
+    groups = "processes" if ranks == processes else f"groups of {processes // ranks} processes"
+    with pytest.raises(RecipeError, match=f"multiple of batch.micro_size 32 x {ranks} {groups} = {32 * ranks}"):
+        explained(place.recipe(batch={"global_size": 32, "micro_size": 32}), config=config, options=options)
+
+
+def test_an_equal_value_overrides_nothing(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = place.recipe(optim={"lr": 3e-4, "weight_decay": 0.5})  # the default, and another one
+    words = ["explain", str(recipe), "optim.weight_decay=0.1"]  # the default again
+    assert main([*words, "--json", "optim.lr", "optim.weight_decay"]) == 0
+    shown = {row["key"]: row["overrode"] for row in json.loads(capsys.readouterr().out)}
+    assert shown["optim.lr"] == []
+    assert [setting["value"] for setting in shown["optim.weight_decay"]] == [0.5]
+    assert main([*words, "optim.lr"]) == 0
+    assert "instead of" not in capsys.readouterr().out
+    assert main([*words, "optim"]) == 0
+    rows = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "instead of" not in rows["optim.lr"]
+    assert rows["optim.weight_decay"].endswith("instead of 0.5 (recipe file)")
+
+
 def test_the_environment_and_the_launch_file(place: Place) -> None:
     found = explained(
         place.recipe(),
@@ -304,7 +336,7 @@ def test_a_key_that_is_only_handed_on(place: Place) -> None:
         ("single", {"num_processes": 2}, {}, "distributed_type 'NO'"),
         ("ddp", {"mixed_precision": "bf16"}, {}, "says mixed_precision: bf16"),
         ("ddp", {"num_processes": 3}, {}, "is not a multiple of"),
-        ("ddp", {"num_processes": 3, "num_machines": 2}, {}, "asks for 3 processes, but 2 run"),
+        ("ddp", {"num_processes": 3, "num_machines": 2}, {}, "num_processes is 3 over num_machines 2"),
         ("ddp", {"num_procesess": 3}, {}, "num_procesess: unknown key, did you mean 'num_processes'"),
         ("ddp", {"distributed_type": "MULTI_XPU"}, {}, "which is not offered"),
         ("ddp", {"compute_environment": "AMAZON_SAGEMAKER"}, {}, "only LOCAL_MACHINE"),
@@ -315,8 +347,8 @@ def test_a_key_that_is_only_handed_on(place: Place) -> None:
         ("zero2", {"deepspeed_config": {"deepspeed_config_file": "nothing.json"}}, {}, "there is none in"),
         ("zero2", {"deepspeed_config": {"deepspeed_config_file": None}}, {}, "without a deepspeed_config_file"),
         ("ddp", {}, {"ACCELERATE_USE_CPU": "1"}, "ACCELERATE_USE_CPU is set"),
-        ("ddp", {}, {"ACCELERATE_USE_FSDP": "1"}, "FSDP version 1"),
-        ("ddp", {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, "says gradient accumulation 7"),
+        ("ddp", {}, {"ACCELERATE_USE_FSDP": "1"}, "ACCELERATE_USE_FSDP is '1' in the environment"),
+        ("ddp", {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}, "ACCUMULATION_STEPS is 7 in the environment"),
     ],
 )
 def test_conflicts_are_errors(place: Place, base: str, changes: dict[str, Any], env: dict[str, str], says: str) -> None:
@@ -325,7 +357,7 @@ def test_conflicts_are_errors(place: Place, base: str, changes: dict[str, Any], 
 
 
 def test_other_conflicts(place: Place) -> None:
-    with pytest.raises(BackendError, match=r"ds.json says gradient_clipping: 3, the recipe's"):
+    with pytest.raises(BackendError, match=r"ds.json says gradient_clipping: 3, the default of optim.clip_norm"):
         explained(place.recipe(), config=place.ds_launch_file({"gradient_clipping": 3}))
     with pytest.raises(RecipeError, match="unknown key, did you mean 'lr'"):
         explained(place.recipe(), "optim.lrr=1")
@@ -333,7 +365,7 @@ def test_other_conflicts(place: Place) -> None:
         explained(place.recipe(), WORLD_SIZE="2")
     with pytest.raises(BackendError, match=r"There is no launch file nowhere\.yaml"):
         explained(place.recipe(), config=Path("nowhere.yaml"))
-    with pytest.raises(BackendError, match="--num_processes takes a whole number, got two"):
+    with pytest.raises(BackendError, match="--num_processes takes a whole number from 1, got two"):
         explained(place.recipe(), config="ddp", options={"num_processes": "two"})
     with pytest.raises(BackendError, match="name its file by --config_file"):
         explained(place.recipe(), options={"num_processes": "2"})
@@ -375,6 +407,23 @@ def test_a_key_is_a_page(place: Place, capsys: pytest.CaptureFixture[str]) -> No
     assert "null [norm]" in rows["optim.clip_norm"] or "1.0 [norm]" in rows["optim.clip_norm"]
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_fits_its_terminal(place: Place, width: int) -> None:
+    values = list(explained(place.recipe(optim={"lr": 0.5}), config="fsdp").values())
+    shown = Console(file=io.StringIO(), width=width, markup=False)
+    with shown.capture() as captured:
+        shown.print(table(values, width))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    keys = [value.key for value in values if value.settings]
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in keys] == keys
+    lr = next(line for line in lines if line.startswith("  optim.lr "))
+    assert re.search(r"0\.5( \[rate\])? +\S+\.yaml:\d+, instead of 0\.0003", lr)
+    # The file is said once.
+    assert sum(str(place.folder) in line for line in lines) <= 1
+    assert ("[rate]" in lr) == (width > 120)
+
+
 def test_a_section_that_is_no_key(place: Place) -> None:
     values = list(explained(place.recipe()).values())
     assert {value.key for value in select_values(values, "derived")} >= {"backend", "accumulation"}
@@ -395,6 +444,29 @@ def test_the_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["train_batch_size"]["unit"] == "rows"
     assert main(["explain", str(place.recipe()), "optim.rl"]) == 2
     assert "did you mean 'optim.lr'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["launch", "explain", "doctor", "data", "show", "parity", "plan"])
+def test_overrides_may_stand_anywhere(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, between and behind options, by every command that takes them."""
+    option = {
+        "doctor": ["--num_processes", "2"],
+        "data": ["--show", "3"],
+        "plan": ["--gpus", "2"],
+        "parity": ["--to", "x"],
+    }
+    options = option.get(verb, ["--config_file", "ddp"] if verb in ("launch", "explain") else [])
+    options = ["--config_file", "ddp", *options] if verb == "doctor" else options
+    recipe = ["--recipe", "r.yaml"] if verb == "doctor" else ["r.yaml"]
+    for words in (
+        [*recipe, "a.b=1", *options, "c.d=2"],
+        [*recipe, *options, "a.b=1", "c.d=2"],
+        [*options, *recipe, "a.b=1", "c.d=2"],
+    ):
+        parsed = cli._parse(cli._build_parser(), [verb, *words])
+        assert (parsed.words if verb == "explain" else parsed.overrides) == ["a.b=1", "c.d=2"], words
+    with pytest.raises(SystemExit):
+        cli._parse(cli._build_parser(), [verb, *recipe, *options, "a.b=1", "--nonsense"])
 
 
 def test_the_driver_sees_what_torch_sees() -> None:

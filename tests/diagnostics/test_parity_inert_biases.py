@@ -28,7 +28,7 @@ def run_of(folder: Path, name: str) -> FinishedRun:
     runs = dict.fromkeys(("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"))
     identity = {"optim.name": "AdamW", "optim.args.eps": 1e-8}
     facts = {"precision": "fp32", "identity": identity, "runs": runs, "length": {"num_steps": 1}}
-    return FinishedRun(name, folder, facts, {1: {"loss": 3.1, "grad_norm": 1.0, "lr": 0.1, "tokens": 7}}, {})
+    return FinishedRun(name, folder, facts, {1: {"loss": 3.1, "grad_norm": 1.0, "lr": 0.1, "tokens": 7}}, {}, {})
 
 
 def pair(tmp_path: Path, kind: str, changes: dict[str, Any]) -> compare.Comparison:

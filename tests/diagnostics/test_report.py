@@ -1,5 +1,6 @@
 """`finetune report`: the page in a browser, the pictures, and what is refused."""
 
+import dataclasses
 import html
 import json
 import os
@@ -16,7 +17,7 @@ from chromium import Page, chromium, needs_chromium
 from inside import Crash, copy, crash_after, mlp, run_here
 
 from finetune.checkpoint.run_history import read_run
-from finetune.diagnostics.run_report import charts, live_server, page, write_report
+from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
 from finetune.diagnostics.run_report.compare_runs import differences
 from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
@@ -143,6 +144,9 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
     assert "optim.lr" in differing
     assert "output.dir" not in differing
     assert "seed" not in differing
+    # No name of a key is broken into lines.
+    broken = "return [...document.querySelectorAll('#differences code')].filter((c) => c.getClientRects().length > 1)"
+    assert shown.js(f"{broken}.map((c) => c.textContent)") == []
     assert shown.overflow() == 0
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
@@ -256,6 +260,18 @@ def test_files_beside_the_page(finished: Path, tmp_path: Path) -> None:
     assert write_report.write_report([run]) == files
 
 
+def test_files_of_several_runs_go_into_a_folder_of_their_own(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [copy(finished, tmp_path / "runs" / name) for name in ("a", "b", "c", "d", "e")]
+    monkeypatch.chdir(tmp_path)
+    files = write_report.write_report(runs[:2])
+    assert files[0] == Path("report-a-b/report.html")
+    assert {file.parent for file in files} == {Path("report-a-b")}
+    write_report.write_report(runs)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report-a-b", "report-a-b-c-2-more", "runs"]
+
+
 def test_text_of_a_run_is_only_text(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
@@ -367,6 +383,29 @@ def test_differences() -> None:
     ]
     assert differences(trees) == {"a.c": ["2", "3"]}
     assert differences([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
+    long = "x" * 500
+    sources: list[list[dict[str, Any]]] = [
+        [{"path": "a", "weight": 1.0}],
+        [{"path": long, "weight": 1.0}, {"path": "c"}],
+    ]
+    assert differences([{"data": {"train": train}} for train in sources]) == {
+        "data.train[0].path": ["a", long],
+        "data.train[1].path": ["–", "c"],
+    }
+    assert differences([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
+
+
+def test_each_figure_of_memory_says_whose_it_is(finished: Path, tmp_path: Path) -> None:
+    run = read_run(finished)
+    measured = dataclasses.replace(run, facts={**run.facts, "peak_memory": {"of": "resident", "measured": 3 * 2**20}})
+    whose = "peak memory of training, fullest rank, over what its process held before"
+    assert one_run.peak(measured) == ("3.00 MiB", whose)
+    chart = data_of(written(tmp_path, finished))["charts"]["memory"]
+    assert chart["title"] == "Peak memory of rank 0's process, with its libraries, so far"
+    alone = dataclasses.replace(run, facts={**run.facts, "peak_memory": None})
+    assert one_run.peak(alone)[1] == "peak memory of rank 0's process, with its libraries"
+    on_gpu = dataclasses.replace(alone, facts={**alone.facts, "runs": {"device": "cuda"}})
+    assert one_run.peak(on_gpu)[1] == "peak memory of rank 0"
 
 
 def test_a_run_without_a_step(finished: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_fork_has_what_a_new_process_has(place: Place, config: str) -> None:
             assert "False" not in (place.folder / rank).read_text()
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 128 + signal.SIGTERM
+        assert process.returncode == 75, "as its workers ended"
         assert b"OMP_NUM_THREADS" not in errors, "workers set their own number: torchrun need not warn"
     finally:
         if process.poll() is None:

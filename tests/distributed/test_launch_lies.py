@@ -165,7 +165,7 @@ def test_launchers_are_known_by_their_command_line(here: Here, line: list[str]) 
 def test_exported_accumulation(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     asked = Launch(kind=kind, num_processes=1 if kind == "single" else 2)
-    with pytest.raises(BackendError, match="says gradient accumulation 3, the recipe's batch makes it 2"):
+    with pytest.raises(BackendError, match="STEPS is 3 in the environment, and the recipe's batch makes it 2"):
         _check_planes(Recipe(), asked, "fp32", 2)
 
 
@@ -176,11 +176,21 @@ def test_selective_recomputation_has_no_place_where_weights_come_and_go() -> Non
         _check_planes(recipe, Launch(kind="zero3", num_processes=2), "fp32", 1)
 
 
-@pytest.mark.parametrize(("launch", "recipe"), [("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
-def test_precision_of_the_launch_plane(launch: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("launch", "precision", "given", "said"),
+    [
+        ("bf16", "fp32", {"precision": "fp32"}, "the recipe says precision: fp32."),
+        ("fp16", "bf16", {"precision": "bf16"}, "the recipe says precision: bf16."),
+        ("bf16", "fp32", {"precision": "auto"}, "the recipe says precision: auto, which is fp32 on this machine."),
+        ("bf16", "fp32", {}, "the recipe says nothing of precision, whose default, auto, is fp32 on this machine."),
+    ],
+)
+def test_precision_of_the_launch_plane(launch: str, precision: str, given: dict[str, Any], said: str) -> None:
     asked = Launch(kind="ddp", num_processes=2, file="some.yaml", mixed_precision=launch)
-    with pytest.raises(BackendError, match=f"some.yaml says mixed_precision: {launch}, the recipe says .* {recipe}"):
-        _check_planes(Recipe(), asked, recipe, 2)
+    with pytest.raises(BackendError) as refused:
+        _check_planes(Recipe(**given), asked, precision, 2)
+    assert f"some.yaml says mixed_precision: {launch}, and {said}" in str(refused.value)
+    assert f"set `precision: {launch}` in the recipe" in str(refused.value)
 
 
 # ---------------------------------------------------------------- what is honest

@@ -124,8 +124,9 @@ def test_layouts_that_do_not_come_out_are_refused(
     sizes: dict[str, int], flags: dict[str, str], processes: int, says: str
 ) -> None:
     env = {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **flags}
     with pytest.raises(BackendError, match=says):
-        of_environment({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **flags, **env}, processes, "some.yaml")
+        of_environment(env, processes, "some.yaml", exported=env.keys())
 
 
 def test_offload_is_refused() -> None:

@@ -230,6 +230,9 @@ def _stub(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
         def match_tasks(self, words: list[str]) -> list[str]:
             return words
 
+        def apply_chat_template(self) -> None:
+            """As HFLM has it."""
+
     def simple_evaluate(*_: Any, **__: Any) -> None:
         raise error
 

@@ -1,5 +1,6 @@
 """`finetune generate` and `finetune eval` open runs, checkpoints, adapters and exports alike."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -7,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from exports import logits_of, opened_here
 from inside import run_here
 from recipes_for_tests import MODEL, base, stories
 from testdata import MADE
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export import find_weights, generate_text, load_model, merge
+from finetune.export import find_weights, generate_text, load_model, merge, verify_export, write
 from finetune.models import prompts
 from finetune.tasks.task import TaskData
 from finetune.utils.errors import CheckpointError, DataError, RecipeError
@@ -61,6 +63,40 @@ def test_eval_gives_the_runs_own_figure_everywhere(
         said = capsys.readouterr().out
         assert f"validation loss {results['validation_loss']:.5f}, perplexity" in said
         assert f"over {results['validation_targets']:,.0f} targets in rows of 512 tokens" in said
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_eval_says_what_it_is_at(
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+) -> None:
+    """A line before each thing that takes a while; a bar of rows on a terminal only. Figures stay alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = json.loads((places["run"] / "run.json").read_text())
+    rows = facts["data"]["validation"]["rows"]
+    shown = Terminal()
+    if terminal:
+        monkeypatch.setattr("sys.stderr", shown)
+    assert main.main(["eval", str(places["merged"]), "--data", FILE, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    said = shown.getvalue() if terminal else captured.err
+    assert f"Opening {places['merged']}.\n" in said
+    assert f"Evaluating {rows} rows of 512 tokens, {found['targets']:,.0f} targets.\n" in said
+    assert said.index("Opening") < said.index("Evaluating")
+    assert ("\x1b" in said) == terminal
+    assert (f"{rows}/{rows}" in said) == terminal
 
 
 def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +171,35 @@ def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
         load_model.load_model(str(tmp_path))
 
 
+def test_one_export_at_a_time_writes_a_folder(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one that begins while the first writes is refused, and the first is what it would have been."""
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    target, refused = tmp_path / "out", []
+
+    def again(_: str) -> None:
+        if not refused:
+            with pytest.raises(RecipeError) as caught:
+                write.export(places["run"], "merged", lambda line: None, to=target)
+            refused.append(str(caught.value))
+
+    write.export(places["run"], "merged", again, to=target)
+    assert refused == [f"{target} is being written by another export. Wait until it has ended, or choose another --to."]
+    assert torch.equal(logits_of(target), logits_of(places["merged"]))
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
+    with pytest.raises(RecipeError, match="is there already"):
+        write.export(places["run"], "merged", lambda line: None, to=target)
+
+
+@pytest.mark.parametrize("name", ["new", "model.staging", "checkpoints/step-00000009", "model/merged"])
+def test_an_export_writes_nothing_among_a_runs_own_files(places: dict[str, Path], name: str) -> None:
+    before = sorted(places["run"].rglob("*"))
+    with pytest.raises(RecipeError, match=r"lies in the run directory .*, where a run writes and deletes"):
+        write.export(places["run"], "merged", lambda line: None, to=places["run"] / name)
+    assert sorted(places["run"].rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -151,3 +216,74 @@ def test_eval_names_its_own_flags(
     said = capsys.readouterr().err
     assert says in said
     assert not re.search(r"data\.(train|validation)|text_field|`path`|chat\.", said)
+
+
+# Tiny, and each lets documents in one row see each other: positions by distance alone, a state, or a sink.
+SIZES = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+    "gpt_oss": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def opened_by_itself(folder: Path, model_type: str, **more: Any) -> Any:
+    """Writes a model whose attention matters, with a tokenizer, and returns both."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = AutoConfig.for_model(model_type, **SIZES.get(model_type, {}), vocab_size=len(tokenizer), **more)
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return network, tokenizer
+
+
+@pytest.mark.parametrize("model_type", SIZES)
+def test_eval_of_documents_that_would_see_each_other_is_that_of_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    network, tokenizer = opened_by_itself(tmp_path / "model", model_type)
+    texts = [f"Once there was a {word} who {verb} all day." for word in ("cat", "dog") for verb in ("sang", "slept")]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    loss, targets = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = network(input_ids=ids[:, :-1]).logits[0].float()
+        loss += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        targets += ids.shape[1] - 1
+    assert main.main(["eval", "model", "--data", "some.jsonl", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["targets"] == targets
+    assert found["loss"] == pytest.approx(loss / targets, abs=2e-5)
+    # Packed where it can be.
+    assert main.main(["eval", "model", "--data", "some.jsonl"]) == 0
+    assert ("a document each" in capsys.readouterr().out) == (model_type != "llama")
+
+
+@pytest.mark.parametrize("command", [["eval", "--data", "some.jsonl"], ["generate", "--prompt", "Once"]])
+def test_what_sees_its_targets_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    opened_by_itself(tmp_path / "model", "bert", **sizes)
+    (tmp_path / "some.jsonl").write_text('{"text": "Once there was a cat."}\n')
+    assert main.main([command[0], "model", *command[1:]]) == 2
+    assert "tokens see those behind them" in capsys.readouterr().err

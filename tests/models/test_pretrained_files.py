@@ -247,7 +247,7 @@ def test_damaged_files_are_named(
     else:
         words = ["--prompt", "x"] if verb == "generate" else ["--data", str(place.folder / "train.jsonl")]
         assert main.main([verb, str(folder), *words]) == 2
-        said = capsys.readouterr().err
+        said = capsys.readouterr().err.removeprefix(f"Opening {folder}.\n")
         assert said.count("\n") == 2
     assert str(folder) in said
     assert says in said

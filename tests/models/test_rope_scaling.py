@@ -10,10 +10,11 @@ from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
-from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSection
 from finetune.export import write
 from finetune.models import networks
 from finetune.models.model_config import resolve_model_config
+from finetune.models.rope_scaling import stretch
 from finetune.utils.errors import RecipeError
 
 KNOWN = 64
@@ -99,6 +100,12 @@ def test_the_model_that_is_written_says_so(model: Path) -> None:
     assert config.max_position_embeddings == 4 * KNOWN
     assert config.rope_parameters["rope_type"] == "yarn"
     assert config.rope_parameters["original_max_position_embeddings"] == KNOWN
+
+
+def test_positions_are_exact() -> None:
+    """In binary, 1.15 x 100 is 114.99999999999999."""
+    section = RopeScalingSection(type="linear", factor=1.15)
+    assert stretch(LlamaConfig(max_position_embeddings=100), section) == 115
 
 
 def test_longer_rows_are_refused_with_the_factor_that_they_need(model: Path) -> None:

@@ -40,7 +40,7 @@ def run(folder: Path, spoilt: str | None = None, value: float = NAN) -> Finished
     save_file(weights, folder / "model" / "model.safetensors")
     facts = {"precision": "fp32", "identity": {}, "runs": RUNS, "length": {"num_steps": 1}}
     line = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 8, "step_s": 1.0}
-    return FinishedRun(folder.name, folder, facts, {1: line}, {})
+    return FinishedRun(folder.name, folder, facts, {1: line}, {}, {})
 
 
 @pytest.mark.parametrize("name", NAMES)

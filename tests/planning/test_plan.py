@@ -1,23 +1,30 @@
 """`finetune plan`: what it says holds together, its advice is true, and broken input is one paragraph."""
 
 import functools
+import io
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import yaml
 from harness import ROOT
+from rich.console import Console
 from testdata import MODEL
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
 from finetune.distributed.launch.launch_environment import launch_of_file
-from finetune.planning import model_shapes, planner, recommendations
+from finetune.planning import model_shapes, plan_report, planner, recommendations
 from finetune.planning.step_time import Machines
+from finetune.planning.trace import trace_launches
 from finetune.training import entry_point
 from finetune.utils.errors import RecipeError
 
@@ -411,6 +418,39 @@ def test_numbers_of_gpus_that_copies_do_not_divide_leave_them_out(number: int) -
     assert "hsdp" in planned(sections(batch={"global_size": 60, "micro_size": 1}), number=4).launches
 
 
+@pytest.mark.parametrize("flags", ["--json", "--trace", "--trace all", "--write new.yaml"])
+@pytest.mark.parametrize(
+    ("name", "machines", "overrides", "says"),
+    [
+        ("ddp", "--gpus 1", "", "No launch file in .*configs can run on 1 GPU"),
+        ("hsdp", "--gpus 3", "", "No launch file in .*configs can run on 3 GPU"),
+        ("ddp", "--gpus 5", "", "global_size 64 is not a multiple of"),
+        ("ddp", "--gpus 2 --gpu memory=1,bf16=1", "", "nothing fits"),
+    ],
+)
+def test_nothing_to_recommend(
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    machines: str,
+    overrides: str,
+    says: str,
+    flags: str,
+) -> None:
+    (tmp_path / "configs").mkdir()
+    shutil.copy(ROOT / "accelerate_configs" / f"{name}.yaml", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trace_launches, "trace", lambda *_: [])  # it has tests of its own, and takes long
+    words = [*machines.split(), *flags.split(), "--configs", tmp_path / "configs"]
+    code, out, err = said(capsys, file, *words)
+    assert code == (2 if "No launch file" in says or flags in ("--trace", "--write new.yaml") else 0), err
+    assert re.search(says, out + err), out + err
+    assert "Traceback" not in err
+    assert not (tmp_path / "new.yaml").exists()
+
+
 def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def offloaded(*words: Any) -> dict[str, Any]:
         code, out, _ = said(capsys, file, "--json", *words)
@@ -428,6 +468,55 @@ def test_host_memory_is_limited_where_it_is_given(file: Path, capsys: pytest.Cap
     code, _, err = said(capsys, file, "--host", "-1")
     assert code == 2
     assert "--host is -1.0" in err
+
+
+@pytest.mark.parametrize("config", [SMALL, LLAMA_8B])
+def test_a_terminal_of_80_columns_has_each_launch_file_on_one_line(config: dict[str, Any]) -> None:
+    plan = planned(sections(model={"config": config}, precision="bf16"))
+    shown = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=80, highlight=False, markup=False)
+    with shown.capture() as captured:
+        plan_report.print_plan(plan, shown)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()
+    assert max(map(len, lines)) <= 80
+    bars = [line for line in lines if re.search(r"^\w+ +[A-Z·]+ [\d,.]+ [MG]iB(, (host|disk) [\d.]+)*$", line)]
+    assert [line.split()[0] for line in bars] == list(plan.launches)
+    # They are drawn to one scale: what fits is as long as its share of the device, and dots up to the whole.
+    ends = {line.split()[0]: len(line.split()[1]) for line in bars}
+    fitting = {
+        ends[name] for name in ends if plan.candidates[name, plan.kind].peak <= plan.machines.gpu.memory_gib * 2**30
+    }
+    assert len(fitting) == 1
+
+
+def test_what_nobody_said_is_assumed_aloud(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, what in (
+        ([], "8 x h100-80gb a machine, since this machine has none and --gpu and --gpus did not say"),
+        (["--gpus", 4], "h100-80gb a machine, since this machine has none and --gpu did not say"),
+        (["--gpu", "l4-24gb"], "8 x l4-24gb a machine, since this machine has none and --gpus did not say"),
+    ):
+        assert f"Assumed: {what}. Give" in said(capsys, file, *options)[1]
+    assert "Assumed" not in said(capsys, file, "--gpu", "l4-24gb", "--gpus", 1)[1]
+    here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=39.5 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: here.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    machines = planner.machines_of(main._build_parser().parse_args(["plan", str(file)]))
+    assert (machines.gpu.name, machines.gpu.memory_gib, machines.gpus, machines.assumed) == ("a100-40gb", 39.5, 2, None)
+    here.name = "NVIDIA Something"
+    machines = planner.machines_of(main._build_parser().parse_args(["plan", str(file)]))
+    assert machines.assumed is not None
+    assert "the table of GPUs lacks this machine's NVIDIA Something and --gpu did not say" in machines.assumed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.97e-5, "19.7 µs"), (0.0126, "12.6 ms"), (5.746, "5.75 s"), (5760.0, "1.6 h"), (9e6, "2,500 h")],
+)
+def test_times_have_a_unit_that_needs_no_exponent(seconds: float, text: str) -> None:
+    assert plan_report._time(seconds) == text
 
 
 @pytest.mark.parametrize(

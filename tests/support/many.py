@@ -117,6 +117,12 @@ def train_watched(run: Run) -> None:
         (run.directory.path / "digests.json").write_text(json.dumps(noted))
 
 
+def gloo_workers() -> dict[str, int]:
+    """Worker threads of gloo groups in this process, by the name that torch gives them, and process groups."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return {"threads": names.count("pt_gloo_runloop"), "groups": len(torch.distributed.distributed_c10d._world.pg_map)}
+
+
 def main(paths: list[str]) -> None:
     silence_libraries()
     plant(os.environ.get("FAULT", ""))
@@ -139,6 +145,8 @@ def main(paths: list[str]) -> None:
             gc.collect()
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+    if run.backend.is_main:
+        (run.directory.path.parent / "gloo.json").write_text(json.dumps(gloo_workers()))
     run.backend.close()
     exit_codes.exit_with(0)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetune.config.recipe import section_in
+from finetune.config.recipe_schema import section_in
 
 
 def keys_of(section: Any, prefix: str = "") -> set[str]:

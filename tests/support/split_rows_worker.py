@@ -15,6 +15,7 @@ from torch import distributed
 
 from finetune.distributed import sequence_parallel
 from finetune.models import attention
+from finetune.utils.compat import torch_private
 
 ROWS, LENGTH, WIDTH = 2, 24, 8
 # Documents begin and end within parts, and one lies on several of them.
@@ -56,6 +57,7 @@ def differences(case: str, group: sequence_parallel.Group) -> list[float]:
 
 
 if __name__ == "__main__":
+    torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("gloo")
     sequence_parallel.start(distributed.get_world_size(), timedelta(minutes=1))
     group = sequence_parallel.group()

@@ -18,6 +18,7 @@ from finetune.models import chunked_loss, split_layers
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.utils.compat import torch_private
 
 # 14 tokens, which three ranks do not share evenly.
 ROWS, LENGTH, VOCABULARY = 2, 7, 50
@@ -82,6 +83,7 @@ def differences(case: str) -> list[float]:
 
 
 if __name__ == "__main__":
+    torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("gloo")
     tensor_parallel.start(distributed.get_world_size(), timedelta(minutes=1))
     # The head's gradient is summed by itself, as that of a large one is; the others are summed at once.

@@ -12,7 +12,7 @@ import torch
 import yaml
 from forkserver import ForkServer
 from harness import ROOT, Launcher, environment
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from own_task import Points
 from recipes_for_tests import base
@@ -149,6 +149,26 @@ def test_length_in_steps_epochs_and_tokens() -> None:
         measure({"epochs": 0.1})
     with pytest.raises(DataError, match="fills 100 rows, fewer than one global batch of 128"):
         length_of(recipe(batch={"global_size": 128, "micro_size": 4}), rows)
+
+
+@given(hundredths=st.integers(1, 1000), rows=st.integers(1, 400), size=st.integers(1, 8))
+@example(hundredths=29, rows=100, size=1)
+def test_epochs_are_decimals(hundredths: int, rows: int, size: int) -> None:
+    steps, rows = hundredths * rows * size // (100 * size), rows * size
+    length = recipe(length={"epochs": float(f"{hundredths}e-2")}, batch={"global_size": size, "micro_size": size})
+    if steps:
+        assert length_of(length, Points(rows, 0)).num_steps == steps
+    else:
+        with pytest.raises(RecipeError, match="less than one step"):
+            length_of(length, Points(rows, 0))
+
+
+def test_shares_of_the_steps_are_decimals() -> None:
+    """57.5 steps are rounded to 58; in binary, 0.575 x 100 is 57.49999999999999."""
+    lr = rates(name="constant", warmup_fraction=0.575)
+    assert lr == rates(name="constant", warmup_steps=58)
+    lr = rates(name="wsd", warmup_steps=0, decay_fraction=0.575)
+    assert [value < 1.0 for value in lr] == [False] * 42 + [True] * 58
 
 
 @given(world=st.integers(1, 9), micro=st.integers(1, 9), accumulation=st.integers(1, 9))

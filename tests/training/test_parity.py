@@ -98,6 +98,9 @@ def test_what_runs_is_what_was_asked(launcher: Launcher, backend: str) -> None:
     offload = {"zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(backend, "none")
     assert (runs["offload_params"], runs["offload_optimizer"]) == (offload, offload)
     assert runs["reshards"] == (None if kind not in ("fsdp", "hsdp") else backend != "fsdp_grad_op")
+    seen = json.loads((run.directory.parent / "gloo.json").read_text())
+    assert seen["threads"] == seen["groups"] > 0
+    assert runs["gloo_threads"] == 1
     data = ranks // (parts * layers)
     assert runs["accumulation"] == 8 // (2 * data)
     sizes = [f"{size} {name}" for name, size in (("sequence", parts), ("tensor", layers)) if size > 1]

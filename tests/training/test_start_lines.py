@@ -74,21 +74,23 @@ def test_adapters_and_custom_tasks_have_these_lines_too(tmp_path: Path) -> None:
 def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = SimpleNamespace(is_main=True, accelerator=SimpleNamespace(trackers=[]))
     monkeypatch.setattr(Console, "is_terminal", True)
-    with metrics.Reporter(
-        backend, tmp_path, 4, trackers=Trackers((), tmp_path, {}), text=True, quiet=False
-    ) as reporter:
+    with metrics.Reporter(backend, tmp_path, 40000, trackers=Trackers((), tmp_path, {}), quiet=False) as reporter:
         assert reporter._progress is not None
         reporter.step(1, {"loss": 5.25, "lr": 1e-3, "tokens_per_s": 1234.0})
-        assert figures(reporter) == "loss 5.2500  1,234 tok/s"
+        assert figures(reporter) == "loss 5.2500  1,234 targets/s"
         reporter.log({"step": 1, "validation_loss": 4.5})
-        reporter.step(2, {"loss": 5.0, "lr": 1e-3, "tokens_per_s": 1234.0})
-        assert figures(reporter) == "loss 5.0000  validation 4.5000  1,234 tok/s"
+        assert figures(reporter) == "loss 5.2500  val 4.5000  1,234 targets/s", "at once, not a log step later"
+        reporter.step(12345, {"loss": 5.0, "lr": 1e-3, "tokens_per_s": 123456.0})
+        assert figures(reporter) == "loss 5.0000  val 4.5000  123,456 targets/s"
         shown = Console(width=80)
         with shown.capture() as captured:
             shown.print(reporter._progress.get_renderable())
     line = captured.get().splitlines()
     assert len(line) == 1
-    assert "2/4" in line[0]
+    assert figures(reporter) in line[0]
+    assert line[0].endswith(" left")
+    assert "━" in line[0]
+    assert "step 12345/40000" in line[0]
     assert re.search(r"(\d|-):(\d\d|--)", line[0])
 
 

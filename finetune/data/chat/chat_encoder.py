@@ -4,6 +4,7 @@ Letters: `N` tokens of one conversation.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
 from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
-from finetune.data.chat.chat_templates import Template, answers, writes_tools
-from finetune.data.chat.conversation_formats import Conversation, InvalidConversation, Tolerance
+from finetune.data.chat.chat_templates import Template, answers, until
+from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
+from finetune.data.chat.written_parts import Part, write
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of what is made of conversations; part of the cache's key."""
 
 
@@ -35,7 +37,8 @@ class _Written:
     parts: list[Span]
     """Where special tokens are only characters."""
     answers: dict[int, list[Span]]
-    tools_dropped: bool
+    unwritten: frozenset[str]
+    """Fields of which the template does not write all."""
 
 
 class ChatEncoder:
@@ -89,13 +92,14 @@ class ChatEncoder:
             "version": FORMAT_VERSION,
             "tokenizer": tokenizer,
             "special": self._names,
-            "template": self._template.text,
+            "template": [self._template.text, self._template.tool_use],
             "variables": dict(self._template.variables),
             "rules": [
                 section.train_on,
                 section.end_token,
                 section.too_long,
                 section.drop_tools,
+                section.drop_reasoning,
                 self._row_length,
                 *self._around,
             ],
@@ -154,6 +158,8 @@ class ChatEncoder:
 
     def _example(self, conversation: Conversation, where: str) -> Example:
         learned = self._learned(conversation)
+        if self._section.train_on == "all":
+            self._check_weights(conversation, where)
         written = self._write(conversation, learned, where)
         ids, offsets = special_token_text.encode(self._fast, self._literal, written.text, written.parts)
         tokens = np.array(ids, np.uint32)
@@ -172,7 +178,12 @@ class ChatEncoder:
             mask,
             offsets,
             written.text,
-            Facts(answers=len(learned), shared=shared, tools_dropped=int(written.tools_dropped)),
+            Facts(
+                answers=len(learned),
+                shared=shared,
+                tools_dropped=int("tools" in written.unwritten),
+                unwritten=dict.fromkeys(sorted(written.unwritten - {"tools"}), 1),
+            ),
         )
 
     def _learned(self, conversation: Conversation) -> list[int]:
@@ -184,26 +195,37 @@ class ChatEncoder:
             spoken = [number for number in spoken if number >= conversation.completion]
         return [number for number in spoken if conversation.weights[number]]
 
+    def _check_weights(self, conversation: Conversation, where: str) -> None:
+        for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), 1):
+            if message["role"] != "assistant" and not weight and any(conversation.weights):
+                raise InvalidConversation(
+                    "weight",
+                    f"{where}, turn {number}: this turn of role {message['role']} is not to be learned, and with "
+                    "chat.train_on: all only answers can be left out. Remove its weight, or set chat.train_on to "
+                    "assistant.",
+                )
+
     def _write(self, conversation: Conversation, learned: list[int], where: str) -> _Written:
-        messages, tools = conversation.messages, conversation.tools
+        writing = write(self._template, conversation, where)
+        unwritten = self._check_unwritten(writing.chat, writing.missing, learned, where)
+        chat = writing.chat
         wanted = learned
         if self._section.train_on == "all":
             # Only what is not learned has to be found, and what needs an end.
-            silent = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n not in learned]
+            silent = [n for n, m in enumerate(chat.messages) if m["role"] == "assistant" and n not in learned]
             wanted = sorted({*silent, *(learned if self._section.end_token == "add" else [])})
-        raw = json.dumps([messages, tools], ensure_ascii=False)
+        raw = json.dumps([chat.messages, chat.tools], ensure_ascii=False)
         marks = special_token_text.marks_for(raw)
         special = special_token_text.alternatives(self._names)
         marked = special.search(raw) is not None
         if marked:
-            messages = marks.put(messages, special)
-            tools = marks.put(tools, special)
+            chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
         pattern = special_token_text.written_by_template(self._names, marks)
-        text, spans = answers(self._template, messages, tools, wanted, pattern, where)
+        text, spans = answers(self._template, chat, wanted, pattern, where)
         if not marked:
-            return _Written(text, [], spans, self._without_tools(conversation, text, where))
+            return _Written(text, [], spans, unwritten)
         clean, parts, removed = marks.remove(text)
-        if clean != self._template.render(conversation.messages, conversation.tools, where):
+        if clean != writing.text:
             raise InvalidConversation(
                 "special tokens",
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
@@ -216,21 +238,47 @@ class ChatEncoder:
             ]
             for number, places in spans.items()
         }
-        return _Written(clean, parts, found, self._without_tools(conversation, clean, where))
+        return _Written(clean, parts, found, unwritten)
 
-    def _without_tools(self, conversation: Conversation, text: str, where: str) -> bool:
-        """Whether tools are dropped, which is refused unless the recipe wants it."""
-        messages, tools = conversation.messages, conversation.tools
-        if not tools or writes_tools(self._template, text, messages, tools, where):
-            return False
-        if not self._section.drop_tools:
-            raise InvalidConversation(
-                "tools that the template does not write",
-                f"{where}: the conversation has tools, and the chat template ({self._template.name}) does not write "
-                "all of them, so that a model would learn calls of functions that it never saw. Name a template that "
-                "does as chat.template (`plain` does), or set chat.drop_tools to true to learn without them.",
-            )
-        return True
+    def _check_unwritten(
+        self, chat: Conversation, missing: Sequence[Part], learned: Sequence[int], where: str
+    ) -> frozenset[str]:
+        """The fields of which the template does not write all; those that are needed are refused."""
+        template = self._template.name
+        for part in missing:
+            place = where if part.turn is None else f"{where}, turn {part.turn + 1}"
+            if part.field == "tools" and not self._section.drop_tools:
+                raise InvalidConversation(
+                    "tools that the template does not write",
+                    f"{place}: the conversation has tools, and the chat template ({template}) does not write all of "
+                    "them, so that a model would learn calls of functions that it never saw. Name a template that "
+                    "does as chat.template (`plain` does), or set chat.drop_tools to true to learn without them.",
+                )
+            if part.field in ("content", "tool_calls"):
+                raise InvalidConversation(
+                    f"{part.field} that the template does not write",
+                    f"{place}: the chat template ({template}) does not write all of this turn's `{part.field}`, so "
+                    "that a model would learn or read something else than the record says. Name a template that does "
+                    "as chat.template (`plain` writes content and calls), or mend the record.",
+                )
+            if (
+                part.field in REASONING
+                and part.turn is not None
+                and part.turn in learned
+                and not self._section.drop_reasoning
+            ):
+                # Many templates write no thoughts of earlier turns, but all those of the last one.
+                last = write(self._template, until(chat, part.turn + 1), where)
+                if any((other.field, other.turn) == (part.field, part.turn) for other in last.missing):
+                    raise InvalidConversation(
+                        "reasoning that the template does not write",
+                        f"{place}: the answer has `{part.field}`, and the chat template ({template}) does not write "
+                        "it, so that a model would learn to answer without. Name a template that does as "
+                        "chat.template, or set chat.drop_reasoning to true to learn without it.",
+                    )
+        text = self._template.text_for(chat, where)
+        unread = (name for name in chat.variables if re.search(rf"\b{re.escape(name)}\b", text) is None)
+        return frozenset([*(part.field for part in missing), *(f"chat_template_kwargs.{name}" for name in unread)])
 
     def _check_literals(
         self, tokens: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], written: _Written, where: str
@@ -302,9 +350,9 @@ def _without_oldest(conversation: Conversation) -> Conversation | None:
     if not later:
         return None
     kept = [*range(first), *range(later[0], len(roles))]
-    return Conversation(
-        [conversation.messages[n] for n in kept],
-        [conversation.weights[n] for n in kept],
-        conversation.tools,
-        max(first, conversation.completion - (later[0] - first)),
+    return replace(
+        conversation,
+        messages=[conversation.messages[n] for n in kept],
+        weights=[conversation.weights[n] for n in kept],
+        completion=max(first, conversation.completion - (later[0] - first)),
     )

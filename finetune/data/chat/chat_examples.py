@@ -3,8 +3,9 @@
 Letters: `N` tokens of one conversation.
 """
 
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +40,14 @@ class Facts:
     """Conversations whose tools the template does not write."""
     shared: int = 0
     """Answers that begin inside a token of what comes before."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """Conversations with other fields of which the template does not write all, by field."""
 
     def add(self, other: "Facts") -> None:
         """Adds another's counts."""
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            mine = getattr(self, name)
+            setattr(self, name, dict(Counter(mine) + Counter(value)) if isinstance(value, dict) else mine + value)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ each answer and once through it: what was added is the answer, if what came befo
 import datetime
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat.conversation_formats import InvalidConversation
+from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
 from finetune.data.chat.special_token_text import Marks, marks_for
 from finetune.data.text_issues import first_difference
+from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import read_text
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -45,37 +47,59 @@ _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-
 _NOW = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE = datetime.date(2024, 7, 26)
 _SHOWN = 60
+_ANOTHER = "Mend the template, or name another as chat.template."
 
 
 @dataclass(frozen=True)
 class Template:
     """A chat template, checked."""
 
-    text: str
+    text: str | None
+    """None where the tokenizer has one for conversations with tools alone."""
     name: str
     """Where it comes from, for messages."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Special tokens, and what the recipe adds."""
+    tool_use: str | None = None
+    """The one for conversations with tools, where the tokenizer has one of its own for them."""
 
-    @property
-    def marked(self) -> bool:
+    def text_for(self, chat: Conversation, where: str) -> str:
+        """The template of a conversation, as transformers chooses it.
+
+        Raises:
+            DataError: If there is none.
+        """
+        text = self.tool_use if chat.tools and self.tool_use is not None else self.text
+        if text is None:
+            raise DataError(
+                f"{where}: the conversation has no tools, and {self.name} has a chat template named `tool_use` and "
+                "none named `default`. Set chat.template to a Jinja file, or to `plain` for the one that ships."
+            )
+        return text
+
+    def is_marked(self, chat: Conversation, where: str) -> bool:
         """Whether it marks answers itself."""
-        return _MARK.search(self.text) is not None
+        return _MARK.search(self.text_for(chat, where)) is not None
 
-    def render(self, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool = False) -> str:
-        """A conversation as text; with `prompt`, up to where an answer would begin."""
-        return self._render(_fix_date(self.text), messages, tools, where, prompt=prompt)
+    def render(self, chat: Conversation, where: str, *, prompt: bool = False) -> str:
+        """A conversation as text; with `prompt`, up to where an answer would begin.
 
-    def render_marked(self, messages: Sequence[Message], tools: Any, where: str) -> tuple[str, list[Span]]:
+        Raises:
+            DataError: If the template refuses it, or does not end.
+        """
+        return self._render(_fix_date(self.text_for(chat, where)), chat, where, prompt=prompt)
+
+    def render_marked(self, chat: Conversation, where: str) -> tuple[str, list[Span]]:
         """A conversation as text, and the parts of it that are marked.
 
         Raises:
             DataError: If the template does something to what it marks.
         """
         # Transformers counts characters while a template writes, and begins anew in macros and the like.
-        text = self.render(messages, tools, where)
+        text = self.render(chat, where)
         marks = marks_for(text)
-        marked = self._render(_show_marks(_fix_date(self.text), marks), messages, tools, where, prompt=False)
+        template = _show_marks(_fix_date(self.text_for(chat, where)), marks)
+        marked = self._render(template, chat, where, prompt=False)
         clean, spans, _ = marks.remove(marked)
         if clean != text or marked.count(marks.open) != marked.count(marks.close):
             raise DataError(
@@ -84,37 +108,24 @@ class Template:
             )
         return text, spans
 
-    def _render(self, template: str, messages: Sequence[Message], tools: Any, where: str, *, prompt: bool) -> str:
+    def _render(self, template: str, chat: Conversation, where: str, *, prompt: bool) -> str:
+        variables = {**self.variables, **chat.variables}
         try:
-            texts, _ = render_jinja_template(
-                [list(messages)], tools=tools, chat_template=template, add_generation_prompt=prompt, **self.variables
-            )
+            with bounded_work(f"{where}: the chat template ({self.name})", _ANOTHER):
+                texts, _ = render_jinja_template(
+                    [chat.messages], tools=chat.tools, chat_template=template, add_generation_prompt=prompt, **variables
+                )
+        except DataError:
+            raise
         except Exception as error:  # Whatever a template does with what it did not expect.
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            roles = ", ".join(message["role"] for message in messages[:8])
+            roles = ", ".join(message["role"] for message in chat.messages[:8])
             raise InvalidConversation(
                 "refused by the template",
                 f"{where}: the chat template ({self.name}) refuses this conversation: {reason}. Its roles are {roles}. "
                 "Mend the record, or name another template as chat.template.",
             ) from error
         return str(texts[0])
-
-
-def writes_tools(template: Template, text: str, messages: Sequence[Message], tools: Any, where: str) -> bool:
-    """Whether a template has written a conversation's tools into its text: each name more often than without them."""
-    try:
-        bare = template.render(messages, None, where)
-    except InvalidConversation:
-        bare = ""  # it cannot do without them
-    names = [_tool_name(tool) for tool in tools]
-    return text != bare and all(name is None or text.count(name) > bare.count(name) for name in names)
-
-
-def _tool_name(tool: Any) -> str | None:
-    """The name of a function, as OpenAI writes tools or bare; None where it has none."""
-    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    return name if isinstance(name, str) and name else None
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variables: Mapping[str, Any]) -> Template:
@@ -128,9 +139,19 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
     Raises:
         DataError: If there is none, or its syntax is wrong.
     """
-    text, name = _text_of(tokenizer, given)
+    texts, name = _texts_of(tokenizer, given)
+    for text in texts.values():
+        _check_syntax(text, name)
+    tokens = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    return Template(texts.get("default"), name, {**tokens, **variables}, texts.get("tool_use"))
+
+
+def _check_syntax(text: str, name: str) -> None:
     try:
-        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=_fix_date(text))
+        with bounded_work(f"The chat template ({name})", _ANOTHER):
+            render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=_fix_date(text))
+    except DataError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         lines = text.splitlines()
         line = lines[error.lineno - 1].strip() if 0 < error.lineno <= len(lines) else ""
@@ -140,46 +161,45 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str | None, variabl
         ) from error
     except Exception:  # This conversation need not be to its taste; the syntax is right.
         pass
-    tokens = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    return Template(text, name, {**tokens, **variables})
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[str, str]:
+def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[dict[str, str], str]:
+    """Templates by the names that transformers gives them, and where they come from."""
     if given == "plain":
-        return PLAIN, "plain"
+        return {"default": PLAIN}, "plain"
     if given is not None:
-        path = Path(given).expanduser()
+        path = Path(given)
         try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            return {"default": read_text(path)}, str(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise DataError(
                 f"The chat template {path} cannot be read: {reason}. chat.template is a Jinja file, or `plain`."
             ) from error
     own = tokenizer.chat_template
-    own = own.get("default") if isinstance(own, dict) else own
-    if not isinstance(own, str):
+    own = {"default": own} if isinstance(own, str) else own or {}
+    if not own.keys() & {"default", "tool_use"}:
+        others = f" that is named `default` or `tool_use`, only {', '.join(sorted(own))}" if own else ""
         raise DataError(
-            f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template. Set "
+            f"The tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template{others}. Set "
             "chat.template to a Jinja file, or to `plain` for the one that ships."
         )
     return own, "the tokenizer's own"
 
 
+def until(chat: Conversation, number: int) -> Conversation:
+    """A conversation's first messages."""
+    return replace(chat, messages=chat.messages[:number])
+
+
 def answers(
-    template: Template,
-    messages: Sequence[Message],
-    tools: Any,
-    wanted: Sequence[int],
-    special: re.Pattern[str],
-    where: str,
+    template: Template, chat: Conversation, wanted: Sequence[int], special: re.Pattern[str], where: str
 ) -> tuple[str, dict[int, list[Span]]]:
     """A conversation as text, and where some of its answers lie.
 
     Args:
         template: The template.
-        messages: The conversation.
-        tools: What it may call.
+        chat: The conversation.
         wanted: Numbers of assistant messages.
         special: Matches special tokens that the template writes.
         where: File and record, for messages.
@@ -187,27 +207,27 @@ def answers(
     Raises:
         DataError: If the answers cannot be told from the rest.
     """
-    if template.marked:
-        text, spans = template.render_marked(messages, tools, where)
-        found = _by_marks(template, messages, tools, spans, wanted, where)
+    if template.is_marked(chat, where):
+        text, spans = template.render_marked(chat, where)
+        found = _by_marks(template, chat, spans, wanted, where)
     else:
-        text = template.render(messages, tools, where)
-        found = {n: [_by_prefix(template, messages, tools, text, n, special, where)] for n in wanted}
+        text = template.render(chat, where)
+        found = {n: [_by_prefix(template, chat, text, n, special, where)] for n in wanted}
     # Nothing is marked where a mark closes at once, even if that is in the midst of a token.
     return text, {n: [(start, end) for start, end in places if start < end] for n, places in found.items()}
 
 
 def _by_marks(
-    template: Template, messages: Sequence[Message], tools: Any, spans: list[Span], wanted: Sequence[int], where: str
+    template: Template, chat: Conversation, spans: list[Span], wanted: Sequence[int], where: str
 ) -> dict[int, list[Span]]:
-    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(spans) == len(spoken):
         found = {number: [span] for number, span in zip(spoken, spans, strict=True)}
     else:
         # A template may mark an answer in several pieces: count what each message adds.
         found, before = {}, 0
         for number in spoken:
-            marked = len(template.render_marked(messages[: number + 1], tools, where)[1])
+            marked = len(template.render_marked(until(chat, number + 1), where)[1])
             found[number] = spans[before:marked]
             before = marked
         if before != len(spans):
@@ -220,17 +240,11 @@ def _by_marks(
 
 
 def _by_prefix(
-    template: Template,
-    messages: Sequence[Message],
-    tools: Any,
-    text: str,
-    number: int,
-    special: re.Pattern[str],
-    where: str,
+    template: Template, chat: Conversation, text: str, number: int, special: re.Pattern[str], where: str
 ) -> Span:
     """What a message adds to the text of those before it."""
-    before = template.render(messages[:number], tools, where, prompt=True)
-    through = text if number == len(messages) - 1 else template.render(messages[: number + 1], tools, where)
+    before = template.render(until(chat, number), where, prompt=True)
+    through = text if number == len(chat.messages) - 1 else template.render(until(chat, number + 1), where)
     for earlier, later, what in (
         (before, through, "its prompt for an answer is not how it then writes one"),
         (before, text, "it rewrites earlier turns when others follow"),
@@ -243,7 +257,7 @@ def _by_prefix(
                 "around them in a copy of the template and name it as chat.template, or set chat.train_on: last, "
                 "if only earlier turns are rewritten."
             )
-    return len(before), _end_of(messages[number], through, len(before), special)
+    return len(before), _end_of(chat.messages[number], through, len(before), special)
 
 
 def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -> int:
@@ -251,7 +265,7 @@ def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -
     closing = [match.end() for match in special.finditer(text, start)]
     if closing:
         # Calls and thoughts may have special tokens of their own.
-        return closing[0] if message.keys() <= {"role", "content", "name"} else closing[-1]
+        return closing[-1] if message.keys() & {"tool_calls", *REASONING} else closing[0]
     content = str(message.get("content") or "").strip()
     place = text.find(content, start)
     return place + len(content) if content and place >= 0 else len(text)

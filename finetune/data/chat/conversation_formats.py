@@ -1,7 +1,11 @@
 """Records of several formats to one: messages with `role` and `content`, as JSON, which is hashed and stored.
 
 Roles are `system`, `user`, `assistant` and `tool`. Beside its messages a conversation has a weight for each of
-them, 0 or 1, the tools that it may call, and the number of the first message that is its completion.
+them, 0 or 1, the tools that it may call, the number of the first message that is its completion, and variables of its
+own for the chat template.
+
+A key that holds null is the same as no key, in every format: Arrow (Parquet, `save_to_disk`) fills in each key that any
+other record has. In JSON that is given as a text, which Arrow leaves alone, null is null.
 """
 
 import json
@@ -12,7 +16,7 @@ from typing import Any
 
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of what is made of records; part of the cache's key."""
 
 ROLES = {
@@ -43,9 +47,20 @@ _FORMATS: tuple[tuple[str, dict[str, str]], ...] = (
     ("text", {"text": "text"}),
 )
 # May be missing from a record.
-_OPTIONAL = {"input": "input", "system": "system", "tools": "tools"}
-# What templates read of a message. Others, such as an id, are of no use to them.
-_KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+_OPTIONAL = {key: key for key in ("input", "system", "tools", "functions", "history", "chat_template_kwargs")}
+# Read in records of a prompt and an answer only.
+_OF_PAIRS = ("input", "history")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of what a model thinks before it answers."""
+# Whether a message or a record is learned: OpenAI's, axolotl's two, ms-swift's.
+_WEIGHTS = ("weight", "train", "training", "loss")
+# The same said in another way: in parts of a message, by degrees, or by one that is 0 where something is learned.
+_OTHER_WEIGHTS = ("train_detail", "training_detail", "loss_scale", "loss_weight", "loss_mask", "mask", "masked")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Of preference data: whether an answer is a good one.
+_VERDICTS = ("label", "kto_tag")
+# Given to templates by whoever renders them.
+_RESERVED = ("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 _ABSENT = object()
 
 
@@ -100,10 +115,14 @@ class Conversation:
     tools: list[Any] | None
     completion: int
     """Number of the first message that answers the prompt."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """What the record gives the chat template: its `chat_template_kwargs`."""
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
-        return json.dumps(vars(self), ensure_ascii=False, separators=(",", ":"))
+        # Without variables as it was before there were any: by its hash, a conversation is held out or not.
+        tree = {key: value for key, value in vars(self).items() if key != "variables" or value}
+        return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str | bytes) -> "Conversation | str":
@@ -128,6 +147,8 @@ class RecordForm:
     tolerance: Tolerance
     detected: str = ""
     """The format, once a record was read."""
+    unread: set[str] = field(default_factory=set)
+    """Fields of records that hold something and are not read."""
     _paths: dict[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> list[Any]:
@@ -149,9 +170,11 @@ class RecordForm:
             record = {self.text_field: record}
         if not isinstance(record, Mapping):
             raise DataError(f"{where}: a conversation is an object with fields, got {type(record).__name__}.")
-        if not self.detected:
-            self.detected, self._paths = self._detect(record, where)
         try:
+            record = without_nulls(record, where)
+            if not self.detected:
+                self.detected, self._paths = self._detect(record, where)
+            self._note_unread(record)
             if self.detected == "text":
                 text = self._text(record, "text", where)
                 return json.dumps({"text": text.strip() if self.strip else text}, ensure_ascii=False)
@@ -161,6 +184,14 @@ class RecordForm:
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
+
+    def _note_unread(self, record: Mapping[str, Any]) -> None:
+        text, pair = self.detected == "text", "messages" not in self._paths
+        optional = () if text else (key for key in _OPTIONAL if pair or key not in _OF_PAIRS)
+        paths = {*self._paths.values(), *map(self._path, optional)}
+        read = {path if path in record else path.partition(".")[0] for path in paths}
+        read.update(() if text else (*_WEIGHTS[:1], *_VERDICTS))
+        self.unread.update(key for key, value in record.items() if key not in read and value not in ("", [], {}))
 
     def _detect(self, record: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
         given = dict(self.fields)
@@ -185,25 +216,64 @@ class RecordForm:
                 "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {kind_of(turns)}."
             )
         messages, weights = self._turns(turns, where)
-        if system := self._text(record, "system", where):
-            messages.insert(0, {"role": "system", "content": system})
-            weights.insert(0, 1)
-        return Conversation(messages, weights, self._tools(record, where), _completion(messages))
+        return self._whole(record, messages, weights, _completion(messages), where)
 
     def _pair(self, record: Mapping[str, Any], where: str) -> Conversation:
         prompt = self._value(record, "user", where)
         answer = self._value(record, "assistant", where)
         if isinstance(prompt, list) and isinstance(answer, list):
             messages, weights = self._turns([*prompt, *answer], where)
-            return Conversation(messages, weights, self._tools(record, where), len(prompt))
+            return self._whole(record, messages, weights, len(prompt), where)
         question = self._text(record, "user", where)
         if more := self._text(record, "input", where).strip():
             question = f"{question}\n\n{more}"
-        messages = [{"role": "user", "content": question}]
-        if system := self._text(record, "system", where):
-            messages.insert(0, {"role": "system", "content": system})
+        messages = self._history(record, where)
+        messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": self._text(record, "assistant", where)})
-        return Conversation(messages, [1] * len(messages), self._tools(record, where), len(messages) - 1)
+        return self._whole(record, messages, [1] * len(messages), len(messages) - 1, where)
+
+    def _whole(
+        self, record: Mapping[str, Any], messages: list[dict[str, Any]], weights: list[int], completion: int, where: str
+    ) -> Conversation:
+        """Turns with what a record says beside them."""
+        _refuse_media(record, where)
+        for name in _VERDICTS:
+            if str(record.get(name)).lower() == "false":
+                raise InvalidConversation(
+                    "a bad answer",
+                    f"{where}: `{name}` is false, which marks an answer that is not to be given, and it would be "
+                    "learned like a good one. Leave such records out.",
+                )
+        if not _weight({key: value for key, value in record.items() if key == _WEIGHTS[0]}, where):
+            weights = [0] * len(weights)
+        if system := self._text(record, "system", where):
+            messages, weights, completion = (
+                [{"role": "system", "content": system}, *messages],
+                [1, *weights],
+                completion + 1,
+            )
+        variables = self._json(record, "chat_template_kwargs", dict, where) or {}
+        if taken := [name for name in _RESERVED if name in variables]:
+            raise InvalidConversation(
+                "template variables",
+                f"{where}: '{self._path('chat_template_kwargs')}' sets {', '.join(taken)}, which the template is given "
+                "with the conversation. Remove it there.",
+            )
+        return Conversation(messages, weights, self._tools(record, where), completion, variables)
+
+    def _history(self, record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+        """Earlier questions and answers, as LLaMA-Factory has them."""
+        messages = []
+        for pair in self._json(record, "history", list, where) or []:
+            if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+                raise InvalidConversation(
+                    "no text",
+                    f"{where}: '{self._path('history')}' must be a list of pairs of texts, a question and its answer.",
+                )
+            messages += [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
+        return messages
 
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
         messages, weights = [], []
@@ -218,12 +288,30 @@ class RecordForm:
                     "record, or set the source's `format`.",
                 )
             message = {"role": self._role(turn[who], place)}
-            message |= {key: turn[key] for key in _KEPT if turn.get(key)}
-            if turn.get(what) is not None or "tool_calls" not in message:
+            message |= self._more(turn, (who, what), place)
+            if what in turn or "tool_calls" not in message:
                 message["content"] = _content(turn.get(what, _ABSENT), what, turn, place)
             messages.append(message)
-            weights.append(_weight(turn, place))
+            weights.append(_weight(turn, place, role=message["role"]))
         return messages, weights
+
+    def _more(self, turn: Mapping[str, Any], known: Sequence[str], place: str) -> dict[str, Any]:
+        """What a message has besides role and text: templates may read any of it."""
+        _refuse_media(turn, place)
+        found: dict[str, Any] = {}
+        for key, value in turn.items():
+            if key in (*known, *_WEIGHTS, "id") or value in ("", [], {}):
+                continue
+            if key == "tool_calls":
+                found[key] = _calls(value, f"{place}: '{key}'")
+            elif key == "function_call" and "tool_calls" not in turn:  # OpenAI's older form
+                found["tool_calls"] = _calls([{"type": "function", "function": value}], f"{place}: '{key}'")
+            elif _is_json(value):
+                found[key] = value
+            else:
+                self.unread.add(f"{key} of messages")
+        # Transformers gives them to templates under each other's names.
+        return {k: v for k, v in found.items() if k not in REASONING[1:] or v != found.get(REASONING[0])}
 
     def _role(self, name: Any, place: str) -> str:
         known = {**ROLES, **self.roles}
@@ -245,18 +333,27 @@ class RecordForm:
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
-        tools = self._value(record, "tools", where)
-        try:
-            tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-        except (ValueError, RecursionError) as error:
-            raise InvalidConversation(
-                "tools", f"{where}: '{self._path('tools')}' is not valid JSON: {error}."
-            ) from error
-        if tools and not isinstance(tools, list):
-            raise InvalidConversation(
-                "tools", f"{where}: '{self._path('tools')}' must be a list, got {kind_of(tools)}."
-            )
-        return tools or None
+        key = "tools" if find(record, self._path("tools")) is not _ABSENT else "functions"
+        found = []
+        for tool in self._json(record, key, list, where) or []:
+            tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
+            inner = tool.get("function") if isinstance(tool, Mapping) else None
+            if isinstance(inner, Mapping):
+                tool = {**tool, "function": _with_object(inner, "parameters", f"{where}: tools")}
+            elif isinstance(tool, Mapping):
+                tool = _with_object(tool, "parameters", f"{where}: tools")
+            found.append(tool if key == "tools" else {"type": "function", "function": tool})
+        return found or None
+
+    def _json(self, record: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+        """An object or a list, which may be written as a text in JSON, as CSV has to; None where there is none."""
+        place = f"{where}: '{self._path(key)}'"
+        value = self._value(record, key, where)
+        value = None if isinstance(value, str) and not value.strip() else _parsed(value, place)
+        if value is not None and not isinstance(value, kind):
+            wanted = "an object" if kind is dict else "a list"
+            raise InvalidConversation(key, f"{place} must be {wanted}, got {kind_of(value)}.")
+        return value
 
     def _path(self, key: str) -> str:
         return self._paths.get(key) or _OPTIONAL[key]
@@ -272,9 +369,74 @@ class RecordForm:
             return None
         raise InvalidConversation(
             "missing field",
-            f"{where}: there is no field '{path}' (read as {self.detected}); the fields are {_names(record)}. Mend the "
-            f"record, or name another field: the source's fields: {{{key}: …}}.",
+            f"{where}: there is no field '{path}' (read as {self.detected}); the fields are {_names(record)}. A null "
+            f"counts as no field. Mend the record, or name another field: the source's fields: {{{key}: …}}.",
         )
+
+
+def without_nulls(record: Any, where: str) -> Any:
+    """A record without the keys, at any depth, that hold null. Items of lists stay.
+
+    Raises:
+        InvalidConversation: If it is nested too deeply.
+    """
+    try:
+        return _without_nulls(record)
+    except RecursionError as error:
+        raise InvalidConversation("nested too deeply", f"{where}: the record is nested too deeply.") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _parsed(value: Any, place: str) -> Any:
+    """What a text in JSON says; anything else as it is.
+
+    Raises:
+        InvalidConversation: If it is not valid JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConversation(
+            "JSON in a text", f"{place} is not valid JSON: {error}. Mend the text, or write it as an object or a list."
+        ) from error
+
+
+def _with_object(whole: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
+    """The same with an object at a key, if there is anything, though it may be written as a text in JSON."""
+    value = _parsed(whole[key], f"{place}, '{key}'") if key in whole else {}
+    if not isinstance(value, Mapping):
+        raise InvalidConversation(key, f"{place}, '{key}' must be an object, got {kind_of(value)}.")
+    return {name: value if name == key else inner for name, inner in whole.items()}
+
+
+def _calls(value: Any, place: str) -> list[Any]:
+    """Calls of tools, with objects as arguments: OpenAI writes these as texts in JSON."""
+    calls = _parsed(value, place)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise InvalidConversation("tool calls", f"{place} must be a list of objects, got {kind_of(calls)}.")
+    found = []
+    for call in calls:
+        inner = call.get("function")
+        if isinstance(inner, Mapping):
+            found.append({**call, "function": _with_object(inner, "arguments", place)})
+        else:
+            found.append(_with_object(call, "arguments", place))
+    return found
 
 
 def find(record: Any, path: str) -> Any:
@@ -307,21 +469,44 @@ def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
     if isinstance(value, str):
         return value
     if value is _ABSENT:
-        raise InvalidConversation("missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}.")
+        raise InvalidConversation(
+            "missing field", f"{place}: there is no field '{key}'; there are {', '.join(turn)}. A null counts as none."
+        )
     raise InvalidConversation(
         "no text", f"{place}: '{key}' must be a text, got {kind_of(value)}. Only text can be read."
     )
 
 
-def _weight(turn: Mapping[str, Any], place: str) -> int:
-    weight = turn.get("weight")
-    if weight is None:
-        return 1
-    if isinstance(weight, bool) or weight not in (0, 1):
+def _refuse_media(place_of: Mapping[str, Any], place: str) -> None:
+    for key in _MEDIA:
+        if place_of.get(key):
+            raise InvalidConversation(
+                "no text", f"{place}: it has '{key}', and only text can be read. Remove the field, or the record."
+            )
+
+
+def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> int:
+    """Whether a turn or a record is learned."""
+    for key in _OTHER_WEIGHTS if role == "assistant" else ():
+        if said.get(key) not in (None, [], ""):
+            raise InvalidConversation(
+                "weight",
+                f"{place}: '{key}' says what of an answer is learned in a way that is not read. Write `weight: 1` for "
+                "one that is learned and `weight: 0` for one that is not, or remove it.",
+            )
+    given = {key: said[key] for key in _WEIGHTS if key in said}
+    if any(value not in (0, 1) for value in given.values()) or len(set(given.values())) > 1:
+        shown = ", ".join(f"the {key} is {value!r}" for key, value in given.items())
         raise InvalidConversation(
-            "weight", f"{place}: the weight is {weight!r}; a message is learned (1) or not (0). Write one of these."
+            "weight", f"{place}: {shown}; a message or a record is learned (1, true) or not (0, false). Write one."
         )
-    return int(weight)
+    if role != "assistant" and any(given.get(key) for key in ("train", "training")):
+        raise InvalidConversation(
+            "weight",
+            f"{place}: this turn of role {role} is to be learned, and single turns can be chosen among answers only. "
+            "Remove the field; `chat.train_on: all` learns every turn.",
+        )
+    return int(next(iter(given.values()), 1))
 
 
 def _written(conversation: Conversation, where: str) -> str:

@@ -1,7 +1,6 @@
 """A source of the recipe, resolved: what it is made of (for the cache's key), and its documents in order."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,18 @@ from typing import Any, NamedTuple
 from finetune.config.recipe_paths import find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.chat.conversation_formats import RecordForm
-from finetune.data.sources.readers import Document, Fields, document_of, read_file, require_fields
+from finetune.data.sources.readers import (
+    Document,
+    Fields,
+    class_names,
+    document_of,
+    file_classes,
+    read_file,
+    require_fields,
+)
 from finetune.data.sources.streams import Meter
 from finetune.data.synthetic import conversation_generator, story_generator
+from finetune.utils import json_files
 from finetune.utils.atomic_files import digest
 from finetune.utils.errors import DataError
 
@@ -34,6 +42,10 @@ class Corpus:
     """Bytes of its files; None where it has none, or is not read to its end."""
     form: RecordForm | None = None
     """How records become conversations; None where they are documents."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, in order of their numbers, where the source itself gives them."""
+    places: tuple[str, ...] = ()
+    """What error messages begin with: its files, in order, or its name."""
     meter: Meter = field(default_factory=Meter)
     """How much of `size` has been read."""
 
@@ -70,8 +82,11 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
         opened = _open_hub(source, source.hub, fields)
     taken = form.fingerprint() if form else [fields.text, fields.label]
     fingerprint = {"content": opened.content, "fields": taken, "weight": source.weight, "limit": source.limit}
+    if opened.classes:
+        fingerprint["classes"] = opened.classes
     size = opened.size if source.limit is None else None
-    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form)
+    places = opened.places or (name,)
+    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form, opened.classes, places)
 
 
 class _Opened(NamedTuple):
@@ -80,6 +95,10 @@ class _Opened(NamedTuple):
     read: Callable[[Meter], Iterator[Document]]
     size: int | None
     """Bytes of the files, where the meter goes forward by them."""
+    classes: tuple[str, ...] = ()
+    """As in `Corpus`."""
+    places: tuple[str, ...] = ()
+    """The files that messages name; empty where they give the source's name."""
 
 
 def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
@@ -91,7 +110,8 @@ def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
     def read(meter: Meter) -> Iterator[Document]:
         return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
 
-    return _Opened(content, read, sum(path.stat().st_size for path in files))
+    named = next(filter(None, (file_classes(path, fields) for path in files)), ())
+    return _Opened(content, read, sum(path.stat().st_size for path in files), named, tuple(map(str, files)))
 
 
 def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
@@ -111,6 +131,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             f"glob instead, such as {folder}/*.jsonl."
         )
     content = [[path.name, _hash_file(path)] for path in _arrow_files(inner)]
+    fields = fields._replace(classes=_saved_classes(inner, fields))
 
     def read(_: Meter) -> Iterator[Document]:
         import datasets
@@ -121,7 +142,18 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return _Opened(content, read, None)
+    return _Opened(content, read, None, fields.classes, (str(folder),))
+
+
+def _saved_classes(folder: Path, fields: Fields) -> tuple[str, ...]:
+    if fields.label is None:
+        return ()
+    try:
+        return class_names(json_files.read(folder / "dataset_info.json").get("features"), fields)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"The data set in {folder} cannot be opened: its dataset_info.json is damaged. Save it again."
+        ) from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -131,8 +163,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         DataError: If the list cannot be read, or names something else.
     """
     try:
-        names = [str(file["filename"]) for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        names = [str(file["filename"]) for file in json_files.read(folder / "state.json")["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
         ) from error
@@ -160,12 +192,15 @@ def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
             f"had from the hub: {brief(error)}. Check its name and the network, or download it and give its files as "
             "`path`."
         ) from error
-    return _Opened({"hub": fingerprint(dataset)}, lambda _: _read_dataset(dataset, fields, name), None)
+    fields = fields._replace(classes=class_names(dataset.features.to_dict(), fields))
+    content = {"hub": fingerprint(dataset)}
+    return _Opened(content, lambda _: _read_dataset(dataset, fields, name), None, fields.classes)
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
     require_fields(dataset.column_names, fields, name)
     columns = fields.columns or list(dataset.column_names)
+    dataset = dataset.with_format(None)  # it may have been saved with one that turns values into arrays
     number = 0
     for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
         for values in zip(*(batch[column] for column in columns), strict=True):

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from finetune.data.sources.corpus import Corpus
@@ -26,6 +28,11 @@ class Rules:
     """Share of the documents, by hash, that is kept for evaluation."""
     labelled: bool
 
+    @property
+    def by_class(self) -> bool:
+        """Whether that share is one of each class, for which all labels are read first."""
+        return self.labelled and self.held_out > 0
+
 
 class Chosen(NamedTuple):
     """A document as it will be used."""
@@ -46,10 +53,13 @@ class Chosen(NamedTuple):
     """See `Document`."""
 
 
-def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
+def choose(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
     """Normalises, splits and weights the documents of a source, in order.
 
     A held-out document counts once: evaluation reads every document once, whatever its training weight.
+
+    Args:
+        held_digests: Of the texts that are held out, sorted; None where each document's own hash decides.
 
     Raises:
         DataError: If a document cannot be read, is longer than can be tokenised, or holds half a character (a lone
@@ -76,7 +86,7 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
         if kept_below and xxhash.xxh3_64_intdigest(data, seed=_WEIGHT_SEED) < kept_below:
             copies += 1
         if copies:
-            held_out = digest < held_below
+            held_out = digest < held_below if held_digests is None else _holds(held_digests, digest)
             copies = 1 if held_out else copies
             yield Chosen(
                 data,
@@ -88,3 +98,8 @@ def choose(corpus: Corpus, rules: Rules) -> Iterator[Chosen]:
                 corpus.meter.done,
                 document.duplicate_key,
             )
+
+
+def _holds(ordered: npt.NDArray[np.uint64], digest: int) -> bool:
+    place = int(np.searchsorted(ordered, np.uint64(digest)))
+    return place < ordered.size and int(ordered[place]) == digest

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 from finetune.data.chat.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
+from finetune.utils import json_files
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
 
 _BATCH_ROWS = 1024
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
 class Document(NamedTuple):
@@ -36,6 +39,8 @@ class Fields(NamedTuple):
     """None where labels are not wanted."""
     form: RecordForm | None = None
     """How records become conversations; None where they are documents."""
+    classes: tuple[str, ...] = ()
+    """Names that the file itself gives to the numbers in `label`, if it does."""
 
     @property
     def columns(self) -> list[str] | None:
@@ -54,18 +59,42 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
     Raises:
         DataError: If the file cannot be opened, is malformed, or lacks a field.
     """
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(
-            f"{path} ends in '{path.suffix}', which is no format that can be read. Allowed are "
-            f"{', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk; convert the file."
-        )
     try:
-        yield from reader(path, fields, meter or Meter())
+        _check_format(path)
+        yield from _READERS[path.suffix.lower()](path, fields, meter or Meter())
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."
         ) from error
+
+
+def _check_format(path: Path) -> None:
+    """Compares what a file's name says that it holds with what it does hold.
+
+    Raises:
+        DataError: If they differ, or it is no format that can be read.
+        OSError: If it cannot be read.
+    """
+    suffix, found = path.suffix.lower(), format_of(path)
+    named = suffix in _READERS
+    if found == HTML and suffix == ".txt":
+        found = None  # a text like any other
+    if found is not None and not (found == PARQUET and suffix == ".parquet"):
+        though = f", though its name ends in {path.suffix}" if named else ""
+        raise DataError(f"{path} is {found.name}{though}. {found.advice} {_allowed()}")
+    if suffix in (".parquet", *_COMPRESSED) and found is None and holds_text(path):
+        raise DataError(
+            f"{path} is not a readable {_COMPRESSED.get(suffix, 'Parquet')} file: it holds text. Give it a name that "
+            f"says what it is. {_allowed()}"
+        )
+    if not named:
+        raise DataError(
+            f"{path} ends in '{path.suffix}', which is no format that can be read. Convert the file. {_allowed()}"
+        )
+
+
+def _allowed() -> str:
+    return f"Allowed are {', '.join(_READERS)}, or a directory written by `datasets`' save_to_disk."
 
 
 def document_of(record: Any, fields: Fields, where: str) -> Document:
@@ -92,13 +121,65 @@ def document_of(record: Any, fields: Fields, where: str) -> Document:
         )
     if fields.label is None:
         return Document(text, None, where)
-    label = record[fields.label]
+    return Document(text, _label(record[fields.label], fields, where), where)
+
+
+def _label(label: Any, fields: Fields, where: str) -> int | str:
+    """The class that a record says, whatever format it comes from."""
+    # As CSV, JSON, pandas and `ClassLabel` write that there is none.
+    blank = isinstance(label, str) and not label.strip()
+    if label is None or blank or label != label or (fields.classes and label == -1):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is missing ({'blank' if blank else label}). Write its class "
+            "there, or remove the record: no label is no class of its own."
+        )
     if not isinstance(label, int | str):
         raise DataError(
             f"{where}: the label in '{fields.label}' is {kind_of(label)}; a class is an integer or a text. Mend the "
             "record, or name another field as `label_field`."
         )
-    return Document(text, int(label) if isinstance(label, bool) else label, where)
+    if not fields.classes or isinstance(label, str):
+        return int(label) if isinstance(label, bool) else label
+    if not 0 <= label < len(fields.classes):
+        raise DataError(
+            f"{where}: the label in '{fields.label}' is {label}, but the data set names {len(fields.classes)} classes, "
+            "numbered from 0. Mend the record."
+        )
+    return fields.classes[label]
+
+
+def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
+    """The names of the label's classes, in order of their numbers, if `datasets`' features hold any.
+
+    Args:
+        features: As JSON; whatever else a file holds there has no names.
+    """
+    feature = features.get(fields.label) if isinstance(features, Mapping) else None
+    names = feature.get("names") if isinstance(feature, Mapping) else None
+    # A feature of several fields, one of which is called so, has another feature there.
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
+
+
+def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
+    """As `class_names`, of a file: `datasets` writes its features into Parquet files.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
+    if path.suffix.lower() != ".parquet" or fields.label is None:
+        return ()
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}. Write it again.") from error
+    try:
+        features = json_files.parse(metadata.get(b"huggingface", b"null"))["info"]["features"]
+    except (ValueError, LookupError, TypeError):
+        return ()  # another program's
+    return class_names(features, fields)
 
 
 def too_long(where: str, why: str) -> DataError:
@@ -266,6 +347,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
     import pyarrow
     import pyarrow.parquet
 
+    fields = fields._replace(classes=file_classes(path, fields))
     try:
         file = pyarrow.parquet.ParquetFile(path)
         require_fields(file.schema_arrow.names, fields, str(path))
@@ -277,7 +359,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
         )
         for batch in batches:
-            for record in batch.to_pylist():
+            for record in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
                 meter.done = before + size * number // file.metadata.num_rows
                 yield document_of(record, fields, f"{path}, row {number}")

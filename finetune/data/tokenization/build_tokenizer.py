@@ -1,6 +1,7 @@
 """The tokenizer: loaded from a directory or the hub, or trained on the training documents."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,13 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.data.sources.corpus import brief
 from finetune.data.sources.readers import END_OF_TEXT
+from finetune.utils import json_files
 from finetune.utils.errors import DataError
+from finetune.utils.file_formats import format_of
 
 PADDING = "<|pad|>"
 TRAINER_VERSION = 1
@@ -39,10 +43,13 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
             "tokenizer.vocab_size to train one."
         )
+    wrong = path_kinds.not_a_tokenizer(Path(name))
+    if wrong is not None:
+        raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
         return _open(name, revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
-        _check_config(name)
+        _check_files(name)
         raise DataError(
             f"The tokenizer '{name}' cannot be loaded: {brief(error)}. It must be a directory with a tokenizer's files "
             "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size to "
@@ -50,12 +57,21 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _check_config(name: str) -> None:
-    """Opening a tokenizer reads the model's configuration, whose faults are its own."""
-    file = Path(name).expanduser() / "config.json"
+def _check_files(name: str) -> None:
+    """Opening a tokenizer reads the model's configuration, whose faults are its own; and files may be none of the kind.
+
+    Raises:
+        DataError: Of the first file that is something else than its name says.
+    """
+    folder = Path(name)
+    kinds = (".json", ".txt", ".model", ".jinja")
+    for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
+        if found := format_of(file) if file.is_file() else None:
+            raise DataError(f"{file} is {found.name}, and no part of a tokenizer. {found.advice}")
+    file = folder / "config.json"
     try:
         if file.is_file():
-            json.loads(file.read_text(encoding="utf-8"))
+            json_files.read(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is no valid JSON: {error}. It is the model's configuration; restore it.") from error
 
@@ -139,7 +155,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
         # The form that GPT-2 was published in says nowhere which class it belongs to.

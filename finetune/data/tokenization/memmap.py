@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from finetune.utils.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
 
-_MASK_CHUNK = 1 << 22  # a multiple of 8
+_CHUNK = 1 << 22  # a multiple of 8
 
 
 def map_array(path: Path, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
@@ -44,13 +45,16 @@ class GrowingArray:
         self._dtype: np.dtype[Any] = np.dtype(dtype)
         self._file = path.open("ab")
         self._size = os.fstat(self._file.fileno()).st_size // self._dtype.itemsize
+        self._digest = xxhash.xxh3_64()
 
     def __len__(self) -> int:
         return self._size
 
     def append(self, numbers: npt.NDArray[Any]) -> None:
         """Appends some numbers, which a kill may lose until the next `sync`."""
-        self._file.write(numbers.astype(self._dtype, copy=False).tobytes())
+        data = numbers.astype(self._dtype, copy=False).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
         self._size += numbers.size
 
     def view(self) -> npt.NDArray[Any]:
@@ -60,17 +64,21 @@ class GrowingArray:
             return np.array([], self._dtype)
         return np.asarray(np.memmap(self.path, self._dtype, mode="r", shape=(self._size,)))
 
-    def cut(self, size: int) -> bool:
-        """Leaves the first `size` numbers; returns whether there were as many."""
-        enough = self._size >= size
+    def cut(self, size: int, digest: str) -> bool:
+        """Leaves the first `size` numbers; returns whether they are those that `sync` gave this digest of."""
         self._file.truncate(size * self._dtype.itemsize)
         self._size = size
-        return enough
+        self._digest.reset()
+        with self.path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                self._digest.update(chunk)
+        return self._digest.hexdigest() == digest
 
-    def sync(self) -> None:
-        """Returns once everything is on the disk."""
+    def sync(self) -> str:
+        """Returns once everything is on the disk, with a digest of what was written."""
         self._file.flush()
         os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
 
     def close(self) -> None:
         """Closes the file."""
@@ -104,5 +112,5 @@ class MaskFile:
 def pack_mask(loose: Path, path: Path) -> None:
     """Turns a file of one byte a token into one of bits."""
     with loose.open("rb") as source, path.open("wb") as target:
-        while chunk := source.read(_MASK_CHUNK):
+        while chunk := source.read(_CHUNK):
             target.write(np.packbits(np.frombuffer(chunk, np.uint8), bitorder="little").tobytes())

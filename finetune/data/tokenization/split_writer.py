@@ -1,7 +1,7 @@
 """Writes one side of the split; its files only grow, so that a killed build can resume."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,8 @@ class SplitWriter:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON-able values; returns once the files are on the disk."""
-        for file in self._files:
-            file.sync()
         return {
-            "sizes": [len(file) for file in self._files],
+            "files": [(len(file), file.sync()) for file in self._files],
             "facts": vars(self._facts),
             "ends": list(self._ends.items()),
             "issues": vars(self._issues),
@@ -76,8 +74,8 @@ class SplitWriter:
         }
 
     def restore(self, state: dict[str, Any]) -> bool:
-        """Goes back to a state; returns whether the files hold all that it counts."""
-        complete = [file.cut(size) for file, size in zip(self._files, state["sizes"], strict=True)]
+        """Goes back to a state; returns whether the files hold what it is about."""
+        complete = [file.cut(*written) for file, written in zip(self._files, state["files"], strict=True)]
         self._facts = Facts(**state["facts"])
         self._ends = Counter(dict(state["ends"]))
         self._issues = Issues(**state["issues"])
@@ -86,10 +84,10 @@ class SplitWriter:
         self._first, self._first_token, self._first_copy = state["first"]
         return all(complete)
 
-    def begin(self, source: str) -> None:
+    def begin(self) -> None:
         """Starts the documents of the next source."""
         self._first, self._first_token, self._first_copy = len(self._lengths), len(self._tokens), len(self._copies)
-        self._sources.append({"name": source, "documents": 0, "tokens": 0, "format": ""})
+        self._sources.append({"number": len(self._sources), "documents": 0, "tokens": 0, "format": "", "unread": []})
 
     def add(
         self,
@@ -119,14 +117,20 @@ class SplitWriter:
         if examples is not None:
             self._loose.append(np.concatenate([example.mask for example in examples]))
 
-    def repeat(self, form: str) -> None:
-        """Appends the copies of the source's documents: a whole pass after the first, never side by side."""
+    def repeat(self, form: str, unread: Iterable[str]) -> None:
+        """Appends the copies of the source's documents: a whole pass after the first, never side by side.
+
+        Args:
+            form: How its conversations are written, if they are any.
+            unread: Fields of its records that hold something and were not read.
+        """
         copies = self._copies.view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
             self._append_again(self._first + np.flatnonzero(copies > number))
         self._sources[-1]["documents"] = len(self._lengths) - self._first
         self._sources[-1]["tokens"] = len(self._tokens) - self._first_token
         self._sources[-1]["format"] = form
+        self._sources[-1]["unread"] = sorted(unread)
 
     def finish(self) -> dict[str, Any] | None:
         """Writes what is read later; None where there is no document."""

@@ -19,7 +19,7 @@ from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
 from finetune.utils.errors import DataError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TRAIN, HELD_OUT = "train", "held_out"
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -61,6 +61,7 @@ def write(
     restore: Callable[[str], str],
     tolerance: Tolerance,
     bar: Bar,
+    held_digests: npt.NDArray[np.uint64] | None = None,
 ) -> dict[str, Any]:
     """Tokenises all documents of some sources into a folder, or those that a killed build has left to do.
 
@@ -75,6 +76,7 @@ def write(
         restore: Turns a text into tokens and back, to see whether something is lost.
         tolerance: Of broken conversations; counts what reader and encoder meet.
         bar: Shows how far it is.
+        held_digests: See `choose`.
 
     Returns:
         JSON-able counts: `dtype`, `labels`, and for each side that has documents what the report shows.
@@ -87,7 +89,7 @@ def write(
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
-        chosen = shards.begin(number, choose(corpus, rules))
+        chosen = shards.begin(number, choose(corpus, rules, held_digests))
         if chosen is None:
             continue
         for batch, encoded in encoder.encode_all(batched(chosen)):
@@ -106,7 +108,7 @@ def write(
                     )
             shards.advance(batch)
         for side in sides.values():
-            side.repeat(corpus.form.detected if corpus.form else "")
+            side.repeat(*((corpus.form.detected, corpus.form.unread) if corpus.form else ("", ())))
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
     if all(count is None for count in counts.values()):
@@ -121,14 +123,16 @@ def write(
     return {"dtype": dtype.name, "labels": list(labels), **counts}
 
 
-def training_texts(corpora: Sequence[Corpus], rules: Rules) -> Iterator[tuple[str, int]]:
+def training_texts(
+    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None
+) -> Iterator[tuple[str, int]]:
     """The texts of the training side, each document once; of conversations what is said.
 
-    Beside each text comes how many bytes of all files have been read.
+    Beside each text comes how many bytes of all files have been read. What `held_digests` are, `choose` says.
     """
     before = 0
     for corpus in corpora:
-        for item in choose(corpus, rules):
+        for item in choose(corpus, rules, held_digests):
             if item.text and not item.held_out:
                 yield plain_text(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
         before += corpus.size or 0

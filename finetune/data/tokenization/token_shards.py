@@ -6,7 +6,6 @@ being read is read again, without tokenising what is in them.
 """
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.split_writer import SplitWriter
-from finetune.utils.atomic_files import write_json
+from finetune.utils import json_files
+from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 1 << 25
@@ -43,7 +43,10 @@ class Shards:
         self._left: dict[str, Any] | None = None
         if self._path.exists():
             try:
-                self._restore(json.loads(self._path.read_text(encoding="utf-8")))
+                state = json_files.read(self._path, needed=("digest",))
+                if state.pop("digest") != digest_of(state):
+                    raise ValueError
+                self._restore(state)
             except DataError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -65,7 +68,7 @@ class Shards:
             self._tell(read[0].read)
         else:
             for side in self._sides.values():
-                side.begin(self._corpora[source].name)
+                side.begin()
         return chosen
 
     def advance(self, batch: Sequence[Chosen]) -> None:
@@ -99,13 +102,15 @@ class Shards:
             "first_broken": self._tolerance.first,
             "sides": {name: side.state() for name, side in self._sides.items()},
         }
-        write_json(self._path, state)
+        write_json(self._path, {**state, "digest": digest_of(state)})
         self._open = 0
 
     def _restore(self, state: dict[str, Any]) -> None:
         complete = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
         if not all(complete):
-            raise DataError(f"{self._path.parent} has lost a part of what was tokenised. Start again.")
+            raise DataError(
+                f"{self._path.parent} is damaged: it does not hold what was tokenised. Start again: it is made anew."
+            )
         self._source, self._documents = state["source"], state["documents"]
         self._all_documents = state["all_documents"]
         self.labels.update({label: number for number, label in enumerate(state["labels"])})

@@ -11,7 +11,7 @@ from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, war
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.launch.launch_key_docs import PREFIXES
-from finetune.distributed.resolve_config import agree, check_devices, check_trackers
+from finetune.distributed.resolve_config import check_devices, resolve_config
 
 # Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
@@ -142,8 +142,8 @@ def gpus(asked: Asked) -> Iterable[Finding]:
         )
     else:
         yield ok("GPUs", f"none; processes compute on the CPU and talk by gloo (torch {torch.__version__})")
-    if asked.launch is not None:
-        check_devices(asked.launch, here, asked.local)
+    if asked.foreseen is not None:
+        check_devices(asked.foreseen.launch, here, asked.foreseen.env)
 
 
 def dtypes(asked: Asked) -> Iterable[Finding]:
@@ -209,8 +209,7 @@ def agreement(asked: Asked) -> Iterable[Finding]:
     from finetune.tasks.metrics import check_metrics
 
     foreseen = asked.foreseen or read_launch_environment(None, {}, asked.env)
-    settled = agree(asked.recipe, foreseen.launch, of_torch(), foreseen.env)
-    check_trackers(asked.recipe)
+    settled = resolve_config(asked.recipe, foreseen.launch, foreseen.env)
     check_metrics(asked.recipe)
     optimizers.check_optimizer(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"

@@ -3,7 +3,6 @@
 import ctypes
 import ipaddress
 import socket
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, unreachable
+from finetune.utils.temporary_folders import temporary_folder
 
 
 def port(asked: Asked) -> Iterable[Finding]:
@@ -143,6 +143,7 @@ LIMIT_S = 120.0
 # They meet by a file, so that a port which is taken is another check's finding.
 SCRIPT = """
 import datetime, sys, torch
+from finetune.utils.compat.torch_private import start_gloo_with_one_worker
 
 def meet(rank, backend, folder):
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -155,6 +156,7 @@ def meet(rank, backend, folder):
     assert values.eq(3.0).all(), f"1 + 2 is {values[0].item()}"
     torch.distributed.destroy_process_group()
 
+start_gloo_with_one_worker()
 torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method="fork")
 """
 
@@ -163,8 +165,8 @@ def all_reduce(asked: Asked) -> Iterable[Finding]:
     """An all-reduce over two processes of this machine."""
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        _, problem = probe(SCRIPT, backend, folder, env=asked.env, limit_s=LIMIT_S)
+    with temporary_folder() as folder:
+        _, problem = probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
     if not problem:
         found = f"two processes agree by {backend}, in {time.monotonic() - start:.1f} s with their start"
         yield ok("all-reduce", found)

@@ -96,7 +96,7 @@ def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
         reasons.append(f"{one.name} ended at step {one.last}, {other.name} at step {other.last}")
     if _rounded(other) and not _rounded(one):
         reasons.append(f"the losses of {other.name} are rounded: each sum is a whole number of sixteenths, as in bf16")
-    notes = [*_other_recipe(one, other), *_other_dtypes(one, other)]
+    notes = [*_damaged(one), *_damaged(other), *_other_recipe(one, other), *_other_dtypes(one, other)]
     tensor: tuple[str, float] | None = None
     if not (one.weights and other.weights):
         notes.append("weights are not compared: one of the runs has no folder `model` with any")
@@ -117,6 +117,12 @@ def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
             "docs/parity.md, long runs"
         )
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
+
+
+def _damaged(run: FinishedRun) -> Iterator[str]:
+    for file, lines in run.damaged.items():
+        if lines:
+            yield f"{lines:,} damaged line(s) of {run.directory / file} are left out"
 
 
 def _grew_slowly(steps: dict[int, dict[str, float]], allowed: Tolerance) -> bool:

@@ -1,13 +1,17 @@
 """A finished run, as read from its directory."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.utils.atomic_files import read_lines
+from finetune.checkpoint import row_ledger, run_facts
+from finetune.checkpoint.run_facts import read_facts
+from finetune.utils.atomic_files import Lines
 from finetune.utils.errors import CheckpointError, RecipeError
+
+_NEEDED = ("length", "identity", "runs", "precision")  # of `run.json`
+_COMPARED = {"loss", "lr", "grad_norm", "tokens", "step_s"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class FinishedRun:
     """The logged steps, counted from 1."""
     rows: dict[int, int]
     """The checksum of the rows that each step read; empty without a ledger."""
+    damaged: dict[str, int]
+    """Lines that cannot be read, by file."""
 
     @property
     def last(self) -> int:
@@ -58,34 +64,23 @@ def read(directory: Path, name: str | None = None) -> FinishedRun:
     """
     facts = read_facts(directory)
     try:
-        lines = read_lines(directory / "metrics.jsonl")
-        ledger = directory / "ledger.jsonl"
-        used = read_lines(ledger) if ledger.exists() else []
+        metrics = run_facts.read_metrics(directory)
+        ledger = directory / row_ledger.LEDGER
+        used = row_ledger.read_ledger(directory) if ledger.exists() else Lines([], {}, [])
     except OSError as error:
         raise CheckpointError(f"{directory}: metrics or ledger cannot be read: {error.strerror or error}.") from error
-    rows = {line["step"] + 1: line["rows"] for line in used if "step" in line}
-    steps = {line["step"]: line for line in lines if "grad_norm" in line}
+    rows = {line["step"] + 1: line["rows"] for line in used.whole if "step" in line}
+    lines = [line for line in metrics.whole if "grad_norm" in line]
+    steps = {line["step"]: line for line in lines if line.keys() >= _COMPARED}
+    if missing := [key for key in _NEEDED if key not in facts]:
+        raise CheckpointError(f"{directory / run_facts.RUN} has no {', '.join(missing)}. Restore it from a copy.")
     if "finished" not in facts or not steps:
         raise RecipeError(
             f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
             "compared. Start its command again, and it resumes."
         )
-    return FinishedRun(name or directory.name, directory, facts, steps, rows)
-
-
-def read_facts(directory: Path) -> dict[str, Any]:
-    """The `run.json` of a run.
-
-    Raises:
-        RecipeError: If there is no run.
-        CheckpointError: If it cannot be read.
-    """
-    try:
-        facts: dict[str, Any] = json.loads((directory / "run.json").read_bytes())
-    except FileNotFoundError as error:
-        raise RecipeError(
-            f"{directory} holds no run: it has no run.json. Give a directory such as runs/sample."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / 'run.json'} cannot be read: {error}.") from error
-    return facts
+    damaged = {
+        run_facts.METRICS: len(metrics.damaged) + len(lines) - len(steps),
+        row_ledger.LEDGER: len(used.damaged),
+    }
+    return FinishedRun(name or directory.name, directory, facts, steps, rows, damaged)

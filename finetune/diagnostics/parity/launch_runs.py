@@ -1,7 +1,6 @@
 """Launches the same recipe under one launch config after the other."""
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from finetune.diagnostics.parity.finished_run import FinishedRun, read
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.launch.launcher import command
 from finetune.distributed.resolve_config import derive_accumulation
+from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, launch_file, shipped_names
@@ -154,16 +154,11 @@ def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say
 
 def _wait(words: list[str]) -> int:
     """Runs a command to its end, its output on this one's stderr; ended ourselves, we end it first."""
-
-    def leave(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
+    with signals.held_back():
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
     try:
         return process.wait()
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait()
-        signal.signal(signal.SIGTERM, before)

@@ -78,7 +78,7 @@ def _finite(difference: float | None) -> float | None:
 
 def _runs(comparisons: Sequence[Comparison]) -> Table:
     dtypes = "masters/weights/sums/products/loss"
-    table = plain_table("", "what runs", "shares", dtypes, "tokens/s", "GiB", "loss", "norm", "weights", "verdict")
+    table = plain_table("", "what runs", "shares", dtypes, "targets/s", "GiB", "loss", "norm", "weights", "verdict")
     table.add_row(*_facts(comparisons[0].one), "", "", "", "reference")
     for comparison in comparisons:
         tensor = comparison.tensor and comparison.tensor[1]

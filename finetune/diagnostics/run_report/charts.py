@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.checkpoint.run_history import RunHistory, Series
+from finetune.diagnostics.run_report.one_run import memory_of
 
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
 
@@ -134,9 +135,9 @@ def _of_one(run: RunHistory, unit: TimeUnit) -> list[Chart]:
         ),
         simple("learning-rate", "lr", "Learning rate", "", from_zero=True),
         _gradient_norm(run, unit, marks),
-        simple("throughput", "tokens_per_s", "Throughput", "targets / s", from_zero=True),
+        simple("throughput", "tokens_per_s", "Throughput", "targets/s", from_zero=True),
         _step_time(run, unit, marks),
-        simple("memory", "peak_memory_gib", "Peak memory of rank 0 so far", "GiB", from_zero=True),
+        simple("memory", "peak_memory_gib", f"Peak memory of {memory_of([run])}, so far", "GiB", from_zero=True),
         simple("mfu", "mfu", "Model FLOPs utilisation", "share", from_zero=True),
     ]
 
@@ -167,9 +168,15 @@ def _of_several(runs: Sequence[tuple[str, RunHistory]], unit: TimeUnit) -> list[
         *(_metric(key, evaluated(key), ()) for key in metrics),
         over("learning-rate", "lr", "Learning rate", "", from_zero=True),
         over("gradient-norm", "grad_norm", "Gradient norm", "", logarithmic=True),
-        over("throughput", "tokens_per_s", "Throughput", "targets / s", from_zero=True),
+        over("throughput", "tokens_per_s", "Throughput", "targets/s", from_zero=True),
         over("step-time", "step_s", "Time of a step", "s", from_zero=True),
-        over("memory", "peak_memory_gib", "Peak memory of rank 0 so far", "GiB", from_zero=True),
+        over(
+            "memory",
+            "peak_memory_gib",
+            f"Peak memory of {memory_of([run for _, run in runs])}, so far",
+            "GiB",
+            from_zero=True,
+        ),
     ]
 
 

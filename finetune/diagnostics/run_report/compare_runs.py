@@ -1,5 +1,6 @@
 """What the page of several runs says: final figures side by side, and what differs."""
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def _figures(runs: Sequence[tuple[str, RunHistory]], price: float | None, losses
         best = run.best("validation_loss")
         loss = "–" if best is None else f"{figures.number(best[1])} (step {best[0]:,})"
         step = f"{run.step:,}/{run.num_steps:,}" if run.num_steps is not None else f"{run.step:,}"
-        most = peak(run)[0]
+        most, whose = peak(run)
         dot = tag("i", class_="dot", style=f"background:var(--series-{number % 8})")
         spent, _ = figures.cost(price, run.process_hours, run.facts.get("runs", {}).get("device", ""))
         rows.append(
@@ -49,7 +50,7 @@ def _figures(runs: Sequence[tuple[str, RunHistory]], price: float | None, losses
                 figures.number(run.tokens_per_s, 3),
                 figures.duration(run.duration),
                 spent,
-                most if (run.facts.get("peak_memory") or {}).get("measured") else f"{most} (rank 0)",
+                tag("span", most, title=whose),
                 tag("span", run.launch, class_="keep"),
                 model_name(run),
             )
@@ -60,10 +61,10 @@ def _figures(runs: Sequence[tuple[str, RunHistory]], price: float | None, losses
         "status",
         "best validation loss",
         "last loss",
-        "targets / s",
+        "targets/s",
         "time",
         what,
-        "peak memory",
+        " or ".join(dict.fromkeys(peak(run)[1] for _, run in runs)),
         "launch",
         "model",
     )
@@ -76,7 +77,7 @@ def _differences(runs: Sequence[tuple[str, RunHistory]]) -> Html:
     names = [name for name, _ in runs]
 
     def shown(title: str, found: dict[str, list[str]], same: str) -> Html:
-        rows = [(tag("code", key), *values) for key, values in found.items()]
+        rows = [(tag("code", key, class_="keep"), *values) for key, values in found.items()]
         inside = table(("", *names), rows) if rows else tag("p", same, class_="muted")
         return tag("div", tag("h3", title), inside, class_="card wide")
 
@@ -105,6 +106,9 @@ def differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _flat(tree: Any, place: str = "") -> list[tuple[str, Any]]:
+    """Keys and values; of a list of objects, such as `data.train`, each object's: `data.train[0].path`."""
+    if isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
+        return [pair for number, item in enumerate(tree) for pair in _flat(item, f"{place}[{number}]")]
     if not isinstance(tree, dict) or not tree:
         return [(place, tree)]
     return [pair for key, value in tree.items() for pair in _flat(value, f"{place}.{key}" if place else str(key))]
@@ -113,8 +117,9 @@ def _flat(tree: Any, place: str = "") -> list[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, str) and _COMMIT.match(value):
         return value[:10] + value[40:]
-    said = "–" if value is None else str(value)
-    return said if len(said) <= 120 else f"{said[:117]}…"
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "–" if value is None else str(value)
 
 
 def _samples(runs: Sequence[tuple[str, RunHistory]]) -> Html:

@@ -61,5 +61,5 @@ def cost(price: float | None, hours: float, device: str) -> tuple[str, str]:
     """What a run took at a price of a device and hour, and what that is; without a price, its hours."""
     what = "GPU" if device == "cuda" else "process"
     if price is None:
-        return f"{hours:,.2f} h" if hours >= 0.1 else duration(hours * 3600), f"{what} hours held"
+        return f"{hours:,.2f} h" if hours >= 0.1 else duration(hours * 3600), f"{what} time held"
     return f"{price * hours:,.2f}", f"cost at {price:g} a {what} and hour"

@@ -1,11 +1,11 @@
 """The peak memory that a plan predicts for a run that has not written it."""
 
 from dataclasses import fields
-from pathlib import Path
 
 from finetune.checkpoint.run_history import RunHistory
+from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
-from finetune.utils.errors import FinetuneError
+from finetune.utils.errors import FinetuneError, RecipeError
 
 
 def predict_peak(run: RunHistory) -> int | str:
@@ -14,9 +14,16 @@ def predict_peak(run: RunHistory) -> int | str:
     if not isinstance(launch, dict) or not launch.get("kind"):
         return "run.json does not say under what it was launched."
     try:
-        recipe = load_recipe(str(Path(run.directory) / "recipe.yaml"), [])
+        recipe = load_recipe(run.directory / "recipe.yaml")
     except FinetuneError as error:
         return f"its recipe cannot be read: {_short(error)}"
+    try:
+        check_code(run.directory, recipe, (SHIPPED, *NAMED))
+    except RecipeError:
+        return (
+            "its recipe leads to Python code, which is not run unasked, since no record says that this user started "
+            f"the run on this machine. Where you trust it, `finetune plan {run.directory / 'recipe.yaml'}` predicts it."
+        )
     micro = run.facts.get("micro_size")
     rows = micro.get("rows") if isinstance(micro, dict) else micro
     if not isinstance(rows, int):

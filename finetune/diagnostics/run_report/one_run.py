@@ -1,5 +1,6 @@
 """What the page of one run says beside its charts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -101,10 +102,17 @@ def peak(run: RunHistory) -> tuple[str, str]:
     """The most memory that is known of, and what that is."""
     told = run.facts.get("peak_memory") or {}
     if (told.get("measured") or 0) > 0:
-        return figures.memory(told["measured"]), f"peak memory, fullest rank ({told.get('of', 'measured')})"
+        more = ", over what its process held before" if told.get("of") == "resident" else ""
+        return figures.memory(told["measured"]), f"peak memory of training, fullest rank{more}"
     seen = run.training["peak_memory_gib"]
     most = float(np.nanmax(seen)) * 2**30 if np.isfinite(seen).any() else None
-    return figures.memory(most), "peak memory of rank 0"
+    return figures.memory(most), f"peak memory of {memory_of([run])}"
+
+
+def memory_of(runs: Sequence[RunHistory]) -> str:
+    """Whose memory the metrics have: on a CPU it is all that the process holds, and not what training adds."""
+    resident = any(run.facts.get("runs", {}).get("device") == "cpu" for run in runs)
+    return "rank 0's process, with its libraries" if resident else "rank 0"
 
 
 def _tiles(run: RunHistory, price: float | None) -> Html:
@@ -115,7 +123,7 @@ def _tiles(run: RunHistory, price: float | None) -> Html:
         seconds = [tag("b", figures.duration(run.duration)), tag("span", "so far, pauses left out")]
     tokens = run.training["tokens"]
     spent, what = figures.cost(price, run.process_hours, run.facts.get("runs", {}).get("device", ""))
-    learned = f"targets / s, {figures.count(float(tokens[-1]))} learned" if len(tokens) else "targets / s"
+    learned = f"targets/s, {figures.count(float(tokens[-1]))} learned" if len(tokens) else "targets/s"
     tiles = [
         (figures.number(last_loss(run)), "last training loss"),
         validated,

@@ -12,6 +12,9 @@ from finetune.utils.errors import RecipeError
 
 EXTRA = ("plotly", "matplotlib")
 
+# Runs that a folder is named after; a name may have 255 bytes.
+_MOST_NAMES = 4
+
 
 def write_report(
     directories: Sequence[Path], to: Path | None = None, *, price: float | None = None, predict: bool = True
@@ -19,7 +22,8 @@ def write_report(
     """Writes the report of one run, or of several over each other.
 
     Args:
-        to: The page; for one run `RUN/report/report.html` if left out, for several `report.html` here.
+        to: The page; if left out, `RUN/report/report.html` for one run, for several `report.html` in a folder here
+            that is named after them.
         price: Of a GPU (or a process on CPUs) and hour.
         predict: Whether to compute the peak memory that a plan predicts, where the run has not written it.
 
@@ -32,7 +36,7 @@ def write_report(
     check_extra()
     check_price(price)
     runs = named([(directory, read_run(directory)) for directory in directories])
-    file = to or (directories[0] / "report" / "report.html" if len(runs) == 1 else Path("report.html"))
+    file = to or (directories[0] / "report" if len(runs) == 1 else _folder_of(runs)) / "report.html"
     _check_file(file)
     predictions = [predicted_peak(run, compute=predict) for _, run in runs] if len(runs) == 1 else []
     shown = page.content(runs, price=price, predictions=predictions)
@@ -46,6 +50,12 @@ def write_report(
         raise RecipeError(
             f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."
         ) from error
+
+
+def _folder_of(runs: Sequence[tuple[str, RunHistory]]) -> Path:
+    names = [run.name for _, run in runs]
+    shown = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1}-more"]
+    return Path("-".join(["report", *shown]))
 
 
 def named(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:

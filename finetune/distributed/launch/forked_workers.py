@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from unittest.mock import patch
 
@@ -46,9 +46,12 @@ class ForkedWorker:
         words = list(args[1 + len(flags) :])
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal that comes before the worker has its own handlers must not go to the launcher's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words, env, start_new_session, "-u" in flags)
+            _become(words, env, start_new_session, "-u" in flags, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""
@@ -118,7 +121,7 @@ def forked_workers() -> Iterator[None]:
         yield
 
 
-def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffered: bool) -> None:
+def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffered: bool, mask: Iterable[int]) -> None:
     """Does what `python -m WORDS` does, and ends."""
     code = 1
     # What the launcher holds is never freed here: files of that number may be a worker's own by then.
@@ -129,6 +132,8 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if new_session:
             os.setsid()
         _close_on_exec()
@@ -149,6 +154,8 @@ def _become(words: list[str], env: Mapping[str, str], new_session: bool, unbuffe
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT  # its launcher was told as well
     except BaseException:
         traceback.print_exc()
     finally:

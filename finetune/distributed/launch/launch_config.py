@@ -6,7 +6,7 @@ own command line, which is the parent process's, is read as well, and the two ar
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,12 +107,15 @@ def read_launch() -> Launch:
     if not torch.cuda.is_available():
         # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    world = int(env.get("WORLD_SIZE", "1"))
+    world = number_of(env, "WORLD_SIZE", 1)
     arguments = _launcher_arguments()
     file = None if arguments is None else _launch_file(arguments)
+    exported: frozenset[str] = frozenset()
     if arguments is not None and file is not None:
         written = launch_file.read(file)
-        check_file(file, written, arguments.num_processes, world, cpu=arguments.cpu)
+        options = {name: value for name in launch_key_docs.OPTIONS if (value := getattr(arguments, name)) is not None}
+        check_file(file, {**written, **options}, world, cpu=arguments.cpu)
+        exported = frozenset(launch_file.exported(str(written["distributed_type"]), written))
         # Accelerate reads the section, but exports only what it knows itself.
         own = {launch_key_docs.FSDP[name].variable: written[name] for name in launch_key_docs.OWN if name in written}
         env |= {str(variable): str(value).lower() for variable, value in own.items()}
@@ -125,11 +128,16 @@ def read_launch() -> Launch:
     if arguments is not None and arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
-    return of_environment(env, world, file, _threads(arguments))
+        exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    return of_environment(env, world, file, _threads(arguments), exported)
 
 
 def of_environment(
-    env: Mapping[str, str], num_processes: int, file: str | None, num_threads: int | None = None
+    env: Mapping[str, str],
+    num_processes: int,
+    file: str | None,
+    num_threads: int | None = None,
+    exported: Collection[str] = (),
 ) -> Launch:
     """What a worker is asked for, by the environment that it has.
 
@@ -137,10 +145,13 @@ def of_environment(
         num_processes: Over all machines.
         file: The launch file, which has been checked, if there is one.
         num_threads: See `Launch`.
+        exported: The variables that the launch file sets. Others of Accelerate's are left over from elsewhere.
 
     Raises:
         BackendError: If it contradicts itself, or asks for what is not offered.
     """
+    if file is not None:
+        _check_left_over(env, file, exported)
     if file is None and num_processes > 1 and "LOCAL_RANK" not in env:
         raise BackendError(
             f"WORLD_SIZE is {num_processes}, but this process has no LOCAL_RANK: it was not started by a launcher. "
@@ -160,8 +171,8 @@ def of_environment(
     common |= _layout(env, common)
     if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BackendError(
-            f"{file or 'The environment'} asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, "
-            "which is not offered here. Take it out and set `model.compile: true` in the recipe."
+            f"The environment asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, which is not offered "
+            "here. Unset ACCELERATE_DYNAMO_BACKEND, and set `model.compile: true` in the recipe."
         )
     if _uses(env, "DEEPSPEED"):
         return _deepspeed(env, common)
@@ -174,10 +185,10 @@ def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]
     """`replicate`, `sequence` and `tensor` of a `Launch`: what the section parallelism_config asks for."""
     if not _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return {"replicate": 1, "sequence": 1, "tensor": 1}
-    place, processes = common["file"] or "The environment", common["num_processes"]
+    place, processes = common["file"] or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", common["num_processes"]
     names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
     replicate, shard, sequence, tensor, context = (
-        int(env.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names
+        number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE", 1) for name in names
     )
     if context > 1:
         raise BackendError(
@@ -222,6 +233,49 @@ def _truthy(value: str | None) -> bool:
     return (value or "").lower() in ("1", "true", "yes", "on")
 
 
+def number_of(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable that holds a whole number from 1.
+
+    Raises:
+        BackendError: If it holds anything else.
+    """
+    text = env.get(name, str(default))
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise BackendError(
+            f"{name} is {text!r} in the environment, which must be a whole number from 1. Correct it, or unset it: "
+            f"`unset {name}`."
+        )
+    return int(text)
+
+
+def _check_left_over(env: Mapping[str, str], file: str, exported: Collection[str]) -> None:
+    """Refuses variables by which workers would hear something else than the launch file says.
+
+    A launcher passes on what it does not set itself, so that a variable of the user's shell reaches workers, and
+    looks to them as if the launch file asked for it.
+    """
+    flags = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    acting = [name for name in (f"ACCELERATE_USE_{flag}" for flag in flags) if _truthy(env.get(name))]
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        acting.append("ACCELERATE_DYNAMO_BACKEND")
+    if env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() != "none" and _uses(env, "DEEPSPEED"):
+        acting.append("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    left_over = [name for name in acting if name not in exported]
+    problems = [f"{name} is {env[name]!r} in the environment, which {file} does not ask for" for name in left_over]
+    for key in launch_key_docs.KNOWN.values():
+        name = key.variable or ""
+        if key.allowed and name in env and name not in exported and env[name].upper() not in key.allowed:
+            left_over.append(name)
+            problems.append(f"{name} is {env[name]!r} in the environment, and can be {', '.join(key.allowed)}")
+    if problems:
+        raise BackendError.of(
+            "The launch environment",
+            problems,
+            f"Unset what is left over from another launch: `unset {' '.join(left_over)}`. What this launch should do "
+            "goes into its launch file.",
+        )
+
+
 def _launcher_arguments() -> Any | None:
     """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
     rest = orphan_watch.accelerate_arguments()
@@ -239,20 +293,20 @@ def _launch_file(arguments: Any) -> str | None:
     return arguments.config_file or default
 
 
-def check_file(
-    file: str, written: Mapping[str, Any], num_processes: int | None, world: int, *, cpu: bool = False
-) -> None:
-    """Compares a launch file with what started; Accelerate itself falls back without a word.
+def check_file(file: str, values: Mapping[str, Any], world: int, *, cpu: bool = False) -> None:
+    """Compares a launch file with itself and with what started; Accelerate itself falls back or waits without a word.
 
     Args:
-        written: The launch file, by dotted keys.
-        num_processes: The launcher's option of that name, which wins over the file.
+        values: The launch file, by dotted keys, with the launcher's options in place of what it says.
         world: Processes that run.
         cpu: Whether the launcher was given `--cpu`.
+
+    Raises:
+        BackendError: If numbers contradict each other, or it would start something else than it says.
     """
-    kind = str(written["distributed_type"])
-    requested = num_processes or written.get("num_processes") or 1
-    if (written.get("use_cpu") or cpu) and (kind != "NO" or requested > 1):
+    kind = str(values["distributed_type"])
+    requested, machines = values.get("num_processes", 1), values.get("num_machines", 1)
+    if (values.get("use_cpu") or cpu) and (kind != "NO" or requested > 1):
         raise BackendError(
             f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), and Accelerate would "
             "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
@@ -263,10 +317,52 @@ def check_file(
             f"{file} asks for {requested} processes with distributed_type 'NO', which starts one. Set distributed_type "
             "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
         )
+    problems = list(_unfit_numbers(kind, requested, machines, values))
+    if problems:
+        raise BackendError.of(f"The launch file {file}", [f"{file}: {problem}" for problem in problems])
+    if kind == "NO" and world != 1:
+        raise BackendError(
+            f"{file} asks for {requested} processes, but {world} run: WORLD_SIZE is {world} in the environment, left "
+            "over from another launch. Unset it, or name a launch file of several processes, such as "
+            "accelerate_configs/ddp.yaml."
+        )
     if world != requested:
         raise BackendError(
             f"{file} asks for {requested} processes, but {world} run. Start it with `accelerate launch "
             f"--config_file {file}`, and name another number with --num_processes."
+        )
+
+
+def _unfit_numbers(kind: str, processes: int, machines: int, values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong between the numbers of a launch file: what would wait for ever, or start other processes."""
+    rank, port = values.get("machine_rank", 0), values.get("main_process_port", 1)
+    if kind == "NO" and machines > 1:
+        yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
+    elif processes % machines:
+        yield (
+            f"num_processes is {processes} over num_machines {machines}, which do not get the same number each. Make "
+            "num_processes a multiple of num_machines"
+        )
+    if rank >= machines:
+        numbered = f"numbered from 0 to {machines - 1}" if machines > 1 else "one, whose number is 0"
+        yield (
+            f"machine_rank is {rank}, and num_machines is {machines}: machines are {numbered}. Correct machine_rank "
+            "(or --machine_rank), or num_machines"
+        )
+    if port > 65535:
+        yield f"main_process_port is {port}, and ports end at 65535. Take one that is free on the first machine"
+    if machines > 1 and port == 0:
+        yield f"main_process_port is 0, any that is free, which {machines} machines cannot know of each other. Name one"
+    if machines > 1 and kind != "NO" and not values.get("main_process_ip"):
+        yield (
+            f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there, or "
+            "by --main_process_ip"
+        )
+    gpus, local = str(values.get("gpu_ids", "all")), processes // machines
+    if gpus != "all" and len(gpus.split(",")) < local:
+        yield (
+            f"gpu_ids is {gpus}, and {local} processes run on a machine, each with a GPU of its own. Name as many, or "
+            "`all`"
         )
 
 
@@ -285,12 +381,19 @@ def _threads(arguments: Any | None) -> int | None:
 
 
 def threads_each(environ: Mapping[str, str], local: int) -> int | None:
-    """Threads for each of `local` processes on this machine; None where the user's environment says."""
-    return None if "OMP_NUM_THREADS" in environ else max(1, len(os.sched_getaffinity(0)) // local)
+    """Threads for each of `local` processes on this machine; None where the user's environment says.
+
+    Raises:
+        BackendError: If it says no number, which Accelerate's launcher fails over.
+    """
+    if "OMP_NUM_THREADS" not in environ:
+        return max(1, len(os.sched_getaffinity(0)) // local)
+    number_of(environ, "OMP_NUM_THREADS", 1)
+    return None
 
 
 def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    place = common["file"] or "the environment"
+    place = common["file"] or "ACCELERATE_USE_FSDP in the environment"
     if env.get("FSDP_VERSION", "1") != "2":
         raise BackendError(
             f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
@@ -319,7 +422,7 @@ def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
 
 
 def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    named = common["file"] or "The environment"
+    named = common["file"] or "ACCELERATE_USE_DEEPSPEED in the environment"
     place = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if place == "none":
         raise BackendError(
@@ -336,7 +439,7 @@ def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):
         raise BackendError(
-            f"{place} asks for ZeRO stage {stage}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
+            f"{place} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
             "data parallelism use accelerate_configs/ddp.yaml."
         )
     assert isinstance(section, dict)

@@ -14,11 +14,6 @@ from finetune.distributed.launch import launch_config, launch_file, launch_key_d
 from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.errors import BackendError
 
-# What Accelerate exports only where the launch file says so, or says anything else than its default.
-_IF_WRITTEN = ("deepspeed_config.zero3_init_flag", *launch_key_docs.OWN)
-_IF_CHOSEN = ("gpu_ids", "debug")
-_NUMBERS = ("num_processes", "machine_rank", "main_process_port", "max_restarts")
-
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -57,22 +52,25 @@ def read_launch_environment(
     if config_file is None:
         if options:
             raise BackendError(f"--{next(iter(options))} is an option of a launch: name its file by --config_file.")
-        world, local = (int(env.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        world, local = (launch_config.number_of(env, name, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         launch = launch_config.of_environment(env, world, None, launch_config.threads_each(env, local))
         return LaunchEnvironment(launch, dict(env), {}, {}, {}, local)
     written, chosen = launch_file.read(config_file), _typed(options)
+    values = {**written, **chosen}
     kind = str(written["distributed_type"])
-    requested = chosen.get("num_processes", written.get("num_processes", 1 if kind == "NO" else None))
+    requested = values.get("num_processes", 1 if kind == "NO" else None)
     if requested is None:
         raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
-    machines = int(written.get("num_machines") or 1)
-    local = 1 if kind == "NO" else int(requested) // machines
-    launch_config.check_file(config_file, written, chosen.get("num_processes"), local * machines)
-    exported = _exported(kind, written)
+    world = launch_config.number_of(env, "WORLD_SIZE", 1) if kind == "NO" else requested
+    launch_config.check_file(config_file, values, world)
+    local = requested // values.get("num_machines", 1)
+    exported = launch_file.exported(kind, written)
+    set_by_file = frozenset(exported)
     if kind != "NO":
-        exported |= {"WORLD_SIZE": str(local * machines), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
+        exported |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
     worker = {**env, **exported}
-    launch = launch_config.of_environment(worker, local * machines, config_file, launch_config.threads_each(env, local))
+    threads = launch_config.threads_each(env, local)
+    launch = launch_config.of_environment(worker, world, config_file, threads, set_by_file)
     return LaunchEnvironment(launch, worker, exported, written, chosen, local)
 
 
@@ -110,42 +108,15 @@ def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> 
     if int(written.get(_COPIES, 1)) > 1:
         written[_COPIES] = replicate or written[_COPIES]
         written[_COPIES.replace("replicate", "shard")] = processes // int(written[_COPIES])
-    return launch_config.of_environment(_exported(kind, written), processes, str(file))
+    exported = launch_file.exported(kind, written)
+    return launch_config.of_environment(exported, processes, str(file), exported=frozenset(exported))
 
 
 def _typed(options: Mapping[str, str]) -> dict[str, Any]:
+    typed: dict[str, Any] = {}
     for name, value in options.items():
-        if name in _NUMBERS and not value.isdecimal():
-            raise BackendError(f"--{name} takes a whole number, got {value}.")
-    return {name: int(value) if name in _NUMBERS else value for name, value in options.items()}
-
-
-def groups(kind: str, written: Mapping[str, Any]) -> dict[str, launch_key_docs.Key]:
-    """The keys that a launch of a kind, in Accelerate's words, listens to."""
-    known = dict(launch_key_docs.GENERAL)
-    if kind == "FSDP":
-        known |= launch_key_docs.FSDP
-    if kind == "DEEPSPEED":
-        known |= launch_key_docs.DEEPSPEED
-    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
-        known |= launch_key_docs.PARALLELISM
-    return known
-
-
-def _exported(kind: str, written: Mapping[str, Any]) -> dict[str, str]:
-    """What `accelerate launch` exports for a launch file.
-
-    Source: accelerate 1.15, `utils/launch.py`, for the variables that this toolkit reads.
-    """
-    flags = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
-    found = {flags[kind]: "true"} if kind in flags else {}
-    if kind == "NO":
-        found["ACCELERATE_USE_CPU"] = str(bool(written.get("use_cpu", False)))
-    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
-        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    for name, key in groups(kind, written).items():
-        value = written.get(name, key.default)
-        silent = (name in _IF_WRITTEN and name not in written) or (name in _IF_CHOSEN and value == key.default)
-        if key.variable is not None and value is not None and not silent:
-            found[key.variable] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found
+        least = launch_key_docs.KNOWN[name].least
+        if least is not None and not (value.isdecimal() and int(value) >= least):
+            raise BackendError(f"--{name} takes a whole number from {least}, got {value or 'nothing'}.")
+        typed[name] = value if least is None else int(value)
+    return typed

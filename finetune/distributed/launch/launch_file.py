@@ -1,16 +1,18 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config import file_kinds
 from finetune.config.provenance import flat, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch import launch_key_docs, launch_keys
+from finetune.utils import json_files
 from finetune.utils.errors import BackendError
-from finetune.utils.shipped_files import LAUNCH_FILES, shipped_names
+from finetune.utils.file_formats import read_text
+from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 _ADVICE = f"Name a file, or one of those that ship in {LAUNCH_FILES}/: {', '.join(shipped_names(LAUNCH_FILES))}."
@@ -51,8 +53,24 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "deepspeed_config": ("deepspeed_", "zero3_init_flag", *IN_DEEPSPEED_CONFIG),
 }
 
-# What Accelerate reads as a boolean. Source: accelerate 1.15, `utils/environment.py`.
-_BOOLEANS = ("true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0")
+_TEXTS = (
+    "main_process_ip",
+    "gpu_ids",
+    "mixed_precision",
+    "rdzv_backend",
+    "main_training_function",
+    "fsdp_config.fsdp_auto_wrap_policy",
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_config.fsdp_state_dict_type",
+    "deepspeed_config.deepspeed_config_file",
+    "deepspeed_config.deepspeed_multinode_launcher",
+)
+# Numbers that Accelerate finds for itself, or takes from its command line, where the file says `null`.
+_MAY_BE_NULL = ("num_processes", "main_process_port")
+
+# What Accelerate exports only where the launch file says so, or says anything else than its default.
+_IF_WRITTEN = ("deepspeed_config.zero3_init_flag", *launch_key_docs.OWN)
+_IF_CHOSEN = ("gpu_ids", "debug")
 
 
 def read(file: str) -> dict[str, Any]:
@@ -62,9 +80,13 @@ def read(file: str) -> dict[str, Any]:
         BackendError: If it is no launch file, or says what nothing would read.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        tree = json.loads(text) if file.endswith(".json") else parse(text)
+        text = read_text(Path(file))
+        tree = json_files.parse(text) if file.endswith(".json") else parse(text)
     except FileNotFoundError as error:
+        if file in shipped_names(RECIPES):
+            raise BackendError(
+                f"{file} is a recipe that ships, not a launch file. {file_kinds.PLACES[file_kinds.RECIPE]}"
+            ) from error
         near = hint(file, shipped_names(LAUNCH_FILES))
         raise BackendError.of(file, [f"There is no launch file {file}{near}"], _ADVICE) from error
     except YamlProblem as error:
@@ -74,8 +96,12 @@ def read(file: str) -> dict[str, Any]:
         raise BackendError(f"Cannot read the launch file {file}: {reason}. {_ADVICE}") from error
     if not isinstance(tree, dict):
         raise BackendError(f"The launch file {file} holds no keys and values. {_ADVICE}")
-    tree = {name: _section(str(name), value) for name, value in tree.items() if value is not None}
-    problems = list(_problems(tree))
+    if (other := file_kinds.other_kind(tree, file_kinds.LAUNCH)) is not None:
+        raise BackendError(f"{file}: {other}")
+    tree = {name: _section(str(name), value) for name, value in tree.items()}
+    mistyped = list(_mistyped(tree))
+    tree = {name: value for name, value in tree.items() if value is not None}
+    problems = [*_problems(tree), *mistyped]
     if problems:
         lines = places(file)
         reported = [f"{place_of(key, file, lines)}: {key}: {what}" for key, what in problems]
@@ -95,6 +121,7 @@ def find(path: str, file: str | None) -> Path:
     Raises:
         BackendError: If there is none.
     """
+    path = os.path.expanduser(path)
     beside = [] if file is None else [Path(file).parent, Path(file).parent / ".."]
     for folder in (*beside, Path()):
         place = Path(os.path.normpath(folder / path))
@@ -121,6 +148,8 @@ def _problems(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     kind = str(tree.get("distributed_type"))
     if "distributed_type" not in tree:
         yield "distributed_type", "missing"
+    elif tree["distributed_type"] is False:
+        yield "distributed_type", "false, which is what YAML makes of NO without quotes; write 'NO'"
     elif kind not in _SECTIONS:
         yield (
             "distributed_type",
@@ -137,7 +166,6 @@ def _problems(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"distributed_type {kind} does not read this section; take it out"
         else:
             yield from _of_section(name, section)
-    yield from _misspelt(tree)
     for name in ("dynamo_config", "fp8_config", "megatron_lm_config", "mpirun_config"):
         section = tree.get(name)
         harmless = name == "dynamo_config" and section in ({"dynamo_backend": "NO"}, {"backend": "NO"})
@@ -145,20 +173,39 @@ def _problems(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"not offered. {launch_key_docs.GENERAL[name].meaning} Take the section out"
 
 
-def _misspelt(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Values that Accelerate would fail to read, in every worker, by a traceback."""
+def _mistyped(tree: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Values that Accelerate would take for others, or fail to read by a traceback.
+
+    It takes what YAML makes of a value as it is: a text "2" is no number to it, and a text "false" is true.
+    """
     for name, value in flat(tree).items():
         key = launch_key_docs.KNOWN.get(name)
-        if key is None or value is None:
+        if key is None:
             continue
-        text = str(value)
-        if key.allowed and text.upper() not in key.allowed:
-            near = hint(text.upper(), key.allowed)
-            yield name, f"must be one of {', '.join(key.allowed)}, got {value!r}{near}"
-        elif isinstance(key.default, bool) and text.lower() not in _BOOLEANS:
-            yield name, f"must be true or false, got {value!r}{hint(text.lower(), ['true', 'false'])}"
-        elif type(key.default) is int and not text.isdecimal():
-            yield name, f"must be a number from 0, got {value!r}"
+        boolean, got = isinstance(key.default, bool), "null" if value is None else repr(value)
+        quoted = ", which is a text: take its quotes off" if isinstance(value, str) else ""
+        if value is None:
+            # At the top level, Accelerate takes null for false.
+            wrong = (key.least is not None and name not in _MAY_BE_NULL) or (boolean and "." in name)
+            expected = "true or false" if boolean else f"a number from {key.least}"
+            if wrong:
+                yield name, f"must be {expected}, got null; give a value, or take the key out"
+        elif key.least is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < key.least:
+                number = isinstance(value, str) and value.strip().isdecimal()
+                yield name, f"must be a number from {key.least}, got {got}{quoted if number else ''}"
+        elif boolean:
+            # `accelerate config` writes 'no' for this one, which only TPUs read.
+            if not isinstance(value, bool) and name != "downcast_bf16":
+                known = str(value).lower() in ("true", "false", "yes", "no", "on", "off")
+                near = quoted if known else hint(str(value).lower(), ["true", "false"])
+                yield name, f"must be true or false, got {got}{near}"
+        elif name in _TEXTS and not isinstance(value, str):
+            made = " (which YAML makes of yes, no, on and off)" if isinstance(value, bool) else ""
+            yield name, f"must be a text, got {got}{made}; put it in quotes"
+        elif key.allowed and str(value).upper() not in key.allowed:
+            near = hint(str(value).upper(), key.allowed)
+            yield name, f"must be one of {', '.join(key.allowed)}, got {got}{near}"
 
 
 def _of_section(name: str, section: dict[Any, Any]) -> Iterator[tuple[str, str]]:
@@ -175,3 +222,34 @@ def _of_section(name: str, section: dict[Any, Any]) -> Iterator[tuple[str, str]]
     known = [option for option in (*launch_keys.accelerate_options(), *ours) if option.startswith(_OPTIONS[name])]
     left = {key: value for key, value in section.items() if key not in refused}
     yield from launch_keys.unknown(left, dict.fromkeys(key for key in known if key not in refused), f"{name}.")
+
+
+def groups(kind: str, written: Mapping[str, Any]) -> dict[str, launch_key_docs.Key]:
+    """The keys that a launch of a kind, in Accelerate's words, listens to."""
+    known = dict(launch_key_docs.GENERAL)
+    if kind == "FSDP":
+        known |= launch_key_docs.FSDP
+    if kind == "DEEPSPEED":
+        known |= launch_key_docs.DEEPSPEED
+    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
+        known |= launch_key_docs.PARALLELISM
+    return known
+
+
+def exported(kind: str, written: Mapping[str, Any]) -> dict[str, str]:
+    """The variables by which `accelerate launch` tells workers of a launch file.
+
+    Source: accelerate 1.15, `utils/launch.py`, for the variables that this toolkit reads.
+    """
+    flags = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
+    found = {flags[kind]: "true"} if kind in flags else {}
+    if kind == "NO":
+        found["ACCELERATE_USE_CPU"] = str(bool(written.get("use_cpu", False)))
+    if kind != "NO" and any(key.startswith("parallelism_config.") for key in written):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for name, key in groups(kind, written).items():
+        value = written.get(name, key.default)
+        silent = (name in _IF_WRITTEN and name not in written) or (name in _IF_CHOSEN and value == key.default)
+        if key.variable is not None and value is not None and not silent:
+            found[key.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found

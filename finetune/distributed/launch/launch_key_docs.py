@@ -16,6 +16,8 @@ class Key:
     """The environment variable by which workers hear of it."""
     allowed: tuple[str, ...] = ()
     """The only values, in whatever case; () for all."""
+    least: int | None = None
+    """A whole number from here on; None: no number."""
 
 
 # Source: accelerate 1.15, `_validate_launch_command`, which completes only options that are None by themselves.
@@ -28,14 +30,16 @@ GENERAL = {
         "How processes work together: NO (one process), MULTI_GPU (DDP), FSDP or DEEPSPEED. Without a GPU all of "
         "them run on gloo."
     ),
-    "num_machines": Key("Machines that take part; each runs the same command.", "machines", 1),
-    "num_processes": Key("Processes over all machines, one a GPU.", "processes"),
-    "machine_rank": Key("This machine's number, from 0.", "", 0),
+    "num_machines": Key("Machines that take part; each runs the same command.", "machines", 1, least=1),
+    "num_processes": Key("Processes over all machines, one a GPU.", "processes", least=1),
+    "machine_rank": Key("This machine's number, from 0.", "", 0, least=0),
     "main_process_ip": Key("The first machine's address, where all processes meet."),
-    "main_process_port": Key("A port that is free on the first machine; 0 takes any, on one machine.", "port", 29500),
+    "main_process_port": Key(
+        "A port that is free on the first machine; 0 takes any, on one machine.", "port", 29500, least=0
+    ),
     "rdzv_backend": Key(f"How launchers of several machines find each other. {DEAF}", default="static"),
     "same_network": Key(f"Whether all machines see the first one by `main_process_ip`. {DEAF}", default=False),
-    "max_restarts": Key("How often the launcher starts all processes again after a failure.", "restarts", 0),
+    "max_restarts": Key("How often the launcher starts all processes again after a failure.", "restarts", 0, least=0),
     "main_training_function": Key("Read for TPUs only.", default="main"),
     "mixed_precision": Key(
         "The recipe's `precision` decides. With its value here, FSDP gathers and computes with copies of the weights "
@@ -62,7 +66,7 @@ GENERAL = {
 }
 
 FSDP = {
-    "fsdp_config.fsdp_version": Key("Only 2 is offered.", "", 1, "FSDP_VERSION"),
+    "fsdp_config.fsdp_version": Key("Only 2 is offered.", "", 1, "FSDP_VERSION", least=1),
     "fsdp_config.fsdp_auto_wrap_policy": Key(
         "What is gathered as one unit. TRANSFORMER_BASED_WRAP: each transformer layer.",
         variable="FSDP_AUTO_WRAP_POLICY",
@@ -115,18 +119,21 @@ PARALLELISM = {
         "copies",
         1,
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+        least=1,
     ),
     "parallelism_config.parallelism_config_dp_shard_size": Key(
         "Processes that one copy is sharded over; best those of one machine.",
         "processes",
         1,
         "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        least=1,
     ),
     "parallelism_config.parallelism_config_cp_size": Key(
         "Context parallelism, which is not offered: leave it at 1.",
         "processes",
         1,
         "PARALLELISM_CONFIG_CP_SIZE",
+        least=1,
     ),
     "parallelism_config.parallelism_config_tp_size": Key(
         "Tensor parallelism: processes that each layer is split over. They follow each other and read the same rows; "
@@ -134,6 +141,7 @@ PARALLELISM = {
         "processes",
         1,
         "PARALLELISM_CONFIG_TP_SIZE",
+        least=1,
     ),
     "parallelism_config.parallelism_config_sp_size": Key(
         "Sequence parallelism: processes that each row is split over. Those of a group read the same rows; the rest is "
@@ -141,6 +149,7 @@ PARALLELISM = {
         "processes",
         1,
         "PARALLELISM_CONFIG_SP_SIZE",
+        least=1,
     ),
 }
 
@@ -166,7 +175,7 @@ DERIVED = {
     "backend": ("What runs: single, ddp, fsdp, hsdp, zero1, zero2 or zero3.", ""),
     "accumulation": (
         "Micro-batches that each process adds up for an optimiser step: batch.global_size / (batch.micro_size x "
-        "processes).",
+        "data ranks). A data rank is a process, or a group of sp_size x tp_size processes that read the same rows.",
         "micro-batches",
     ),
     "num_threads": ("CPU threads of each process: cores / processes, unless OMP_NUM_THREADS says.", "threads"),

@@ -139,6 +139,20 @@ def deepspeed() -> Known:
     }
 
 
+@cache
+def deepspeed_aliases() -> dict[str, str]:
+    """The other names that DeepSpeed has for keys of `zero_optimization`, and the name that its documentation uses."""
+    file, name = MODELS["zero_optimization"]
+    model = next(n for n in _parsed("deepspeed", file).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {
+        node.target.id: str(word.value.value)
+        for node in model.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
+        for word in node.value.keywords
+        if word.arg == "alias" and isinstance(word.value, ast.Constant)
+    }
+
+
 def _parsed(package: str, file: str) -> ast.Module:
     found = importlib.util.find_spec(package)
     assert found is not None

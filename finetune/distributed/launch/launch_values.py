@@ -9,8 +9,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import deepspeed_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import launch_key_docs
-from finetune.distributed.launch.launch_environment import LaunchEnvironment, groups
-from finetune.distributed.launch.launch_file import place_of
+from finetune.distributed.launch.launch_environment import LaunchEnvironment
+from finetune.distributed.launch.launch_file import groups, place_of
 from finetune.distributed.resolve_config import ResolvedConfig
 
 _HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
@@ -87,7 +87,7 @@ def _derived(
         return Value(key, "derived", settings, *launch_key_docs.DERIVED[key])
 
     yield row("backend", Setting("derived", asked.file or "no launch file: one process", asked.kind))
-    split = f"{batch.global_size} / ({batch.micro_size} x {asked.num_processes})"
+    split = f"{batch.global_size} / ({batch.micro_size} x {asked.data_ranks})"
     why = "nothing is trained" if recipe.length.steps == 0 else split
     found = "auto" if batch.micro_size == "auto" else settled.accumulation
     yield row("accumulation", Setting("derived", why, found))

@@ -8,25 +8,74 @@ Workers keep the terminal, so what they print is live. They find the launch file
 import logging
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
 from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
+from finetune.utils.output_streams import outlive_readers
+from finetune.utils.temporary_folders import temporary_folder
 
 # After a failure torchrun asks the other workers to end, and kills those that hang: after 30 s, if left to itself.
 _HUNG_S = 25
+
+# How long workers may take to end once they are asked to: torchrun's variable, for which it has 30 s.
+_PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@dataclass
+class _Requests:
+    """The signals that this launcher was sent, and passes on.
+
+    torchrun handles them by an exception: it does not learn how its workers end then, and a second signal has it leave
+    them alone.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+
+    def handle(self, number: int, _: Any) -> None:
+        """Passes a signal on to the workers, who save and end."""
+        workers = self._workers()
+        if not workers and not self.numbers:
+            raise signals.Interrupted(number)
+        if not self.numbers:
+            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), self._kill)
+            timer.daemon = True
+            timer.start()
+        self.numbers.append(number)
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker, number)
+
+    def _kill(self) -> None:
+        for worker in self._workers():
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+    def _workers(self) -> list[int]:
+        import psutil
+
+        return [child.pid for child in psutil.Process().children()]
+
+
+class _Stopped(Exception):
+    """Workers were asked to stop, and have ended: none is started again."""
+
+    def __init__(self, codes: Sequence[int | None]) -> None:
+        """Takes their exit codes."""
+        super().__init__(codes)
+        self.codes = codes
 
 
 def launch(
@@ -50,11 +99,11 @@ def launch(
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
     words = command(config_file, options, arguments, module=module)
-    # torchrun kills workers 30 seconds after it has passed a signal on; ours end by themselves.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + 10))
+    os.environ.setdefault(_PATIENCE, str(math.ceil(grace_s) + 10))
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, words)
+    with signals.held_back():
+        os.execv(sys.executable, words)
 
 
 def command(
@@ -76,6 +125,7 @@ def command(
 
 def main(arguments: Sequence[str]) -> int:
     """Launches as `accelerate launch` does; returns the exit code of the worker that failed first, or 0."""
+    outlive_readers()
     # Before anything imports the hub's client, here or in a fork.
     go_offline_if_unreachable()
     with quick_imports(), single_threaded():
@@ -92,21 +142,21 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     # It warns that it sets one thread a process; workers set their own (`launch_config.threads_each`).
     logging.getLogger("torch.distributed.run").addFilter(lambda record: "OMP_NUM_THREADS" not in record.getMessage())
-    # Ended by a signal, it does not learn its workers' exit codes: they leave a mark here when all is saved.
-    marker = Path(tempfile.mkdtemp(prefix="finetune-")) / "stopped"
-    os.environ["FINETUNE_STOPPED_FILE"] = str(marker)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        # torchrun puts its own in place of the first two; Accelerate alone would end and leave its worker behind.
-        signal.signal(number, _pass_on)
-    _kill_hung_workers_sooner()
-    try:
-        with forked_workers() if forks else nullcontext():
-            return _run(launch_command, parsed, marker)
-    finally:
-        shutil.rmtree(marker.parent, ignore_errors=True)
+    requests = _Requests()
+    # What torchrun itself handles: Accelerate passes it on.
+    parsed.signals_to_handle = signal.SIGQUIT.name
+    _end_workers_sooner(requests)
+    with (
+        temporary_folder() as folder,
+        signals.handled(signals.stop_signals(), requests.handle),
+        forked_workers() if forks else nullcontext(),
+    ):
+        # torchrun would leave a folder of its own behind.
+        parsed.log_dir = parsed.log_dir or str(folder)
+        return _run(launch_command, parsed, requests)
 
 
-def _run(launch_command: Callable[[Any], None], parsed: Any, marker: Path) -> int:
+def _run(launch_command: Callable[[Any], None], parsed: Any, requests: _Requests) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -117,32 +167,33 @@ def _run(launch_command: Callable[[Any], None], parsed: Any, marker: Path) -> in
         return _account(f"The worker of rank {rank}", failure.exitcode)
     except subprocess.CalledProcessError as error:
         return _account("The worker", error.returncode)
+    except _Stopped as error:
+        failed = [code for code in error.codes if code not in (0, REQUEUE)]
+        if not failed:
+            return REQUEUE if REQUEUE in error.codes else 0
+        # One that failed says more than those that were ended with it.
+        return next((code for code in failed if code is not None and code > 0), 128 + requests.numbers[0])
     except SignalException as error:
-        return REQUEUE if marker.exists() else 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return REQUEUE if marker.exists() else 128 + signal.SIGINT
+        return 128 + int(error.sigval)
     except (ValueError, OSError) as error:
         print(f"\nError: accelerate launch cannot start this: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-def _kill_hung_workers_sooner() -> None:
-    from torch.distributed.elastic.multiprocessing.api import PContext
+def _end_workers_sooner(requests: _Requests) -> None:
+    """Has torchrun kill hung workers sooner, and end with those that were asked to."""
+    from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
     close = PContext.close
 
     def sooner(self: PContext, death_sig: signal.Signals | None = None, timeout: int = _HUNG_S) -> None:
         close(self, death_sig, timeout)
+        if requests.numbers:
+            assert isinstance(self, SubprocessContext)
+            raise _Stopped([handler.proc.returncode for handler in self.subprocess_handlers.values()])
 
     PContext.close = sooner  # type: ignore[method-assign]
-
-
-def _pass_on(number: int, _: Any) -> None:
-    import psutil
-
-    for child in psutil.Process().children():
-        child.send_signal(number)
 
 
 def _account(who: str, code: int) -> int:

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from finetune.utils.temporary_folders import temporary_folder
 
 
 def prepare() -> None:
@@ -53,8 +54,8 @@ def has_libaio() -> bool:
     """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
     program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
-    with tempfile.TemporaryDirectory() as scratch:
-        probe = ["-x", "c++", "-", "-laio", "-o", os.path.join(scratch, "probe")]
+    with temporary_folder() as scratch:
+        probe = ["-x", "c++", "-", "-laio", "-o", str(scratch / "probe")]
         command = [compiler(), *compile_flags, *link_flags, *probe]
         return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
 

@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe
@@ -14,7 +12,9 @@ from finetune.distributed import fake_backend
 from finetune.planning.candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.planner import Plan
+from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
+from finetune.utils.temporary_folders import temporary_folder
 
 # Parts of a cell's peak that come with the micro-batch.
 _OF_THE_BATCH = ("activations", "loss", "copies")
@@ -97,8 +97,8 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
 
 def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
     """Has a process of its own take a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, result = Path(folder) / "job.json", Path(folder) / "result.json"
+    with temporary_folder() as folder:
+        file, result = folder / "job.json", folder / "result.json"
         file.write_text(job, encoding="utf-8")
         ended = subprocess.run(
             [sys.executable, "-m", "finetune.planning.trace.trace_step", str(file), str(result)],
@@ -111,7 +111,7 @@ def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
         if not result.exists():
             last = (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1]
             return {"reason": f"the process that traces it ended: {last}", "cpu_s": 0.0}
-        taken: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        taken: dict[str, Any] = json_files.read(result)
         return taken
 
 

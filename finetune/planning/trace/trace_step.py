@@ -26,7 +26,7 @@ from finetune.optim.optimizers import build_optimizer
 from finetune.planning import model_shapes
 from finetune.planning.trace import fake_quantized
 from finetune.tasks.task_lookup import find_task, head_of
-from finetune.utils import atomic_files
+from finetune.utils import atomic_files, json_files
 from finetune.utils.compat import transformers_private
 from finetune.utils.compat.torch_private import tensor_tables
 from finetune.utils.compat.torch_tracing_private import FakeTensorMode, MemoryKind, MemoryTracker, replace_functional
@@ -85,7 +85,7 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
 def main(job: Path, result: Path) -> None:
     """Takes the step that a file describes and writes what it took, or why it cannot be taken."""
-    asked = json.loads(job.read_text(encoding="utf-8"))
+    asked = json_files.read(job)
     recipe, launch = validate_recipe(asked["recipe"]), Launch(**asked["launch"])
     try:
         found = step(recipe, launch, asked["stored"])

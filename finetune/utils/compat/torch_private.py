@@ -1,8 +1,11 @@
 """Private names of torch that do not need its sharding or tracing, whose imports take a second and more."""
 
+import functools
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 require("torch", batchnorm, "_BatchNorm")
 require("torch", dropout, "_DropoutNd")
-require("torch", distributed_c10d, "_get_default_store")
+require("torch", distributed_c10d, "_get_default_store", "_world")
 require("torch", _rendezvous, "_create_c10d_store")
 require("torch", nn.Module, "_parameters", "_buffers")
 require("torch", nn.parallel.DistributedDataParallel, "_get_ddp_logging_data")
@@ -32,11 +35,74 @@ require("torch", torch.amp.GradScaler, GROWTH_TRACKER)
 BatchNorm = batchnorm._BatchNorm
 Dropout = dropout._DropoutNd
 GradBucket = _distributed_c10d.GradBucket
+ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
+
+require("torch", ProcessGroupGloo, "_Options", "create_device", "create_default_device")
+require("torch", ProcessGroupGloo._Options, "_threads", "_timeout", "_devices")
 
 
 def default_store() -> Store:
     """The store that the default process group met through."""
     return distributed_c10d._get_default_store()
+
+
+def gloo_workers_race(version: str = torch.__version__) -> bool:
+    """Whether the worker threads of a gloo group corrupt the heap now and then: in torch 2.8 to 2.14.
+
+    A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a
+    string that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie
+    on the heap: those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
+
+    Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment; 2.7.1 has none, the wheels of 2.8.0,
+    2.11.0, 2.13.0 and 2.14.1 do. pytorch#190738 moves it out of the threads, into no release up to 2.14.1: look at
+    `runLoop` again before a later torch is allowed.
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    return (2, 8) <= (major, minor) <= (2, 14)
+
+
+def start_gloo_with_one_worker() -> None:
+    """Has each gloo group that is made from here on run its collectives on one thread, where two of them race.
+
+    Torch takes no options for gloo in `init_process_group` and `new_group`. All groups go through this constructor:
+    theirs, those of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged.
+    What is called when a collective is done (`get_future().then`) runs on that thread, and so must not wait for another
+    collective of the same group.
+    """
+    start = ProcessGroupGloo.__init__
+    if not gloo_workers_race() or hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def with_one_worker(
+        self: Any, store: Store, rank: int, size: int, timeout: timedelta = distributed_c10d.default_pg_timeout
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._threads, options._timeout, options._devices = 1, timeout, _gloo_devices()
+        start(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = with_one_worker
+
+
+def _gloo_devices() -> list[Any]:
+    """Where gloo listens. Source: torch 2.13, `ProcessGroupGloo::Options::create_default`."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(interfaces) > 1:
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [ProcessGroupGloo.create_default_device()]
+
+
+def gloo_worker_threads() -> int:
+    """The most worker threads of any gloo group of this process; 0 without such groups."""
+    groups = (backend for group in distributed_c10d._world.pg_map for backend in _gloo_of(group))
+    return max((backend.options._threads for backend in groups), default=0)
+
+
+def _gloo_of(group: Any) -> Iterator[Any]:
+    if "gloo" in torch.distributed.get_backend_config(group):
+        backend = group._get_backend(torch.device("cpu"))
+        # What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
+        yield getattr(backend, "wrapped_pg", backend)
 
 
 @contextmanager

@@ -65,8 +65,9 @@ def _zero(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
 
     case = spec.case
     deepspeed.init_distributed(dist_backend="gloo")
-    place = f"ds_configs/{spec.launch}.json"
-    config = json.loads((Path(__file__).resolve().parents[3] / place).read_text(encoding="utf-8"))
+    config = json.loads(
+        (Path(__file__).resolve().parents[3] / f"ds_configs/{spec.launch}.json").read_text(encoding="utf-8")
+    )
     config |= {
         "train_batch_size": case.rows,
         "train_micro_batch_size_per_gpu": spec.micro,
@@ -80,7 +81,7 @@ def _zero(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     sizes = [p.numel() for p in model.parameters()]
-    fit_to_model(config, hidden_size=model.config.hidden_size, parameter_sizes=sizes, place=place)
+    fit_to_model(config, hidden_size=model.config.hidden_size, parameter_sizes=sizes)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
     rows, rank = torch.from_numpy(spec.load_rows()), dist.get_rank()
     targets = spec.micro * (case.length - 1)

@@ -1,0 +1,211 @@
+"""Which Python code a run's directory may lead to: such as the person at the keyboard vouches for.
+
+A run directory may be a download, and its recipe may name files and modules or let code run that ships with the model.
+A recipe that a person names is their word; one that lies in a run directory is not, unless this user started that run
+on this machine. Then `run.json` has, under `code`, a signature of each thing that the recipe led to, by a secret that
+lies in this user's home and never in a run directory. What is signed is where the code lies and, of code that is
+written beside weights, its content: a signature that is copied into another run directory vouches for no other code.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from finetune.config.recipe import load_recipe
+from finetune.config.recipe_schema import Recipe
+from finetune.utils import json_files
+from finetune.utils.errors import RecipeError
+
+SHIPPED = "model.trust_remote_code"
+NAMED = ("task.name", "task.loss", "optim.name", "eval.metrics")
+"""The keys of a recipe whose values may name Python code."""
+
+_KEY_BYTES = 32
+
+
+def read_run_recipe(run: Path, runs: Iterable[str], *, trusted: bool, weights: Path | None = None) -> Recipe:
+    """The recipe in a run's directory, if the code that it leads to may run.
+
+    Args:
+        runs: Those of `SHIPPED` and `NAMED` that the caller runs.
+        trusted: Whether the person at the keyboard says that it may.
+        weights: A folder of the run's that is opened: its own code is that of `SHIPPED` as well.
+
+    Raises:
+        RecipeError: If the recipe cannot be read, or names code that nobody vouches for.
+    """
+    recipe = load_recipe(run / "recipe.yaml")
+    if not trusted:
+        check_code(run, recipe, runs, weights)
+    return recipe
+
+
+def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | None = None) -> None:
+    """Raises a `RecipeError` if a run's recipe leads to code that this user did not run here."""
+    named = _code_of(recipe)
+    if weights is not None and SHIPPED in named and (content := _shipped_in(weights)) is not None:
+        named[SHIPPED] = {**named[SHIPPED], f"the files in {weights}": [content]}
+    asked = {key: named[key] for key in runs if key in named}
+    if not asked:
+        return
+    secret, signed = _secret(), _signatures(run)
+    for key, code in asked.items():
+        for what, texts in code.items():
+            if secret is None or not any(
+                hmac.compare_digest(_sign(secret, key, text), one) for text in texts for one in signed.get(key, ())
+            ):
+                raise RecipeError(
+                    f"{run / 'recipe.yaml'} says {key}: {'true' if key == SHIPPED else what}, by which Python code "
+                    f"{f'that ships with {what} ' if key == SHIPPED else ''}would run, and there is no record that "
+                    "this user started the run on this machine. Read that code, and if you trust it add "
+                    "--trust-remote-code (in Python: trust_remote_code=True)."
+                )
+
+
+def sign_code(run: Path, recipe: Recipe) -> dict[str, list[str]]:
+    """What `run.json` is to say of the code that a recipe leads to; nothing if the home cannot be written.
+
+    Args:
+        run: Its directory, whose checkpoints may be there from earlier starts.
+    """
+    named = _code_of(recipe)
+    secret = _secret(create=True) if named else None
+    if secret is None:
+        return {}
+    signed = {key: [_sign(secret, key, texts[0]) for texts in code.values()] for key, code in named.items()}
+    if SHIPPED in signed:
+        signed[SHIPPED] = list(dict.fromkeys([*signed[SHIPPED], *_signatures(run).get(SHIPPED, ())]))
+    return signed
+
+
+def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, list[str]]:
+    """What `run.json` is to say once this run has written its weights, and maybe code beside them, to a folder.
+
+    Raises:
+        OSError: If that cannot be read.
+    """
+    if SHIPPED not in signed or (content := _shipped_in(folder)) is None or (secret := _secret()) is None:
+        return dict(signed)
+    return {**signed, SHIPPED: list(dict.fromkeys([*signed[SHIPPED], _sign(secret, SHIPPED, content)]))}
+
+
+def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
+    """By key of the recipe and by what would run, for people: the texts that may stand for it, the likeliest first."""
+    named: dict[str, dict[str, list[str]]] = {}
+    values = {
+        "task.name": ([recipe.task.name], recipe.task.args),
+        "task.loss": ([recipe.task.loss or ""], None),
+        "optim.name": ([recipe.optim.name], recipe.optim.args),
+        "eval.metrics": (recipe.eval.metrics, None),
+    }
+    for key, (names, arguments) in values.items():
+        code = {name: [json.dumps([_origin(name), arguments], sort_keys=True)] for name in names if ":" in name}
+        if code:
+            named[key] = code
+    if recipe.model.trust_remote_code:
+        # A tokenizer's too: it is opened under the same key.
+        model, tokenizer = recipe.model, recipe.tokenizer
+        named[SHIPPED] = {
+            str(section.name): [json.dumps([place, section.revision]) for place in _places(section.name)]
+            for section in (model, tokenizer)
+            if section.name is not None
+        } or {"model.config": ["model.config"]}
+    return named
+
+
+def _origin(name: str) -> list[str]:
+    """Where the code lies that a name such as `file.py:object` or `package.module:object` stands for."""
+    place, _, _ = name.rpartition(":")
+    if place.endswith(".py"):
+        return [name, str(Path(place).resolve())]
+    # Found, and not imported.
+    spec = PathFinder.find_spec(place.partition(".")[0], [str(Path.cwd()), *sys.path])
+    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return [name, *dict.fromkeys(str(Path(place).resolve()) for place in found if place is not None)]
+
+
+def _places(name: str) -> list[str]:
+    """What a model's name may stand for: the folder of that name, or one on the hub."""
+    folder = str(Path(name).resolve())
+    # Of a run that has its weights, the folder that it began from may be gone.
+    return [folder] if Path(name).is_dir() else [f"hub:{name}", folder]
+
+
+def _shipped_in(folder: Path) -> str | None:
+    """The Python code in a folder with weights, and what its JSON files say of code; None without any."""
+    found: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.py")):
+        found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for file in sorted(folder.glob("*.json")):
+        try:
+            said = _values_of("auto_map", json_files.parse(file.read_bytes()))
+        except ValueError as error:
+            said = [str(error)]  # whoever can read it might find code there
+        if said:
+            found[file.name] = said
+    return json.dumps({"files": found}, sort_keys=True) if found else None
+
+
+def _values_of(key: str, tree: Any) -> list[Any]:
+    """What a key has, wherever it is."""
+    if isinstance(tree, list):
+        return [value for item in tree for value in _values_of(key, item)]
+    if not isinstance(tree, dict):
+        return []
+    own = [tree[key]] if key in tree else []
+    return own + [value for item in tree.values() for value in _values_of(key, item)]
+
+
+def _signatures(run: Path) -> dict[str, list[str]]:
+    try:
+        found = json_files.read(run / "run.json")["code"]
+        return {str(key): [str(one) for one in signed] for key, signed in found.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _sign(secret: bytes, key: str, text: str) -> str:
+    return hmac.new(secret, json.dumps([_machine(), key, text]).encode(), hashlib.sha256).hexdigest()
+
+
+def _machine() -> str:
+    """The machine's own number, where it has one: a home may be shared by several."""
+    try:
+        return Path("/etc/machine-id").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _secret(*, create: bool = False) -> bytes | None:
+    """This user's secret, if it is theirs alone; None if there is none, or it cannot be made."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME", "")
+        folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "finetune"
+        file = folder / "run-key"
+        if create and not file.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mine = folder / f".run-key.{os.getpid()}.{secrets.token_hex(4)}"
+            try:
+                with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as made:
+                    made.write(secrets.token_bytes(_KEY_BYTES))
+                    made.flush()
+                    os.fsync(made.fileno())
+                with contextlib.suppress(FileExistsError):  # of two runs that start at once, one makes it
+                    os.link(mine, file)
+            finally:
+                mine.unlink(missing_ok=True)
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+            facts, found = os.fstat(opened.fileno()), opened.read(_KEY_BYTES + 1)
+    except (OSError, RuntimeError):
+        return None
+    mine_alone = facts.st_uid == os.getuid() and not stat.S_IMODE(facts.st_mode) & 0o077
+    return found if mine_alone and len(found) == _KEY_BYTES else None

@@ -1,0 +1,98 @@
+"""Reads JSON that somebody else may have written, cut short or damaged: whatever is wrong with it is a `ValueError`."""
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+# Far more than any file here is nested, and far fewer than Python recurses: what was read can be written, too.
+_DEEPEST = 200
+
+Shape = type | tuple[type, ...] | dict[str, "Shape"] | list["Shape"]
+"""What a value must be: of a type, of one of several, an object whose keys have shapes, or a list of one."""
+
+_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        content: As text, or as UTF-8.
+        pairs: Makes an object of its keys and values.
+
+    Raises:
+        ValueError: With what is wrong.
+    """
+    if not content.strip():
+        raise ValueError("it is empty")
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no JSON: byte {error.start + 1} is no UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if text.count("[") + text.count("{") > _DEEPEST:
+        _check_depth(value)
+    return value
+
+
+def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
+    """The value that a JSON file holds.
+
+    Args:
+        shape: What it must be.
+        needed: Keys that an object must have; others that `shape` names may be absent.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is no JSON, or holds something else; with what is wrong.
+    """
+    value = parse(file.read_bytes())
+    if (problem := misfit(value, shape, needed)) is not None:
+        raise ValueError(problem)
+    return value
+
+
+def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str = "it") -> str | None:
+    """In what a value is not of a shape; None if it is.
+
+    Args:
+        needed: Keys that it must have.
+        name: What the value is called.
+    """
+    allowed = shape if isinstance(shape, tuple) else (shape if isinstance(shape, type) else type(shape),)
+    # A whole number is a number, too; true is none.
+    if type(value) not in allowed and not (type(value) is int and float in allowed):
+        wanted = " or ".join(_NAMES.get(kind, "null") for kind in allowed)
+        return f"{name} is {_NAMES.get(type(value), 'null')}, not {wanted}"
+    if missing := [key for key in needed if key not in value]:
+        return f"{name} has no {', '.join(missing)}"
+    inner: list[tuple[str, Any, Shape]] = []
+    if isinstance(shape, dict):
+        inner = [(key, value[key], part) for key, part in shape.items() if key in value]
+    elif isinstance(shape, list):
+        inner = [(f"item {number}", part, shape[0]) for number, part in enumerate(value, start=1)]
+    prefix = "" if name == "it" else f"{name}: "
+    found = (misfit(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [inner for part in parts for inner in part if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")

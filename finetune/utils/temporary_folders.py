@@ -1,0 +1,46 @@
+"""Temporary folders of which none outlives its process for long, however that ends."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = f"finetune-tmp-{os.getuid()}-"
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder, removed at the end; first removes those of processes that were killed.
+
+    A process holds a lock (`flock`) on its folder, which the system takes back when it ends.
+    """
+    _remove_left_over()
+    made = tempfile.mkdtemp(prefix="finetune-new-")
+    held = os.open(made, os.O_RDONLY)
+    with suppress(OSError):  # where there are no locks, nothing is removed either
+        fcntl.flock(held, fcntl.LOCK_EX)
+    # Nobody may take it for left over before it is locked.
+    folder = Path(made).rename(Path(made).with_name(_PREFIX + made[-8:]))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_left_over() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # somebody else has removed it, or put something else there
+            continue
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its process is at work
+            continue
+        finally:
+            os.close(held)

@@ -1,0 +1,122 @@
+"""Gloo groups have one worker thread where torch's two race; what else of gloo ends with a signal is refused."""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from harness import command, environment, run
+from ranks import Here, Place
+
+from finetune.config.recipe import load_recipe
+from finetune.diagnostics.doctor import machine_checks
+from finetune.diagnostics.doctor.finding import Asked
+from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.training.dry_run import describe
+from finetune.utils.compat import torch_private
+from finetune.utils.errors import BackendError
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+
+@pytest.mark.parametrize(
+    ("version", "races"),
+    [
+        ("2.7.1", False),
+        ("2.8.0", True),
+        ("2.11.0+cu130", True),
+        ("2.13.0+cpu", True),
+        ("2.14.1", True),
+        ("2.15.0", False),
+        ("3.0.0a0+git1", False),
+    ],
+)
+def test_which_versions_of_torch_have_the_race(version: str, races: bool) -> None:
+    assert torch_private.gloo_workers_race(version) is races
+
+
+# Alone in its groups: the default one, two by `new_group`, and a mesh's.
+GROUPS = """
+import json, os, sys, time
+from datetime import timedelta
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from finetune.utils.compat import torch_private
+torch_private.gloo_workers_race = lambda: sys.argv[1] == "races"
+torch_private.start_gloo_with_one_worker()
+torch_private.start_gloo_with_one_worker()
+limit = timedelta(seconds=77)
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=limit)
+groups = {distributed.group.WORLD, distributed.new_group([0]), distributed.new_group([0], backend="gloo")}
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "other"))
+groups |= {mesh[name].get_group() for name in mesh.mesh_dim_names}
+for group in groups:
+    distributed.all_reduce(torch.ones(1), group=group)
+# Threads name themselves when they begin: counted when the number has been the same for a while.
+counts = []
+while len(counts) < 50 or len(set(counts[-50:])) > 1:
+    time.sleep(0.01)
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    counts.append(names.count("pt_gloo_runloop"))
+backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
+backend = getattr(backend, "wrapped_pg", backend)
+found = {
+    "each": counts[-1] / len(groups),
+    "read": torch_private.gloo_worker_threads(),
+    "timeout_s": backend.options._timeout.total_seconds(),
+}
+print("found", json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(("version", "threads"), [("races", 1), ("does not", 2)])
+@pytest.mark.parametrize(("debug", "each"), [("OFF", 1), ("DETAIL", 2)])
+def test_a_gloo_group_has_one_worker_thread_where_two_race(version: str, threads: int, debug: str, each: int) -> None:
+    """Torch without the race is left as it is. Debugged in detail, a group has another one beside it."""
+    code, output = run([sys.executable, "-c", GROUPS, version], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
+    assert code == 0, output
+    found = json.loads(output.partition("found ")[2].splitlines()[0])
+    assert found == {"each": threads * each, "read": threads, "timeout_s": 77}
+
+
+@pytest.mark.parametrize("interfaces", ["no-such-one", "lo,no-such-one"])
+def test_gloo_still_listens_where_it_is_told(interfaces: str) -> None:
+    code, output = run([sys.executable, "-c", GROUPS, "races"], env=environment(GLOO_SOCKET_IFNAME=interfaces))
+    assert code == 1
+    assert "Unable to find address for: no-such-one" in output
+    code, output = run([sys.executable, "-c", GROUPS, "races"], env=environment(GLOO_SOCKET_IFNAME="lo"))
+    assert code == 0, output
+
+
+# ---------------------------------------------------------------- debugged in detail
+
+SAYS = "TORCH_DISTRIBUTED_DEBUG is DETAIL, under which DDP on gloo .* signal 11"
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("kind", "refused"), [("ddp", True), ("tp", True), ("sp", True), ("fsdp", False)])
+def test_dry_run_and_doctor_refuse_what_would_end_with_a_signal(place: Place, kind: str, refused: bool) -> None:
+    recipe, file = load_recipe(place.recipe()), str(place.launch_file(kind))
+    debugged = read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    for check in (
+        lambda foreseen: describe(recipe, foreseen),
+        lambda foreseen: list(machine_checks.gpus(Asked(None, foreseen, foreseen.env))),
+    ):
+        with pytest.raises(BackendError, match=SAYS) if refused else nullcontext():
+            check(debugged)
+        check(read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}))
+
+
+@needs_no_gpu
+def test_a_worker_refuses_it_too(place: Place, here: Here) -> None:
+    here.monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    here.assert_refused(place.recipe(), "TORCH_DISTRIBUTED_DEBUG is DETAIL")
+
+
+@needs_no_gpu
+def test_what_is_advised_runs_in_detail(place: Place) -> None:
+    code, output = run(command("fsdp", str(place.recipe())), env=environment(TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    assert code == 0, output
+    assert json.loads((place.folder / "run" / "run.json").read_text())["runs"]["gloo_threads"] == 1
