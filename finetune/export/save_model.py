@@ -1,7 +1,8 @@
 """Writes the trained network so that plain transformers opens it."""
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.distributed.backend import Backend
-from finetune.export.validate_files import tensors_of
+from finetune.export.validate_files import INDEX, tensors_of, tensors_of_file
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
-from finetune.models.pretrained_files import as_written
-from finetune.utils.atomic_files import follow_umask, remove, sync
+from finetune.models.pretrained_files import as_written, written_one_by_one
+from finetune.utils.atomic_files import follow_umask, remove, sync, write_json
 from finetune.utils.errors import CheckpointError
+
+_FILE_BYTES = 5 * 10**9
+"""What a file of weights takes at most, unless one tensor is larger."""
 
 
 def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
@@ -54,11 +58,12 @@ def save_model(
 
     Every rank must call it. The folder appears whole or not at all, and only after its files have been read back and
     compared bit by bit with what was gathered. Of a network with adapters it is the adapter. One tensor at a time is
-    gathered on the device; rank 0 has all of them in host memory (4 bytes a trained weight) until they are written.
+    gathered, and rank 0 has a file of 5 GB of them in memory until it is written. All of them are in its memory at once
+    only for a network that is no Hugging Face model, and for one whose files hold tensors that are made of several.
 
     Args:
-        skeleton: The same network on the meta device; it is filled and written with `save_pretrained`. None for a
-            network that is no Hugging Face model: its tensors are written under their own names.
+        skeleton: The same network on the meta device, which knows what is written by which names. None for a network
+            that is no Hugging Face model: its tensors are written under their own names.
         add_card: Describes the model in the folder that it is given.
 
     Raises:
@@ -66,10 +71,10 @@ def save_model(
     """
     network = unwrap(model)
     adapted = adapter_config(network) is not None
-    gathered = backend.full_parameters(network, trained_only=adapted)
-    tensors = {name: tensor for name, tensor in gathered if tensor is not None}
+    gathered = iter(backend.full_parameters(network, trained_only=adapted))
     problem: str | None = None
     if backend.is_main:
+        tensors = ((name, tensor) for name, tensor in gathered if tensor is not None)
         try:
             _write(network, tensors, skeleton, tokenizer, directory, add_card)
         except CheckpointError as error:
@@ -78,6 +83,8 @@ def save_model(
             problem = (
                 f"The trained model cannot be written to {directory}: {error}. Free space or choose another output.dir."
             )
+    for _ in gathered:
+        pass  # Gathering takes every rank: those that write nothing, and all of them after a failure.
     problem = backend.tell(problem)
     if problem is not None:
         raise CheckpointError(problem)
@@ -85,7 +92,7 @@ def save_model(
 
 def _write(
     network: nn.Module,
-    tensors: dict[str, torch.Tensor],
+    tensors: Iterator[tuple[str, torch.Tensor]],
     skeleton: nn.Module | None,
     tokenizer: Any,
     directory: Path,
@@ -96,20 +103,19 @@ def _write(
     staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
     if adapter_config(network) is not None:
         keys = adapter_keys(network)
-        named = {keys[name]: tensor for name, tensor in tensors.items()}
+        named = {keys[name]: tensor for name, tensor in tensors}
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         describe(network, None, staging)
         check_written(staging, named)
     else:
         kept = set(network.state_dict())
-        tensors |= {n: b.detach().cpu().clone() for n, b in network.named_buffers() if n in kept and n not in tensors}
+        buffers = ((name, buffer.detach().cpu().clone()) for name, buffer in network.named_buffers() if name in kept)
         if isinstance(skeleton, PreTrainedModel):
-            _fill(network, skeleton, tensors)
-            skeleton.save_pretrained(staging)
-            check_written(staging, as_written(skeleton, tensors))
+            _write_pretrained(network, skeleton, itertools.chain(tensors, buffers), staging)
         else:
-            save_file(tensors, staging / "model.safetensors")
-            check_written(staging, tensors)
+            own = {**dict(tensors), **dict(buffers)}
+            save_file(own, staging / "model.safetensors")
+            check_written(staging, own)
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
     add_card(staging)
@@ -118,25 +124,104 @@ def _write(
     staging.rename(directory)
 
 
+def _write_pretrained(
+    network: nn.Module, skeleton: PreTrainedModel, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path
+) -> None:
+    """Writes what `save_pretrained` of the whole network would, file by file.
+
+    Raises:
+        CheckpointError: If the tensors are not those of the skeleton.
+    """
+    assert isinstance(network, PreTrainedModel)
+    files, blanks = _WeightFiles(folder), dict[str, torch.Tensor]()
+    groups: Iterable[dict[str, torch.Tensor]] = ({name: tensor} for name, tensor in tensors)
+    if not written_one_by_one(skeleton):
+        groups = [dict(tensors)]
+    for group in groups:
+        blanks |= {name: torch.empty_like(tensor, device="meta") for name, tensor in group.items()}
+        files.add(as_written(skeleton, group))
+    tied = skeleton.all_tied_weights_keys
+    missing, unexpected = skeleton.load_state_dict(blanks, strict=False, assign=True)
+    absent = [name for name in missing if tied.get(name) not in blanks]
+    if absent or unexpected:
+        raise CheckpointError(
+            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
+            "Nothing was written."
+        )
+    if twice := sorted(tied.keys() & blanks.keys()):
+        raise _not_trained(
+            folder, f"{twice[0]} is a tensor of its own, and its configuration ties it to {tied[twice[0]]}"
+        )
+    if skeleton.can_generate():
+        skeleton.generation_config = network.generation_config
+    # All that it writes beside weights; it would delete files of weights that have their names already.
+    skeleton.save_pretrained(folder, state_dict={})
+    files.close()
+
+
+class _WeightFiles:
+    """Files of tensors, each as large as its memory allows, and read back as soon as it is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, torch.Tensor] = {}
+        self._places: list[list[str]] = []
+        self._total = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes more tensors; writes a file when enough are there."""
+        for name, tensor in tensors.items():
+            if self._held and sum(held.nbytes for held in self._held.values()) + tensor.nbytes > _FILE_BYTES:
+                self._write()
+            self._held[name] = tensor.contiguous()
+
+    def close(self) -> None:
+        """Writes what is left, names the files, and says in an index where each tensor lies if there are several."""
+        self._write()
+        count = len(self._places)
+        names = ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+            places = {tensor: name for name, held in zip(names, self._places, strict=True) for tensor in held}
+            write_json(self._folder / INDEX, {"metadata": {"total_size": self._total}, "weight_map": places})
+        for number, name in enumerate(names):
+            self._part(number).rename(self._folder / name)
+
+    def _write(self) -> None:
+        file = self._part(len(self._places))
+        save_file(self._held, file, metadata={"format": "pt"})
+        _compare(file, tensors_of_file(file), self._held)
+        self._places.append(list(self._held))
+        self._total += sum(tensor.nbytes for tensor in self._held.values())
+        self._held = {}
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+
 def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     """Compares the tensors in a folder's files with those that were to be written, bit by bit.
 
     Raises:
         CheckpointError: If one is missing, unexpected, or another.
     """
+    _compare(folder, tensors_of(folder), expected)
+
+
+def _compare(place: Path, found: Iterable[tuple[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
     left = dict(expected)
-    for name, tensor in tensors_of(folder):
+    for name, tensor in found:
         wanted = left.pop(name, None)
         if wanted is None:
-            raise _not_trained(folder, f"it holds {name}, which the trained network does not have")
+            raise _not_trained(place, f"it holds {name}, which the trained network does not have")
         if (
             tensor.shape != wanted.shape
             or tensor.dtype != wanted.dtype
             or not torch.equal(_bits(tensor), _bits(wanted))
         ):
-            raise _not_trained(folder, f"{name} is not what the network has in memory")
+            raise _not_trained(place, f"{name} is not what the network has in memory")
     if left:
-        raise _not_trained(folder, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
+        raise _not_trained(place, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,18 +246,3 @@ def sync_files(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             sync(path)
-
-
-def _fill(network: nn.Module, skeleton: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Gives the trained weights to the network that is written."""
-    assert isinstance(network, PreTrainedModel)
-    missing, unexpected = skeleton.load_state_dict(tensors, strict=False, assign=True)
-    skeleton.tie_weights()
-    absent = [name for name in missing if skeleton.get_parameter_or_buffer(name).is_meta]
-    if absent or unexpected:
-        raise CheckpointError(
-            f"The gathered weights do not fit the network: missing {absent}, unexpected {unexpected}. "
-            "Nothing was written."
-        )
-    if skeleton.can_generate():
-        skeleton.generation_config = network.generation_config

@@ -26,12 +26,21 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         if absent:
             raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    yield name, opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
+        yield from tensors_of_file(file)
+
+
+def tensors_of_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a file, mapped, one at a time.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
 
 
 def _index(folder: Path) -> dict[str, Any]:

@@ -240,6 +240,15 @@ def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict
     return dict(revert_weight_conversion(network, state))
 
 
+def written_one_by_one(network: PreTrainedModel) -> bool:
+    """Whether each tensor that `save_pretrained` writes is made of a single one of the network's."""
+    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
+    whole = as_written(network, dict(state))
+    parts = [as_written(network, {name: tensor}) for name, tensor in state.items()]
+    pairs = [(name, tensor.shape) for part in parts for name, tensor in part.items()]
+    return len(pairs) == len(whole) and dict(pairs) == {name: tensor.shape for name, tensor in whole.items()}
+
+
 def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what `save_pretrained` writes."""
     state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
