@@ -84,6 +84,7 @@ def load_model(
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
     try:
+        pretrained_files.refuse_adapter(place)
         if (place / "adapter_config.json").is_file():
             return _adapter(place, base, dtype, trust_remote_code)
         if base is not None:

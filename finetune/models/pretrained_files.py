@@ -90,7 +90,7 @@ def load(
     if place.is_dir():
         if not weight_files(place):
             _refuse_pickles(place)
-        _refuse_adapter(place)
+        refuse_adapter(place)
     try:
         network, told = auto.from_pretrained(
             name,
@@ -150,7 +150,7 @@ def look_at_packed(section: ModelSection) -> Weights:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
     folder = weights_folder(section)
-    _refuse_adapter(folder)
+    refuse_adapter(folder)
     missing = _incomplete(name for file in weight_files(folder) for name in _dtypes(file))
     if missing:
         raise RecipeError(_in_pieces(folder, missing))
@@ -300,12 +300,13 @@ def _incomplete(found: Iterable[str]) -> list[str]:
     return sorted(f"{owner}.weight.{part}".removesuffix(".") for owner, own in packed.items() for part in every - own)
 
 
-def _refuse_adapter(folder: Path) -> None:
+def refuse_adapter(folder: Path) -> None:
+    """Raises RecipeError for a whole model beside which an adapter lies: only one would be used."""
     if weight_files(folder) and (folder / _ADAPTER).is_file():
         raise RecipeError(
             f"{folder} holds a whole model and an adapter beside it ({_ADAPTER}), which transformers would put into "
-            "the model, so that only the adapter would be trained. To train the model, move adapter_config.json and "
-            "adapter_model.safetensors elsewhere. To train the model with the adapter in it, merge the two first: "
+            "the model, so that only the adapter would be trained. For the model alone, move adapter_config.json and "
+            "adapter_model.safetensors elsewhere. For the model with the adapter in it, merge the two first: "
             "`PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(NEW_DIR)` of peft."
         )
 

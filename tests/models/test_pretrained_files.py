@@ -432,6 +432,10 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
         recipe = recipe_of(folder, lora=lora)
         with pytest.raises(RecipeError, match="a whole model and an adapter beside it"):
             check_pretrained(recipe, resolve_model_config(recipe), "causal_lm")
+    # Where a model is opened, the adapter would be all that is meant.
+    for base in (None, str(folder)):
+        with pytest.raises(RecipeError, match="a whole model and an adapter beside it"):
+            load_model(str(folder), base=base)
     # Whatever else changes the network that config.json describes.
     (folder / "adapter_config.json").unlink()
     auto = AutoModelForCausalLM
