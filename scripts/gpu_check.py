@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="all if left out")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing is begun or goes on (9)")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script itself, also on a CPU")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="rows of `runs` and `benchmark`, by name")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     parsed.out.mkdir(parents=True, exist_ok=True)
@@ -61,6 +62,7 @@ def main() -> int:
             print(f"{part}: no time left", flush=True)
             continue
         words = [sys.executable, __file__, "--out", str(parsed.out), "--part", part, *["--tiny"] * parsed.tiny]
+        words += ["--only", *parsed.only] if parsed.only else []
         began = time.monotonic()
         with (parsed.out / f"{part}.log").open("w") as log:
             process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -79,6 +81,7 @@ def main() -> int:
 
 def _run_part(parsed: argparse.Namespace) -> int:
     (parsed.out / f"{parsed.part}.jsonl").unlink(missing_ok=True)
+    _only.update(parsed.only)
     for row in PARTS[parsed.part][0](parsed.out, tiny=parsed.tiny):
         _add(parsed.out, parsed.part, row)
     return 0
@@ -96,9 +99,14 @@ def _rows(out: Path, part: str) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+_only: set[str] = set()
+
+
 def _each(jobs: dict[str, Callable[[], Row]]) -> Iterator[Row]:
     """A row a job; one that fails leaves its error, and the next goes on."""
     for name, job in jobs.items():
+        if _only and name not in _only:
+            continue
         began = time.monotonic()
         try:
             row = job()
@@ -378,6 +386,8 @@ def benchmark(out: Path, *, tiny: bool) -> Iterator[Row]:
 def _apart(arms: dict[str, Callable[[], Row]]) -> Iterator[Row]:
     """Each arm in a fork: what one has left on the device is gone."""
     for name, arm in arms.items():
+        if _only and name not in _only:
+            continue
         read, write = os.pipe()
         child = os.fork()
         if child == 0:

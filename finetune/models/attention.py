@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from finetune.distributed import sequence_parallel
 from finetune.utils.compat import transformers_private
+from finetune.utils.compat.torch_private import varlen_takes_groups
 from finetune.utils.errors import BackendError, RecipeError
 
 NAME = "packed"
@@ -226,6 +227,10 @@ def _by_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     before = -1 if window is None else window - 1
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {"enable_gqa": groups > 1} if varlen_takes_groups() else {}
+    if groups > 1 and not options:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     found = varlen_attn(
         query,
         key,
@@ -236,7 +241,7 @@ def _by_kernel(
         longest,
         scale=scaling,
         window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     assert isinstance(found, torch.Tensor)
     return found

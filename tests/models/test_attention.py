@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from recipes_for_tests import ARCHITECTURES, base
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -166,3 +167,26 @@ def test_nothing_of_it_is_written(tmp_path: Any) -> None:
     assert network.config._attn_implementation == "packed"
     network.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_the_kernel_is_given_groups_as_it_takes_them(monkeypatch: pytest.MonkeyPatch, takes_groups: bool) -> None:
+    """Torch 2.11's has no word for fewer heads of keys than of queries."""
+    told: list[bool] = []
+
+    def kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, *_: object, **options: object
+    ) -> torch.Tensor:
+        told.append("enable_gqa" in options)
+        assert takes_groups or query.shape[1] == key.shape[1]
+        return attention._by_document(query, key, value, edges, 0.0, None, None)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "varlen_takes_groups", lambda: takes_groups)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    edges = torch.tensor([0, 4, 9])
+    found = attention._by_kernel(query, key, value, edges, 5, None, None)
+    expected = attention._by_document(query, key, value, edges, 0.0, None, None)
+    assert torch.allclose(found, expected)
+    assert told == [takes_groups]

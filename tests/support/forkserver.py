@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 from harness import LIMIT_S, ROOT, environment
 from ranks import exported, free_port, launch_file
 
@@ -98,7 +99,9 @@ class ForkServer:
         )
         # The server has the environment of whoever starts it, which the first process does.
         # Arrow's allocator would start a thread, which a fork does not have.
-        theirs = environment(DS_ACCELERATOR="cpu", JE_ARROW_MALLOC_CONF="background_thread:false")
+        theirs = environment(JE_ARROW_MALLOC_CONF="background_thread:false")
+        if not torch.cuda.is_available():
+            theirs["DS_ACCELERATOR"] = "cpu"
         with mock.patch.dict(os.environ, theirs, clear=True):
             process.start()
         return process

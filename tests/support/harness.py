@@ -67,7 +67,7 @@ def environment(**extra: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
+        "PYTHONPATH": os.pathsep.join(filter(None, [f"{ROOT}:{ROOT}/tests/support", os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
     }
     return env | extra

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,14 @@ ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
 
 require("torch", ProcessGroupGloo, "_Options", "create_device", "create_default_device")
 require("torch", ProcessGroupGloo._Options, "_threads", "_timeout", "_devices")
+
+
+@functools.cache
+def varlen_takes_groups() -> bool:
+    """Whether the attention of packed documents takes fewer heads of keys than of queries: torch 2.11's does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def default_store() -> Store:
