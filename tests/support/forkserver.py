@@ -35,6 +35,11 @@ KILLED = 124
 """The exit code of what took too long and was killed, as `timeout` has it."""
 
 
+def _by_spawning() -> bool:
+    """Where there is a GPU: DeepSpeed looks at it as it is imported, and a fork could not use it any more."""
+    return torch.cuda.is_available()
+
+
 def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """Does what `python WORDS` does once it has imported what it needs.
 
@@ -45,11 +50,10 @@ def become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
     """
     import numpy as np
     import preloaded
-    import torch
 
     from finetune.utils import orphan_watch
 
-    assert os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
+    assert _by_spawning() or os.getppid() == preloaded.LOADED_BY, "the fork server has not loaded `preloaded`"
     os.setsid()
     # What it prints must not depend on where the tests' output goes.
     for number, name, flags in (
@@ -86,7 +90,7 @@ class ForkServer:
     """Starts Python processes and ranks. The process that they are forks of is started with the first one."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+        self._context: Any = multiprocessing.get_context("spawn" if _by_spawning() else "forkserver")
         self._context.set_forkserver_preload(["preloaded", __name__])
         self._exported: dict[tuple[str, int | None], dict[str, str]] = {}
 
@@ -100,7 +104,7 @@ class ForkServer:
         # The server has the environment of whoever starts it, which the first process does.
         # Arrow's allocator would start a thread, which a fork does not have.
         theirs = environment(JE_ARROW_MALLOC_CONF="background_thread:false")
-        if not torch.cuda.is_available():
+        if not _by_spawning():
             theirs["DS_ACCELERATOR"] = "cpu"
         with mock.patch.dict(os.environ, theirs, clear=True):
             process.start()
