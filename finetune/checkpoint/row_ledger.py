@@ -142,6 +142,8 @@ def _read(directory: Path) -> tuple[int, "dict[int, _Line]", Lines]:
     try:
         lines = read_ledger(directory)
     except OSError as error:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            read_facts(directory)  # says what it is instead if it is no run
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     return *_steps(file, lines), lines
 

@@ -99,7 +99,7 @@ def load_model(
         model, weights = _plain(name, dtype, trust_remote_code)
         home = place if place.is_dir() else None
         return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines, home=home)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
@@ -153,7 +153,7 @@ def _check_head(fits: bool, what: str) -> None:
 def _tokenizer(folder: str, trusted: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
 
 

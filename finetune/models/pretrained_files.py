@@ -101,6 +101,10 @@ def load(
             use_safetensors=True,
             **options,
         )
+    except RecursionError as error:  # of JSON, which the library reads
+        raise RecipeError(
+            f"{name} cannot be opened: one of its JSON files is nested too deeply. Take an intact copy of the model."
+        ) from error
     except SafetensorError:
         for file in weight_files(_folder(name, revision)):
             _dtypes(file)  # refuses the one that is damaged

@@ -20,7 +20,7 @@ from finetune.cli import main
 from finetune.data.rows.row_order import rows_at
 from finetune.data.rows.row_sampler import RowSampler
 from finetune.utils.atomic_files import read_lines
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ledger")]
 
@@ -395,3 +395,11 @@ def test_what_cannot_be_listed(finished: Done, tmp_path: Path, capsys: pytest.Ca
     assert "give A:B, such as 100:120, or one step" in capsys.readouterr().err
     assert main.main(["audit", str(tmp_path)]) == 2
     assert "ledger.jsonl cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "says"), [("model", "holds a model, and is no run"), ("nothing", "holds no run")])
+def test_what_is_no_run_is_called_by_what_it_is(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=says):
+        row_ledger.audit(tmp_path / name)

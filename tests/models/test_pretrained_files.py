@@ -27,7 +27,7 @@ from finetune.models import lora_adapters, pretrained_files
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model, check_pretrained
 from finetune.tasks.causal_lm import CAUSAL_LM
-from finetune.utils.errors import CheckpointError, RecipeError
+from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Tensors = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -454,3 +454,16 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
     pretrained_files.load(auto, str(folder), config, **options)
     with pytest.raises(RecipeError, match="1 of its 21 tensors are frozen"):
         pretrained_files.load(Freezing, str(folder), config, **options)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / name).write_text("[" * 100_000)
+    with pytest.raises(FinetuneError, match=r"cannot be opened|no tokenizer that opens"):
+        load_model(str(folder))
+    if name.startswith("g"):
+        recipe = recipe_of(folder)
+        with pytest.raises(FinetuneError, match="nested too deeply"):
+            check_pretrained(recipe, resolve_model_config(recipe), "causal_lm")
