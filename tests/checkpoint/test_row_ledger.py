@@ -394,7 +394,7 @@ def test_what_cannot_be_listed(finished: Done, tmp_path: Path, capsys: pytest.Ca
     assert main.main(["audit", str(finished.directory), "--steps", "a:b"]) == 2
     assert "give A:B, such as 100:120, or one step" in capsys.readouterr().err
     assert main.main(["audit", str(tmp_path)]) == 2
-    assert "ledger.jsonl cannot be read: No such file or directory" in capsys.readouterr().err
+    assert "holds no run: it has no run.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "says"), [("model", "holds a model, and is no run"), ("nothing", "holds no run")])
