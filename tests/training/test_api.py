@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import typing
 from pathlib import Path
 
@@ -106,6 +107,20 @@ def test_steps_one_by_one(tmp_path: Path) -> None:
     assert [step.step for step in steps if step.validation] == [10, 20]
     assert steps[-1].validation["validation_loss"] == training.results["validation_loss"]
     assert not torch.equal(before, training.model[0].weight)
+
+
+def test_what_the_caller_does_with_a_step_is_no_part_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its time, nor of tokens a second: by a clock that the caller moves on by hours."""
+    late, clock = 0.0, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late)
+    training = start(mlp(tmp_path / "run", log={"every_steps": 2}), quiet=True)
+    metrics = []
+    for step in training.steps():
+        late += 10_000.0
+        metrics += [step.metrics] if step.metrics else []
+    assert len(metrics) == 11
+    assert all(line["step_s"] < 1000.0 for line in metrics)
+    assert all(line["tokens_per_s"] > 1e-2 for line in metrics)
 
 
 @pytest.mark.parametrize("how", ["break", "stop", "error"])
