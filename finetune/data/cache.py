@@ -137,8 +137,7 @@ class Cache:
             if not kept:
                 shutil.rmtree(staging, ignore_errors=True)
             if isinstance(error, KeyboardInterrupt):
-                more = ", and what it had tokenised of the rest" if kept else ""
-                error.add_note(f"The parts of the data that were finished are kept in {self._root}{more}.")
+                self._note_kept(error, ", and what it had tokenised of the rest" if kept else "")
             raise
         # Read back, so that the process that built sees what the others see.
         entry = self._open(folder, known=True)
@@ -192,13 +191,20 @@ class Cache:
                     what = "checking" if there else "preparing"
                     self._say(f"Waiting for another process that is {what} the same data.")
                 self._quiet = True
-                lock.acquire()
+                try:
+                    lock.acquire()
+                except KeyboardInterrupt as error:  # which the one that prepares it gets as well
+                    self._note_kept(error)
+                    raise
         except OSError as error:
             raise _NoLockError(self._unusable(error)) from error
         try:
             yield
         finally:
             lock.release()
+
+    def _note_kept(self, error: KeyboardInterrupt, more: str = "") -> None:
+        error.add_note(f"The parts of the data that were finished are kept in {self._root}{more}.")
 
     def _unusable(self, error: OSError) -> DataError:
         return DataError(

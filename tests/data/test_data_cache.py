@@ -430,3 +430,15 @@ def test_ranks_agree_that_a_cache_is_damaged(place: Place) -> None:
     (line,) = (line for line in said.splitlines() if "it is made again" in line)
     assert f"{folder} is damaged (train.tokens is not what was written)" in line
     assert (np.fromfile(folder / "train.tokens", np.uint16) == tokens).all()
+
+
+def test_ctrl_c_while_another_process_prepares_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(self: filelock.FileLock, timeout: float = -1) -> None:
+        raise KeyboardInterrupt if timeout < 0 else filelock.Timeout(self.lock_file)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", held)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        Cache(tmp_path, quiet=True).entry("tokens", lambda folder: {})
+    assert raised.value.__notes__ == [f"The parts of the data that were finished are kept in {tmp_path}."]
