@@ -179,8 +179,12 @@ def steps_on_host(launch: Launch) -> bool:
 
 
 def fitted(launch: Launch, outline: Outline) -> dict[str, Any]:
-    """DeepSpeed's config with the sizes that depend on the model filled in."""
+    """DeepSpeed's config with the sizes that depend on the model, and its default of a size that is always needed.
+
+    Source: `DeepSpeedZeroConfig`, `reduce_bucket_size`.
+    """
     config = copy.deepcopy(launch.ds_config)
+    config["zero_optimization"].setdefault("reduce_bucket_size", 500_000_000)
     sizes = [w.elements for w in outline.weights]
     # What the recipe fills in plays no part in sizes.
     zero = {"zero_optimization": config["zero_optimization"]}

@@ -535,3 +535,17 @@ def test_times_have_a_unit_that_needs_no_exponent(seconds: float, text: str) -> 
 def test_a_device_is_known_by_its_own_name_only(device: str, name: str | None) -> None:
     found = gpu_specs.of_device(device)
     assert (found.name if found is not None else None) == name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_deepspeed_config_of_a_stage_alone_is_planned_with_its_defaults(tmp_path: Path, stage: int) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    (tmp_path / "zero.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    )
+    recipe = validate_recipe(sections(model={"config": LLAMA_8B}))
+    found = planner.make(recipe, Machines(gpu_specs.find("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    full = {"stage": stage, "reduce_bucket_size": 500_000_000}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": full}))
+    again = planner.make(recipe, Machines(gpu_specs.find("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    assert found.candidates["zero", "full"].peak == again.candidates["zero", "full"].peak > 0
