@@ -167,14 +167,11 @@ class Backend:
         self.num_trained = sum(size for size, (_, p) in zip(sizes, named, strict=True) if p.requires_grad)
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
-            deepspeed_config.fit_to_model(
-                self.accelerator.deepspeed_plugin.deepspeed_config,
-                hidden_size=deepspeed_config.width_of(model),
-                parameter_sizes=sizes,
-            )
+            ds_config = self.accelerator.deepspeed_plugin.deepspeed_config
+            verify_launch.check_shards(self.launch, ds_config, width=deepspeed_config.width_of(model), sizes=sizes)
             init_accelerator.match_shards(model)
             if self.launch.offload_params == "nvme":
-                init_accelerator.shard_in_own_dtype(model, self.accelerator.deepspeed_plugin.deepspeed_config)
+                init_accelerator.shard_in_own_dtype(model, ds_config)
         if self.launch.kind == "ddp":
             # Constants such as rotary frequencies are the same everywhere; only what is learned beside weights is sent.
             kept = model.state_dict().keys()

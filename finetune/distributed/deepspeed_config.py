@@ -28,6 +28,9 @@ def width_of(model: Any) -> int:
 # Shipped configs say "auto" where the recipe decides.
 AUTO = "auto"
 
+# DeepSpeed's default of `stage3_param_persistence_threshold`, in elements.
+PERSISTENCE_THRESHOLD = 100_000
+
 # Those that the model decides, once it is there.
 _FITTED = (
     "zero_optimization.reduce_bucket_size",

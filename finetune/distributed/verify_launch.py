@@ -5,8 +5,9 @@ nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devi
 """
 
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.distributed import sequence_parallel
+from finetune.distributed import deepspeed_config, sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.state.tensor_shards import local
 from finetune.distributed.tensor_parallel import Splits
@@ -151,6 +152,47 @@ def verify(
     return report
 
 
+def check_shards(launch: Launch, ds_config: dict[str, Any], *, width: int, sizes: Sequence[int]) -> None:
+    """Fits the DeepSpeed config to the network, in place, and refuses one with which stage 3 would not shard it.
+
+    DeepSpeed keeps parameters of `stage3_param_persistence_threshold` elements or fewer whole on every rank.
+    Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
+
+    Args:
+        width: The network's hidden size.
+        sizes: Elements of each of its parameters.
+
+    Raises:
+        BackendError: With the threshold, and one that shards the network.
+    """
+    if not launch.uses_deepspeed:
+        return
+    deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
+    if launch.kind != "zero3":
+        return
+    section, ranks, whole = ds_config["zero_optimization"], launch.num_processes, 0
+    written = section.get("stage3_param_persistence_threshold")
+    threshold = deepspeed_config.PERSISTENCE_THRESHOLD if written is None else written
+    most = section.get("stage3_model_persistence_threshold", sys.maxsize)
+    for size in sizes:
+        if size <= threshold and whole + size <= most:
+            whole += size
+    held = (whole + (sum(sizes) - whole) / ranks) / max(1, sum(sizes))
+    if _off(sum(sizes), 1 / ranks, held):
+        said = (
+            f"leaves stage3_param_persistence_threshold out, and DeepSpeed's default is {threshold:,} elements"
+            if written is None
+            else f"says stage3_param_persistence_threshold: {threshold:,} elements"
+        )
+        raise BackendError(
+            f"{launch.ds_place} {said}: parameters that are no larger stay whole on every rank, which is "
+            f"{whole / sum(sizes):.0%} of this network ({whole:,} of {sum(sizes):,} weights). Stage 3 would hold "
+            f"{held:.0%} of it on each of {ranks} ranks, where {1 / ranks:.0%} is asked. Write "
+            '"stage3_param_persistence_threshold": "auto" below "zero_optimization", which fits it to the network, '
+            "or a smaller number; nothing was trained."
+        )
+
+
 def inner_name(name: str) -> str:
     """A parameter's name in the network inside a prepared model."""
     return name.partition("network.")[2] or name
@@ -277,7 +319,7 @@ def _differences(
         ("parameters held by a rank", want_parameters, report.parameter_fraction),
         ("optimiser state held by a rank", want_optimizer, report.optimizer_fraction),
     ):
-        if abs(want - have) > _SHARD_SLACK and not _tiny(report, want, have):
+        if _off(report.num_parameters, want, have):
             yield f"{name}: asked {want:.1%}, holds {have:.1%}"
     if set(report.parameter_dtypes) != {"float32"}:
         yield f"trainable parameters must be float32, are {'+'.join(report.parameter_dtypes)}"
@@ -310,9 +352,13 @@ def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str,
     return {**dict(sorted(seen.items())), "loss": _short(loss.dtype)}
 
 
-def _tiny(report: RuntimeReport, want: float, have: float) -> bool:
-    """A model of a few thousand parameters cannot be cut evenly; it must only not be held whole."""
-    return report.num_parameters < 10_000 and want < 1.0 and have < 1.0
+def _off(num_parameters: int, want: float, have: float) -> bool:
+    """Whether a rank's share is not the one that was asked for.
+
+    A model of a few thousand parameters cannot be cut evenly; it must only not be held whole.
+    """
+    tiny = num_parameters < 10_000 and want < 1.0 and have < 1.0
+    return abs(want - have) > _SHARD_SLACK and not tiny
 
 
 def _read(accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Splits) -> RuntimeReport:

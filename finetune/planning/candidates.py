@@ -1,5 +1,6 @@
 """One candidate of a plan: a way to train under a launch file, with what a rank holds and whether that fits."""
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,6 +9,7 @@ from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
+from finetune.distributed.verify_launch import check_shards
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, shape_of
 from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of, unpaged
@@ -105,6 +107,8 @@ def assess(
         if launch.tensor > 1:
             check_split_layers(recipe, launch, _precision(recipe))
             variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
+        sizes = [weight.elements for weight in variant.outline.weights]
+        check_shards(launch, copy.deepcopy(launch.ds_config), width=variant.outline.width, sizes=sizes)
         optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.distributed.deepspeed_config import fit_to_model, width_of
+from finetune.distributed.deepspeed_config import PERSISTENCE_THRESHOLD, fit_to_model, width_of
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.tensor_parallel import WHOLE, Split, Splits
@@ -211,7 +211,11 @@ def _part(launch: Launch, weight: Weight) -> int:
 def _held(launch: Launch, outline: Outline, weights: Iterable[Weight]) -> Iterable[int]:
     whole = -1
     if launch.kind == "zero3":
-        whole = int(fitted(launch, outline)["zero_optimization"].get("stage3_param_persistence_threshold", 100_000))
+        whole = int(
+            fitted(launch, outline)["zero_optimization"].get(
+                "stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD
+            )
+        )
     for weight in weights:
         # Small ones are held whole as well.
         yield _part(launch, weight) * weight.itemsize + (weight.nbytes if weight.elements <= whole else 0)

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from harness import ROOT, command, environment, run
-from ranks import MODEL, Here, Place, exported
+from ranks import MODEL, Here, Place, assert_said, exported
 
 from finetune.cli import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics import explain
 from finetune.diagnostics.doctor import doctor, machine_checks
 from finetune.diagnostics.parity import launch_runs
+from finetune.distributed import gpu_specs
 from finetune.distributed.deepspeed_config import fit_to_model
 from finetune.distributed.launch import launch_file, launch_keys, launcher
 from finetune.distributed.launch.launch_config import of_environment, read_launch
@@ -27,6 +28,8 @@ from finetune.distributed.launch.launch_environment import launch_of_file, read_
 from finetune.distributed.resolve_config import resolve_config
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
+from finetune.planning.candidates import assess, setting_of
+from finetune.planning.model_shapes import Variant, variants
 from finetune.training import entry_point
 from finetune.utils import exit_codes, orphan_watch
 from finetune.utils.errors import BackendError, RecipeError
@@ -463,6 +466,42 @@ def test_all_names_that_deepspeed_has_for_a_key_mean_the_same(place: Place) -> N
     read = DeepSpeedZeroConfig(**config["zero_optimization"])
     assert read.prefetch_bucket_size == int(0.9 * bucket)
     assert read.param_persistence_threshold == 10 * 2000
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, "leaves stage3_param_persistence_threshold out, and DeepSpeed's default is 100,000 elements"),
+        ({"param_persistence_threshold": 5000}, "says stage3_param_persistence_threshold: 5,000 elements"),
+        ({"stage3_param_persistence_threshold": "auto"}, None),
+        ({"stage3_param_persistence_threshold": 0}, None),
+        ({"stage3_model_persistence_threshold": 64}, None),
+    ],
+)
+def test_stage_3_that_would_shard_nothing_is_known_before_the_run(
+    place: Place, here: Here, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], says: str | None
+) -> None:
+    here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    recipe, file = place.recipe(), place.ds_launch_file({"zero_optimization": {"stage": 3, **keys}})
+    code = main.main(["launch", str(recipe), "--config_file", str(file), "--dry-run"])
+    assert code == (2 if says else 0)
+    foreseen = read_launch_environment(str(file), {}, ALONE)
+    variant = variants(load_recipe(recipe), kinds=["full"])["full"]
+    assert isinstance(variant, Variant)
+    candidate = assess("zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find("h100-80gb"))
+    assert (candidate.verdict == "refused") == bool(says)
+    if says:
+        assert_said(capsys.readouterr().err, says, '"stage3_param_persistence_threshold": "auto"')
+        assert says in candidate.reason
+
+
+def test_a_worker_refuses_stage_3_that_would_shard_nothing(place: Place) -> None:
+    file = place.ds_launch_file({"zero_optimization": {"stage": 3}})
+    code, output = run(command(file, str(place.recipe())))
+    assert code == 1
+    assert output.count("leaves stage3_param_persistence_threshold out, and DeepSpeed's default is 100,000") == 1
+    assert "of it on each of 2 ranks, where 50% is asked" in output
+    assert not any("checkpoint" in name or "model" in name for name in place.files())
 
 
 def test_packed_weights_and_a_cast_of_all_weights(place: Place) -> None:
