@@ -1,7 +1,10 @@
 # Everything a developer runs. `make help` lists it; the set-up itself is scripts/setup.sh.
 
 SHELL := /bin/bash
-PY := .venv/bin/python
+# Another environment, with other versions: make test-quick VENV=build/x CONSTRAINTS=tests/versions/lowest.txt
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PY := $(VENV)/bin/python
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 # Most tests start two processes, so half the cores are workers; two at least, because starting up mostly waits.
@@ -12,31 +15,36 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test test-wheel test-resume test-chaos check docs ops format clean
+.PHONY: help setup demo demo-qlora test test-quick test-wheel test-resume test-chaos check docs ops format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Create .venv and install the pinned packages; nothing to do when they are there
-	@scripts/setup.sh
+	@VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS) scripts/setup.sh
 
 # TOKENIZERS_PARALLELISM: the tokenizers library warns at each fork otherwise.
 demo: setup  ## Train a small Llama on the built-in stories with FSDP2 on two processes
 	@OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-	  .venv/bin/accelerate launch --config_file accelerate_configs/fsdp.yaml \
+	  $(VENV)/bin/accelerate launch --config_file accelerate_configs/fsdp.yaml \
 	  scripts/train.py recipes/sample.yaml output.overwrite=true
 
 demo-qlora: setup  ## Pre-train (or reuse) that Llama, teach it to answer with QLoRA, merge, and ask before and after
-	@PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	@PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$(DEMO_THREADS) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  scripts/demo_qlora.sh
 
 # One thread a process: the tests run many processes at once, and fp32 sums keep their order.
 # The ops come first, so that no test waits minutes for a compiler. Where one cannot be built it says why, and the
 # tests that need it are skipped or fail.
 test: setup  ## Run the whole test suite (PYTEST_ARGS="-k name -x" narrows it)
-	-@.venv/bin/finetune ops
+	-@$(VENV)/bin/finetune ops
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# What a contributor runs before each commit, and CI with other versions: the tests that are marked `quick`.
+test-quick: setup  ## Run a test of each thing there is, at most 4 minutes on 2 cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  $(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup -m quick $(PYTEST_ARGS)
 
 test-resume: setup  ## Resume every backend's checkpoint on every backend; writes docs/resume-matrix.md (about 30 minutes)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) tests/support/matrix.py docs/resume-matrix.md
@@ -59,7 +67,7 @@ docs: setup  ## Build the docs site into build/docs; a broken link fails
 	$(PY) scripts/build_docs.py
 
 ops: setup  ## Build DeepSpeed's native ops ahead of the first run (4 to 20 minutes on 2 cores)
-	@.venv/bin/finetune ops
+	@$(VENV)/bin/finetune ops
 
 format: setup  ## Rewrite the code in the project's format and fix what ruff can
 	$(PY) -m ruff format .

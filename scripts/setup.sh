@@ -2,13 +2,15 @@
 # Creates .venv and installs the pinned packages into it. A second call does nothing, and needs no network.
 #
 #   PYTHON=python3.12 scripts/setup.sh    another interpreter (3.11 or newer)
+#   VENV=DIR CONSTRAINTS=FILE             another environment, with other versions (scripts/test_versions.py)
 #   TORCH_PIP_ARGS="--index-url URL"      where torch comes from, for example a CPU-only build
 #   SETUP_SYSTEM=0                        never call apt-get
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly STAMP=.venv/finetune-setup.sha256
-readonly LOG=.venv/setup.log
+readonly VENV=${VENV:-.venv} CONSTRAINTS=${CONSTRAINTS:-constraints.txt}
+readonly STAMP=$VENV/finetune-setup.sha256
+readonly LOG=$VENV/setup.log
 
 fail() {
   printf 'setup: %s\n' "$*" >&2
@@ -17,7 +19,7 @@ fail() {
 
 # What was installed is a function of these two files, so their digest says whether there is anything to do.
 digest() {
-  cat pyproject.toml constraints.txt | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1
+  cat pyproject.toml "$CONSTRAINTS" | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1
 }
 
 find_python() {
@@ -37,8 +39,8 @@ make_venv() {
   python=$(find_python)
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$("$python" --version) has no venv module. On Debian: apt-get install python3-venv"
-  echo "==> .venv with $("$python" --version)"
-  "$python" -m venv .venv
+  echo "==> $VENV with $("$python" --version)"
+  "$python" -m venv "$VENV"
 }
 
 # Runs pip with its output in a log; a terminal shows its newest line, and a failure shows the last ones.
@@ -48,13 +50,13 @@ pip_step() {
   printf '==> %s\n' "$title"
   printf '\n# %s: pip install %s\n' "$title" "$*" >>"$LOG"
   if [ -t 1 ]; then
-    .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt "$@" 2>&1 |
+    "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -c "$CONSTRAINTS" "$@" 2>&1 |
       tee -a "$LOG" | while IFS= read -r line; do
         printf '\r\033[K    %.*s' $((${COLUMNS:-80} - 6)) "$line"
       done || status=$?
     printf '\r\033[K'
   else
-    .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt "$@" \
+    "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check -c "$CONSTRAINTS" "$@" \
       >>"$LOG" 2>&1 || status=$?
   fi
   if [ "$status" -ne 0 ]; then
@@ -69,10 +71,10 @@ pip_step() {
 # installed here is a line to read, not a failure.
 system_packages() {
   local include missing=() sudo=()
-  include=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')
+  include=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')
   command -v "${CXX:-c++}" >/dev/null || missing+=(g++)
   # Debian packs the interpreter's headers apart; other builds of Python bring theirs.
-  [ -f "$include/Python.h" ] || missing+=("python$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev")
+  [ -f "$include/Python.h" ] || missing+=("python$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev")
   if ! command -v gcc >/dev/null || ! echo '#include <libaio.h>' | gcc -E - >/dev/null 2>&1; then
     missing+=(libaio-dev)
   fi
@@ -102,11 +104,11 @@ system_packages() {
 main() {
   local wanted
   wanted=$(digest)
-  if [ -x .venv/bin/python ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
+  if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
     return 0
   fi
 
-  [ -x .venv/bin/python ] || make_venv
+  [ -x "$VENV/bin/python" ] || make_venv
   : >"$LOG"
   # torch first and by itself: what depends on torch would otherwise choose a build, and may choose gigabytes.
   # setuptools and wheel, because DeepSpeed's setup.py below imports them and torch from this environment; hatchling builds

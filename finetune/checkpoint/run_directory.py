@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from finetune.utils.atomic_files import (
     set_damaged_lines_aside,
     write_text,
 )
+from finetune.utils.compat.library_versions import installed
 from finetune.utils.errors import CheckpointError, RecipeError
 
 _LIBRARIES = (
@@ -450,13 +450,7 @@ def _hold(path: Path) -> filelock.BaseFileLock:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
 
 
 def _git_commit() -> str | None:

@@ -15,6 +15,7 @@ from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, 
 from finetune.distributed.launch.launch_key_docs import OPTIONS
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
+from finetune.utils.compat.library_versions import untried
 from finetune.utils.console import plain_console
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
@@ -437,6 +438,8 @@ def _prepare_libraries(parsed: argparse.Namespace | None = None) -> None:
     """
     go_offline_if_unreachable()
     if parsed is not None:
+        if text := untried():
+            _to_stderr(text)
         _to_stderr(f"Opening {parsed.run}.")
         hub_access.require(parsed.run, None)
         hub_access.require(parsed.base, "--base")

@@ -168,7 +168,9 @@ class Backend:
         before = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.launch.uses_deepspeed:
             ds_config = self.accelerator.deepspeed_plugin.deepspeed_config
-            verify_launch.check_shards(self.launch, ds_config, width=deepspeed_config.width_of(model), sizes=sizes)
+            deepspeed_config.fit_to_model(
+                ds_config, hidden_size=deepspeed_config.width_of(model), parameter_sizes=sizes
+            )
             init_accelerator.match_shards(model)
             if self.launch.offload_params == "nvme":
                 init_accelerator.shard_in_own_dtype(model, ds_config)
@@ -210,6 +212,9 @@ class Backend:
 
     def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify`."""
+        if self.launch.uses_deepspeed:
+            whole = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+            verify_launch.check_shards(self.launch, self.accelerator.deepspeed_plugin.deepspeed_config, whole)
         report = verify_launch.verify(
             self.accelerator,
             self.launch,

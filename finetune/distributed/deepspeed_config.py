@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from finetune.config import file_kinds
@@ -80,7 +81,10 @@ def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
         raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
     if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
         raise BackendError(f"{place}: {other}")
-    problems = [*launch_keys.unknown(config, launch_keys.deepspeed()), *_rename(config)]
+    problems = []
+    if find_spec("deepspeed") is not None:
+        # Its source has the names. Without it a launch can be planned and explained; what would run it refuses.
+        problems += [*launch_keys.unknown(config, launch_keys.deepspeed()), *_rename(config)]
     problems += [(key, f"deprecated; write {new}") for key, new in _DEPRECATED.items() if key in flat(config)]
     if problems:
         lines = places(place)

@@ -7,9 +7,10 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from finetune.utils.compat.library_versions import installed
 
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
@@ -104,7 +105,7 @@ def identity() -> dict[str, Any]:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {platform.machine()}"
-    return {"device": device, **{name: metadata.version(name) for name in _LIBRARIES}}
+    return {"device": device, **{name: installed(name) for name in _LIBRARIES}}
 
 
 def _container() -> Iterator[int]:
@@ -122,9 +123,8 @@ def of_driver() -> Devices:
     torch runs on, natively or not.
     Source: `torch.cuda.is_bf16_supported`, whose default includes emulation.
     """
-    with suppress(metadata.PackageNotFoundError):
-        if "+cpu" in metadata.version("torch"):
-            return Devices(0, True)
+    if "+cpu" in (installed("torch") or ""):
+        return Devices(0, True)
     count = ctypes.c_int(0)
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")

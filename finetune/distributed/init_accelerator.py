@@ -39,6 +39,9 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
     if launch.uses_deepspeed:
         from accelerate.utils import DeepSpeedPlugin
 
+        # Refuses a version that lacks what checkpoints need, before a step is taken.
+        from finetune.utils.compat import deepspeed_private  # noqa: F401
+
         handlers.append(InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=TIMEOUT))
         settings["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config=settled.ds_config, zero3_init_flag=launch.sharded_init

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import deepspeed_config, device_selection
 from finetune.distributed.device_selection import Devices
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, check_installed
+from finetune.utils.compat.library_versions import installed, require_installed
 from finetune.utils.errors import BackendError, RecipeError
 
 # See `data.rows.row_dataset`.
@@ -40,10 +40,13 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         RecipeError: If the batch does not come out even, or a tracker is not installed.
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
+    check_installed(launch)
     settled = agree(recipe, launch, device_selection.of_torch(), env)
     if launch.uses_deepspeed:
         deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
+    if recipe.model.quantization is not None:
+        require_installed("bitsandbytes", f"model.quantization {recipe.model.quantization}")
     return settled
 
 
@@ -277,10 +280,8 @@ def check_trackers(recipe: Recipe) -> None:
         RecipeError: With the extra to install.
     """
     for name in recipe.log.trackers:
-        try:
-            metadata.version(name)
-        except metadata.PackageNotFoundError:
+        if installed(name) is None:
             raise RecipeError(
                 f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or "
                 "take it out: metrics.jsonl is written in any case."
-            ) from None
+            )

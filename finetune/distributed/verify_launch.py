@@ -152,22 +152,34 @@ def verify(
     return report
 
 
-def check_shards(launch: Launch, ds_config: dict[str, Any], *, width: int, sizes: Sequence[int]) -> None:
-    """Fits the DeepSpeed config to the network, in place, and refuses one with which stage 3 would not shard it.
+def check_network(launch: Launch, ds_config: dict[str, Any], *, width: int, sizes: Sequence[int]) -> None:
+    """`check_shards` of a network that is not there yet, for which the DeepSpeed config is completed in place.
+
+    Args:
+        width: Its hidden size.
+        sizes: Elements of each of its parameters.
+
+    Raises:
+        BackendError: With what it would be refused for.
+    """
+    if launch.uses_deepspeed:
+        deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
+        check_shards(launch, ds_config, sizes)
+
+
+def check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    """Refuses a DeepSpeed config with which stage 3 does not shard a network.
 
     DeepSpeed keeps parameters of `stage3_param_persistence_threshold` elements or fewer whole on every rank.
     Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
 
     Args:
-        width: The network's hidden size.
+        ds_config: Completed, by the recipe and for the network.
         sizes: Elements of each of its parameters.
 
     Raises:
         BackendError: With the threshold, and one that shards the network.
     """
-    if not launch.uses_deepspeed:
-        return
-    deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
     if launch.kind != "zero3":
         return
     section, ranks, whole = ds_config["zero_optimization"], launch.num_processes, 0
@@ -191,6 +203,12 @@ def check_shards(launch: Launch, ds_config: dict[str, Any], *, width: int, sizes
             '"stage3_param_persistence_threshold": "auto" below "zero_optimization", which fits it to the network, '
             "or a smaller number; nothing was trained."
         )
+
+
+def check_skeleton(launch: Launch, ds_config: dict[str, Any], network: nn.Module) -> None:
+    """`check_network` of one that may be without storage."""
+    sizes = [parameter.numel() for parameter in network.parameters()]
+    check_network(launch, ds_config, width=deepspeed_config.width_of(network), sizes=sizes)
 
 
 def inner_name(name: str) -> str:

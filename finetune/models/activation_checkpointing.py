@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from finetune.models import attention
 from finetune.utils.compat import torch_private
+from finetune.utils.compat.transformers_private import enable_checkpointing
 from finetune.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["select
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    network.activation_checkpointing_enable(options)
+    enable_checkpointing(network, options)
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.frozen_weights import multiply
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
 _STORAGE = torch.float32
@@ -62,6 +63,8 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def loading_config(recipe: Recipe) -> Any | None:
     """What `from_pretrained` needs to quantise weights as it reads them; None if it is to leave them as they are."""
     section = recipe.model
+    if section.quantization is not None:
+        require_installed("bitsandbytes", f"model.quantization {section.quantization}")
     if section.quantization not in ("nf4", "fp4"):
         return None
     from transformers import BitsAndBytesConfig

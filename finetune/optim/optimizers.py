@@ -1,6 +1,7 @@
 """Optimisers by name, their parameter groups, and which of them a launch can run."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from finetune.config.recipe import hint
 from finetune.config.recipe_schema import OptimSection, Recipe
 from finetune.optim import lars_lamb
 from finetune.optim.lr_schedule import peak_lr
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 from finetune.utils.import_object import import_object
 
@@ -215,17 +217,21 @@ def _find(name: str) -> Callable[..., torch.optim.Optimizer]:
     else:
         found = getattr(torch.optim, name, None) or _OWN.get(name) or _of_bitsandbytes().get(name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        if "8bit" in name or name.startswith("Paged"):
+            require_installed("bitsandbytes", f"optim.name {name}")
         offered, more = _classes(torch.optim), _of_bitsandbytes()
         raise RecipeError(
             f"optim.name: '{name}' is no optimiser{hint(name, [*offered, *_OWN, *more]) or '.'} torch.optim has "
             f"{', '.join(sorted(offered))}; finetune has {', '.join(_OWN)}; bitsandbytes has "
-            f"{', '.join(sorted(more))}; your own is named package.module:Class."
+            f"{', '.join(sorted(more)) or 'some, once it is installed'}; your own is named package.module:Class."
         )
     return found
 
 
 def _of_bitsandbytes() -> dict[str, type]:
     """Its optimisers with state of 8 bits or in pages, by name; the others are torch's."""
+    if find_spec("bitsandbytes") is None:
+        return {}
     import bitsandbytes
 
     return {name: c for name, c in _classes(bitsandbytes.optim).items() if "8bit" in name or name.startswith("Paged")}

@@ -1,5 +1,6 @@
 """Builds a `Run`: everything that the loop touches, from a recipe and a launch."""
 
+import os
 from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -36,7 +37,7 @@ from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.networks import init_weights
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
-from finetune.monitoring.metrics import Reporter
+from finetune.monitoring.metrics import Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
@@ -52,6 +53,7 @@ from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
 from finetune.training.start_lines import start_lines
 from finetune.utils.compat.accelerate_private import unsplit_classes
+from finetune.utils.compat.library_versions import untried
 
 # How long ranks wait for rank 0 to read the base's files.
 _PATIENCE = timedelta(hours=2)
@@ -205,6 +207,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     Raises:
         FinetuneError: With what is wrong; nothing has been overwritten then.
     """
+    if os.environ.get("RANK", "0") == "0" and (text := untried()):
+        warn(text)
     launch = read_launch()
     config = resolve_config(recipe, launch)
     optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)

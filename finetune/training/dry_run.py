@@ -3,7 +3,7 @@
 import os
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config, verify_launch
+from finetune.distributed import verify_launch
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.launch_environment import LaunchEnvironment
 from finetune.distributed.resolve_config import resolve_config
@@ -37,10 +37,10 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     network = task.build_skeleton(sized(recipe), None)
     if launch.tensor > 1:
         split_layers.divide(network, loss_by_head=False).check(launch.tensor)
-    sizes = [p.numel() for p in network.parameters()]
-    verify_launch.check_shards(launch, config.ds_config, width=deepspeed_config.width_of(network), sizes=sizes)
+    verify_launch.check_skeleton(launch, config.ds_config, network)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
+    counted = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     length = {key: value for key, value in recipe.length.model_dump().items() if value is not None}
     batch, data, world = recipe.batch, recipe.data, launch.data_ranks
@@ -51,7 +51,7 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
         split = f"{batch.global_size} rows = {world} x auto, which is tried when the run starts"
     lines = {
         "task": recipe.task.name,
-        "network": f"{kind}, {sum(sizes):,} parameters, {trained:,} trained, in {config.precision}",
+        "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
         "adapters": lora_adapters.describe(network),
         "backend": f"{launch.kind} on {launch.num_processes} process(es)"

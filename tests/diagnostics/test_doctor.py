@@ -129,16 +129,28 @@ LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": l
 
 CASES: list[Case] = [
     (package_checks.python, "failure", "3.8.1, needed is >=3.11", asking({"sys.version_info": (3, 8, 1)})),
+    (package_checks.packages, "failure", "peft is not installed", asking({VERSION: installed(peft=None)})),
+    (package_checks.packages, "failure", "torch 2.1.0, needed", asking({VERSION: installed(torch="2.1.0")})),
+    (package_checks.packages, "failure", "numpy 1.9, needed is >=2", asking({VERSION: installed(numpy="1.9")})),
+    (package_checks.packages, "warning", r"torch 99\.0 \(tested: 2", asking({VERSION: installed(torch="99.0")})),
+    (
+        package_checks.packages,
+        "warning",
+        "deepspeed is not installed; ZeRO",
+        asking({VERSION: installed(deepspeed=None)}),
+    ),
     (
         package_checks.packages,
         "failure",
-        "No such file.*constraints",
-        asking({"package_checks.shipped": lambda name: Path("/nowhere") / name}),
+        "deepspeed is not installed; ZeRO",
+        asking({VERSION: installed(deepspeed=None)}, launch="zero2"),
     ),
-    (package_checks.packages, "failure", "peft is not installed", asking({VERSION: installed(peft=None)})),
-    (package_checks.packages, "failure", "torch 2.1.0, needed", asking({VERSION: installed(torch="2.1.0")})),
-    (package_checks.packages, "failure", "torch 2.14.0, needed", asking({VERSION: installed(torch="2.14.0")})),
-    (package_checks.packages, "warning", "numpy 9.0; the tests", asking({VERSION: installed(numpy="9.0")})),
+    (
+        package_checks.packages,
+        "failure",
+        "bitsandbytes is not installed; model.quantization",
+        asking({VERSION: installed(bitsandbytes=None)}, overrides=["model.quantization=nf4", "lora.rank=2"]),
+    ),
     (machine_checks.gpus, "failure", "with 1 GPU", asking(ONE_GPU, launch="ddp")),
     (machine_checks.gpus, "warning", "sees no GPU", asking({**NO_GPU, "machine_checks.DRIVER": Path(__file__)})),
     (machine_checks.dtypes, "failure", "bfloat16 fails", asking({"machine_checks.product": half_of_bf16})),
@@ -277,8 +289,9 @@ SOUND = {
 @pytest.fixture
 def sound(monkeypatch: Patch) -> None:
     """A machine that has everything, whatever this one has."""
-    tested = package_checks._tested()
-    monkeypatch.setattr(package_checks, "_installed", lambda name: tested.get(name.lower()))
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().splitlines()
+    pinned = {name: version for name, _, version in (line.partition("==") for line in lines)}
+    monkeypatch.setattr(metadata, "version", lambda name: pinned[name.lower()])
     for path, value in SOUND.items():
         monkeypatch.setattr(path, value)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "ACCELERATE_", "FSDP_", "HF_", "GLOO_"))]:

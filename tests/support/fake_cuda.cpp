@@ -74,6 +74,9 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+  // Asked for by torch's CUDA build, as it chooses a kernel of attention.
+  long versionCuDNN() const override { return 91900; }
+  long versionRuntimeCuDNN() const override { return 91900; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex current_device() const override { return 0; }

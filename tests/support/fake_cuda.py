@@ -225,7 +225,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda t: known[id(t)] if id(t) in known else up(t), found)
 
 
-def _varlen(query, key, value, edges, edges_k, longest, longest_k, causal, scale, window, grouped, *_):
+def _varlen(query, key, value, edges, edges_k, longest, longest_k, causal, scale, *_):
     """Attention by document: the forward pass of flash attention's kernel, and what that refuses."""
     width = query.shape[2]
     assert query.dtype in (torch.bfloat16, torch.float16)
@@ -399,6 +399,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "reset_peak_memory_stats": lambda device=None: None,
     "current_stream": lambda device=None: _ONE,
     "default_stream": lambda device=None: _ONE,
+    # Asked by optimisers of torch's CUDA build.
+    "is_current_stream_capturing": lambda: False,
     "stream": lambda stream: nullcontext(),
     "nvtx.range_push": lambda msg: 0,
     "nvtx.range_pop": lambda: 0,

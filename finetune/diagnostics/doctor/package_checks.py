@@ -1,16 +1,15 @@
 """Python and its packages: versions, and whether bitsandbytes computes on this machine."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
-from finetune.utils.shipped_files import shipped
+from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untried
 
 
 def python(asked: Asked) -> Iterable[Finding]:
@@ -24,39 +23,39 @@ def python(asked: Asked) -> Iterable[Finding]:
 
 
 def packages(asked: Asked) -> Iterable[Finding]:
-    """Every package that is needed."""
-    pinned, sound = _tested(), 0
+    """Every package that is needed, and whether it is among the versions that the tests ran with."""
+    sound = 0
     for requirement in map(Requirement, metadata.requires("finetune") or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        name, problem = requirement.name, None
-        installed = _installed(name)
-        tested = pinned.get(name.lower())
-        if installed is None:
+        name, problem, version = requirement.name, None, installed(requirement.name)
+        if version is None and name in NEEDED_BY:
+            needed = name in _needed(asked)
+            said = (
+                f"{name} is not installed; {NEEDED_BY[name]} need it",
+                f"pip install '{requirement}', or do without",
+            )
+            problem = failure("packages", *said) if needed else warning("packages", *said)
+        elif version is None:
             problem = failure("packages", f"{name} is not installed", f"pip install '{requirement}'")
-        elif not requirement.specifier.contains(installed, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             advice = f"pip install '{requirement}', or run `make setup`, which installs what was tested"
-            problem = failure("packages", f"{name} {installed}, needed is {requirement.specifier}", advice)
-        elif tested is not None and Version(installed).public != tested:
-            advice = f"nothing, if it works; else pip install {name}=={tested}"
-            problem = warning("packages", f"{name} {installed}; the tests ran with {tested}", advice)
+            problem = failure("packages", f"{name} {version}, needed is {requirement.specifier}", advice)
         if problem is not None:
             yield problem
         sound += problem is None
-    yield ok("packages", f"{sound} are as tested")
+    if text := untried():
+        yield warning("packages", text.partition(". ")[0], "nothing, if it works; else install versions that were")
+    proven = (f"{name} {' to '.join(dict.fromkeys(minors))}" for name, minors in PROVEN.items())
+    yield ok("packages", f"{sound} are there; tests ran with {', '.join(proven)}")
 
 
-def _tested() -> dict[str, str]:
-    lines = shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
-    pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
-    return {name.strip().lower(): version.strip() for name, _, version in pairs}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _needed(asked: Asked) -> Iterator[str]:
+    """The libraries that this run needs and others do not."""
+    if asked.launch is not None and asked.launch.library is not None:
+        yield asked.launch.library
+    if asked.recipe is not None and asked.recipe.model.quantization is not None:
+        yield "bitsandbytes"
 
 
 LIMIT_S = 120

@@ -13,6 +13,7 @@ from typing import Any
 from finetune.distributed import deepspeed_config
 from finetune.distributed.launch import launch_file, launch_key_docs
 from finetune.utils import orphan_watch
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
 
 
@@ -81,6 +82,11 @@ class Launch:
         return self.kind.startswith("zero")
 
     @property
+    def library(self) -> str | None:
+        """The library that this launch needs and others do not."""
+        return "deepspeed" if self.uses_deepspeed else None
+
+    @property
     def uses_fsdp(self) -> bool:
         return self.kind in ("fsdp", "hsdp")
 
@@ -130,6 +136,16 @@ def read_launch() -> Launch:
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
         exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
     return of_environment(env, world, file, _threads(arguments), exported)
+
+
+def check_installed(launch: Launch) -> None:
+    """Refuses a launch whose library is missing.
+
+    Raises:
+        LibraryVersionError: With what to install.
+    """
+    if launch.library is not None:
+        require_installed(launch.library, f"{launch.file or 'The launch environment'} asks for ZeRO, which")
 
 
 def of_environment(

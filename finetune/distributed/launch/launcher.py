@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
+from finetune.distributed.launch.launch_config import check_installed
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, guarded
@@ -116,6 +117,7 @@ def command(
     """
     given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
     foreseen = read_launch_environment(config_file, given, os.environ)
+    check_installed(foreseen.launch)
     alone = foreseen.get("num_machines") == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []

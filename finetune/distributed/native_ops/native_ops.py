@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import toolchain
 from finetune.utils.atomic_files import unlockable
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
 
 Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
@@ -99,7 +100,9 @@ def shared_bytes(launch: Launch | None, local: int) -> int:
 
 
 def look(launch: Launch | None) -> list[NeededOp]:
-    """The ops that a launch needs, or, without one, all that any launch could need here."""
+    """The ops that a launch needs, or, without one, all that any launch could need here; none without DeepSpeed."""
+    if find_spec("deepspeed") is None:
+        return []
     toolchain.prepare()
     found = []
     for op in with_prerequisites([*OPS] if launch is None else needed_ops(launch)):
@@ -349,6 +352,7 @@ def _accelerator() -> str:
 
 def came_with_deepspeed(op: Op) -> bool:
     """Whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1), for the device that is here."""
+    require_installed("deepspeed", f"The native op {op}, which is DeepSpeed's,")
     deepspeed = find_spec("deepspeed")
     assert deepspeed is not None
     assert deepspeed.origin is not None

@@ -9,7 +9,7 @@ from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, Partia
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import modeling, other
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require("accelerate", PartialState, "_shared_state")
 require("accelerate", FullyShardedDataParallelPlugin, "_no_split_modules")
@@ -20,8 +20,8 @@ require("accelerate", modeling, "is_peft_available")
 
 # To ask whether a model is of one of their classes, it imports them: for what no model is until somebody has.
 # Source: accelerate 1.15, `extract_model_from_parallel` and `is_peft_model`.
-other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
-modeling.is_peft_available = lambda: "peft" in sys.modules
+other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
+modeling.is_peft_available = lambda: sys.modules.get("peft") is not None
 
 
 def set_shared_state(**values: Any) -> None:

@@ -2,7 +2,7 @@
 
 from datasets import Dataset
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require("datasets", Dataset, "_fingerprint")
 

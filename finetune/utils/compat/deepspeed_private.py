@@ -1,11 +1,12 @@
-"""Private names of DeepSpeed: what moves ZeRO-3's state to and from NVMe, and the order in which it gathers."""
+"""Names of DeepSpeed that are private, or new: what holds state, moves it to and from NVMe, and gathers in order."""
 
 from typing import Any
 
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require(
     "deepspeed",
@@ -15,6 +16,26 @@ require(
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_swap_buffers",
     "_swappable_optimizer_subgroup",
+)
+# Read by finetune/distributed/state/zero_state.py.
+require(
+    "deepspeed",
+    DeepSpeedZeroOptimizer,
+    "partition_size",
+    "real_dp_process_group",
+    "round_robin_bit16_groups",
+    "round_robin_bit16_offsets",
+    "single_partition_of_fp32_groups",
+)
+require(
+    "deepspeed",
+    DeepSpeedZeroOptimizer_Stage3,
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+    "grad_position",
+    "sub_group_process_groups",
+    "sub_group_to_group_id",
+    "subgroup_to_device",
 )
 require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
 

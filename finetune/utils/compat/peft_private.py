@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 
 @contextmanager

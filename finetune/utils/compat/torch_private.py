@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.modules import batchnorm, dropout
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 # Not `torch.distributed.rendezvous`, which is a function of that name.
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -56,18 +56,18 @@ def default_store() -> Store:
 
 
 def gloo_workers_race(version: str = torch.__version__) -> bool:
-    """Whether the worker threads of a gloo group corrupt the heap now and then: in torch 2.8 to 2.14.
+    """Whether the worker threads of a gloo group corrupt the heap now and then: from torch 2.8 on.
 
     A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a
     string that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie
     on the heap: those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
 
     Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment; 2.7.1 has none, the wheels of 2.8.0,
-    2.11.0, 2.13.0 and 2.14.1 do. pytorch#190738 moves it out of the threads, into no release up to 2.14.1: look at
-    `runLoop` again before a later torch is allowed.
+    2.11.0, 2.13.0 and 2.14.1 do. pytorch#190738 moves it out of the threads, into no release up to 2.14.1: later ones
+    are taken for racing until somebody has looked at their `runLoop`, since one thread is right on every release.
     """
     major, minor = (int(number) for number in version.split(".")[:2])
-    return (2, 8) <= (major, minor) <= (2, 14)
+    return (major, minor) >= (2, 8)
 
 
 def start_gloo_with_one_worker() -> None:
@@ -84,10 +84,18 @@ def start_gloo_with_one_worker() -> None:
 
     @functools.wraps(start)
     def with_one_worker(
-        self: Any, store: Store, rank: int, size: int, timeout: timedelta = distributed_c10d.default_pg_timeout
+        self: Any,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = distributed_c10d.default_pg_timeout,
+        **more: Any,
     ) -> None:
         options = ProcessGroupGloo._Options()
         options._threads, options._timeout, options._devices = 1, timeout, _gloo_devices()
+        for name, value in more.items():
+            # torch 2.14 names `enable_reconfigure`, which its options have as well.
+            setattr(options, name, value)
         start(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = with_one_worker

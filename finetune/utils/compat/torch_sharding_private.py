@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, _utils
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require("torch", FSDPModule, "_get_fsdp_state")
 require("torch", FSDPState, "_fsdp_param_group")

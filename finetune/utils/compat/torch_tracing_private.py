@@ -20,7 +20,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed import fake_pg
 from torch.utils.hooks import RemovableHandle
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require("torch", fake_tensor, "FakeTensorMode", "unset_fake_temporarily")
 require("torch", mem_tracker, "_MemRefType", "_UpdateType")

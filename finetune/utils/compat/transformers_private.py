@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, core_model_loading, masking_utils
 from transformers.integrations import deepspeed
 
-from finetune.utils.compat.tested import require
+from finetune.utils.compat.library_versions import require
 
 require("transformers", AutoModelForCausalLM, "_model_mapping")
 require("transformers", PretrainedConfig, "_attn_implementation")
@@ -62,6 +62,12 @@ def from_config(architecture: Any, config: PretrainedConfig, **options: Any) -> 
 def forget_weight_conversions(network: nn.Module) -> None:
     """Has weights written as they are, not turned back into what they were read from."""
     network.__dict__.pop("_weight_conversions", None)
+
+
+def enable_checkpointing(network: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Has a network's layers recompute their activations; transformers renamed the method in 5.23."""
+    newer = getattr(network, "activation_checkpointing_enable", None)
+    (network.gradient_checkpointing_enable if newer is None else newer)(options)
 
 
 @contextmanager

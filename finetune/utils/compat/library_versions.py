@@ -1,0 +1,108 @@
+"""Which versions of libraries the tests ran with, what is installed, and whether the names that are used are there."""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from types import CodeType, FunctionType
+from typing import Any
+
+from finetune.utils.errors import LibraryVersionError
+
+PROVEN = {
+    "accelerate": ("1.14", "1.15"),
+    "bitsandbytes": ("0.49", "0.50"),
+    "datasets": ("5.0", "5.2"),
+    "deepspeed": ("0.19", "0.19"),
+    "peft": ("0.19", "0.21"),
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.24"),
+}
+"""The lowest and highest minor version of each library that the tests ran with. See docs/versions.md."""
+
+
+NEEDED_BY = {"deepspeed": "ZeRO and offload to NVMe", "bitsandbytes": "model.quantization and 8-bit optimisers"}
+"""What needs the libraries that a run may do without."""
+
+
+def installed(library: str) -> str | None:
+    """The version that is installed; None without the library."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def untried() -> str:
+    """Names the libraries that are older or newer than any that the tests ran with; "" where there are none."""
+    found = []
+    for library, (lowest, highest) in PROVEN.items():
+        version = installed(library)
+        if version is not None and not _minor(lowest) <= _minor(version) <= _minor(highest):
+            proven = lowest if lowest == highest else f"{lowest} to {highest}"
+            found.append(f"{library} {version} (tested: {proven})")
+    return f"Not tested with these versions: {', '.join(found)}. `finetune doctor` lists all." if found else ""
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def require_installed(library: str, user: str) -> None:
+    """Checks that a library that not every run needs is there.
+
+    Args:
+        user: What needs it, as the subject of a sentence.
+
+    Raises:
+        LibraryVersionError: With what to install.
+    """
+    if importlib.util.find_spec(library) is None:
+        raise LibraryVersionError(
+            f"{user} needs {library}, which is not installed here. Install it: `pip install {library}`; or do without."
+        )
+
+
+def require(library: str, owner: Any, *names: str) -> None:
+    """Checks that a library has the names that are used of it, private ones above all.
+
+    Args:
+        library: As it is installed.
+        owner: A module or class. Names that only its instances have are looked up in the code of its functions.
+        *names: Attributes of `owner`, or of instances of it.
+
+    Raises:
+        LibraryVersionError: With the names that are missing.
+    """
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        mentioned = set(_mentioned(owner))
+        missing = [name for name in missing if name not in mentioned]
+    if missing:
+        place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+        raise LibraryVersionError(
+            f"{library} {installed(library)} is installed, but this toolkit was tested with {library} "
+            f"{' to '.join(dict.fromkeys(PROVEN[library]))}, and uses names of it that this version does not have: "
+            f"{', '.join(missing)} (of {place}). Install a version that was tested: "
+            f"pip install '{library}=={PROVEN[library][1]}.*'"
+        )
+
+
+def _mentioned(owner: Any) -> Iterator[str]:
+    """Attributes that a class's or module's functions read or write, and strings in them (of `getattr`)."""
+    for holder in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        yield from getattr(holder, "__annotations__", ())
+        for value in vars(holder).values():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(function, FunctionType):
+                yield from _names_in(inspect.unwrap(function).__code__)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str):
+            yield constant
