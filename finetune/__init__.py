@@ -138,6 +138,7 @@ for _name in ("torchao", "torch.utils._pytree"):
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'finetune' has no attribute '{name}'")
+    importlib.import_module("finetune.utils.platforms").check()
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 

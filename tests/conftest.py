@@ -40,6 +40,23 @@ MAY_LACK = (
 )
 MOST_ON_REAL_DATA = 10
 
+# What `make test-quick` runs, in at most 4 minutes on 2 cores: a run of each launch kind, resume, LoRA and QLoRA,
+# export, the errors, and what rests on names and behaviour of the libraries.
+QUICK = {
+    *(
+        "test_every_launch_kind",
+        "test_gloo_workers",
+        "test_state_transfer",
+        "test_fake_device",
+        "test_loop",
+    ),
+    *("test_resume", "test_save_checkpoint", "test_checkpoint_files", "test_export", "test_export_use"),
+    *("test_qlora", "test_attention", "test_activation_checkpointing", "test_chunked_loss", "test_rope_scaling"),
+    *("test_pretrained_files", "test_optimizers", "test_chat_masks", "test_chat_records", "test_data_readers"),
+    *("test_recipe", "test_launch_files", "test_broken_input", "test_doctor", "test_explain"),
+    *("test_compat", "test_library_versions", "test_file_formats", "test_plan_formulas"),
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Once, before workers start; a run that only looks at one file needs it too.
@@ -55,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     there = {"gpu": torch.cuda.is_available(), "real_data": testdata.REAL.is_dir()}
     for item in items:
+        if item.path.stem in QUICK:
+            item.add_marker(pytest.mark.quick)
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) is not None and not there[marker]:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.utils.compat.library_versions import installed
+from finetune.utils.platforms import peak_bytes
 
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
@@ -95,7 +96,7 @@ def held() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_bytes()
     free, total = torch.cuda.mem_get_info()
     return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
 

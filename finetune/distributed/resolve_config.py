@@ -41,6 +41,8 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
     check_installed(launch)
+    if launch.sync_each_batch:
+        _check_sync_each_batch(launch)
     settled = agree(recipe, launch, device_selection.of_torch(), env)
     if launch.uses_deepspeed:
         deepspeed_config.check_values(settled.ds_config, launch.ds_place)
@@ -48,6 +50,20 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     if recipe.model.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {recipe.model.quantization}")
     return settled
+
+
+def _check_sync_each_batch(launch: Launch) -> None:
+    """Refuses sums after each micro-batch where ranks that use other weights in one (experts) would wait for ever."""
+    import torch
+
+    from finetune.utils.compat.torch_private import reduces_unused_gradients
+
+    if not reduces_unused_gradients():
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} says fsdp_sync_each_batch: true, for which torch "
+            f"{torch.__version__} lacks a function that 2.13 has (set_reduce_scatter_unused_params). Set it to false, "
+            "with which gradients are held whole between micro-batches, or install a newer torch."
+        )
 
 
 def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:

@@ -1,7 +1,6 @@
 """Metrics: `metrics.jsonl` first, then a progress bar and trackers."""
 
 import math
-import resource
 import sys
 import time
 from pathlib import Path
@@ -15,13 +14,14 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring.trackers import Trackers
 from finetune.utils.atomic_files import Journal
 from finetune.utils.console import progress_bar
+from finetune.utils.platforms import peak_bytes
 
 
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held so far, in GiB: of the device, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_bytes() / 2**30
 
 
 class Reporter:

@@ -1,12 +1,12 @@
 """Explains out-of-memory errors."""
 
 import os
-import resource
 
 import psutil
 import torch
 
 from finetune.utils.errors import MemoryFullError
+from finetune.utils.platforms import peak_bytes
 
 
 def explain_out_of_memory(error: BaseException) -> MemoryFullError | None:
@@ -24,7 +24,7 @@ def explain_out_of_memory(error: BaseException) -> MemoryFullError | None:
         free, total = torch.cuda.mem_get_info()
     else:
         machine, place = psutil.virtual_memory(), "machine"
-        held, most = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        held, most = psutil.Process().memory_info().rss, peak_bytes()
         free, total = machine.available, machine.total
     gib = [f"{number / 2**30:.2f}" for number in (held, most, total, free)]
     rank, said = os.environ.get("RANK", "0"), " ".join(text.split())[:300]

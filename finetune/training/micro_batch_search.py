@@ -25,6 +25,7 @@ from finetune.monitoring.metrics import warn
 from finetune.planning.planner import candidates_of, largest
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError, MemoryFullError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -136,8 +137,9 @@ def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice
         chosen = launch.sync_each_batch if backend.accumulation > 1 else None
         return None if chosen is None else GradientSumChoice(chosen, None, 0)
     least = backend.max(torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device))
-    found = GradientSumChoice(True, None, int(-least.item()))
-    if backend.is_main:
+    can = torch_private.reduces_unused_gradients()
+    found = GradientSumChoice(can, None, int(-least.item()))
+    if backend.is_main and can:
         of = candidates_of(recipe, replace(launch, sync_each_batch=False), found.room)
         whole = of(rows) if of is not None else None
         if whole is not None and whole.memory is not None:

@@ -1,6 +1,5 @@
 """Measures the peak memory of training, and compares it with the prediction."""
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from finetune.monitoring.metrics import warn
 from finetune.planning import measured_peaks
 from finetune.planning.model_shapes import kind_of
 from finetune.planning.planner import candidates_of
+from finetune.utils.platforms import peak_bytes
 
 # By then the optimiser's state is there as well. Later steps take the same, and checkpoints and evaluations come in.
 _STEPS = 2
@@ -47,7 +47,7 @@ class PeakMemoryMonitor:
         if self._backend.device.type == "cuda":
             self._peak = torch.cuda.max_memory_allocated(self._backend.device)
         else:
-            self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._base
+            self._peak = peak_bytes() - self._base
 
     def compare(self, recipe: Recipe) -> dict[str, Any] | None:
         """What was measured, on the rank that held the most, and what a plan predicts; every rank must call it.

@@ -1,6 +1,5 @@
 """Ends work that a file from elsewhere asks for, such as the loops of a chat template, where it does not end itself."""
 
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -8,10 +7,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 from finetune.utils.errors import DataError
+from finetune.utils.platforms import peak_bytes
 
 MAX_SECONDS = 10.0
 """Of computing, not of waiting: a machine under load has as much time as any. Real work takes milliseconds."""
-MAX_KIB = 4 << 20
+MAX_BYTES = 4 << 30
 """Memory that the work may take beside what the process had."""
 
 _LOOK_S = 0.1
@@ -23,7 +23,7 @@ class _Exceeded(BaseException):
 
 @contextmanager
 def bounded_work(what: str, instead: str) -> Iterator[None]:
-    """Ends what is done within it once it has computed for `MAX_SECONDS`, or has taken `MAX_KIB` of memory.
+    """Ends what is done within it once it has computed for `MAX_SECONDS`, or has taken `MAX_BYTES` of memory.
 
     Only Python's main thread can be interrupted; in others nothing is bounded. One operation, such as a power of two
     large numbers, is not interrupted.
@@ -38,7 +38,7 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    looks, before, ended = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, False
+    looks, before, ended = 0, peak_bytes(), False
 
     def look(_: int, __: FrameType | None) -> None:
         nonlocal looks
@@ -47,8 +47,8 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
             return
         if looks * _LOOK_S >= MAX_SECONDS:
             raise _Exceeded(f"has not ended after {MAX_SECONDS:g} s of computing")
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >= MAX_KIB:
-            raise _Exceeded(f"has taken more than {MAX_KIB >> 20} GiB of memory")
+        if peak_bytes() - before >= MAX_BYTES:
+            raise _Exceeded(f"has taken more than {MAX_BYTES >> 30} GiB of memory")
 
     previous = signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, _LOOK_S, _LOOK_S)

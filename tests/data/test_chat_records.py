@@ -535,7 +535,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_template_whose_memory_grows_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_work, "MAX_KIB", 1 << 18)
+    monkeypatch.setattr(bounded_work, "MAX_BYTES", 1 << 28)
     growing = "{% set ns = namespace(x='ab') %}{% for a in range(32) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
     words = refusal(tmp_path, [talk(USER, THOUGHT)], growing + CHATML)
     assert "has taken more than" in words

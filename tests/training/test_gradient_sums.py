@@ -18,10 +18,12 @@ from finetune.distributed.gpu_specs import find
 from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, of_environment, read_launch
 from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.distributed.resolve_config import resolve_config
 from finetune.planning import model_shapes
 from finetune.planning.candidates import Candidate, assess, setting_of
 from finetune.planning.communication_volume import flows
 from finetune.training import micro_batch_search
+from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
 MICRO_BATCHES, RANKS = 4, 8
@@ -254,3 +256,18 @@ def test_a_run_settles_it_by_the_forecast(
         assert found.room == round(gib * 2**30)
     else:
         assert found.needed is None
+
+
+def test_a_torch_that_cannot_sum_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11: asked for it is refused, left open it is once a step, whatever the forecast."""
+    monkeypatch.setattr(torch_private, "reduces_unused_gradients", lambda: False)
+    monkeypatch.setattr(micro_batch_search.device_selection, "capacity", lambda: 2**29)
+    recipe = validate_recipe(base(batch={"global_size": 16, "micro_size": 2}))
+    with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: true, for which torch .* lacks a function"):
+        resolve_config(recipe, Launch("fsdp", 2, sync_each_batch=True), {})
+    for asked in (None, False):
+        backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=asked), 4)
+        resolve_config(recipe, backend.launch, {})
+        found = micro_batch_search.resolve_gradient_sums(recipe, backend)
+        assert found is not None
+        assert found.each is backend.launch.sync_each_batch is False

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from ranks import Place, by_finetune
 
+from finetune.utils import platforms
 from finetune.utils.compat import library_versions
 from finetune.utils.errors import LibraryVersionError
 
@@ -114,11 +116,10 @@ def with_libraries(folder: Path, without: tuple[str, ...] = (), **versions: str)
     return environment(PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
 
 
-@pytest.mark.parametrize("launch", ["single", "fsdp"])
-def test_a_run_without_deepspeed_and_bitsandbytes(place: Place, launch: str) -> None:
+def test_a_run_without_deepspeed_and_bitsandbytes(place: Place) -> None:
     env = with_libraries(place.folder, ("deepspeed", "bitsandbytes"))
     recipe = str(place.recipe(lora={"rank": 2}))
-    code, output = run(by_finetune(launch, recipe), env=env)
+    code, output = run(by_finetune("fsdp", recipe), env=env)
     assert code == 0, output
     facts = json.loads((place.folder / "run/run.json").read_text())
     assert facts["versions"]["deepspeed"] is None
@@ -161,7 +162,7 @@ def test_what_needs_a_library_that_is_missing(
 def test_an_untried_version_starts_with_one_line(place: Place) -> None:
     code, output = run(by_finetune("ddp", str(place.recipe())), env=with_libraries(place.folder, peft="0.99.0"))
     assert code == 0, output
-    assert output.count("Not tested with these versions: peft 0.99.0 (tested: 0.19 to 0.21).") == 1
+    assert output.count("Not tested with peft 0.99.0 (tested: 0.19 to 0.21).") == 1
 
 
 def test_need_says_what_to_install() -> None:
@@ -170,3 +171,57 @@ def test_need_says_what_to_install() -> None:
         LibraryVersionError, match=r"A test needs no_such_library, which .*`pip install no_such_library`"
     ):
         library_versions.require_installed("no_such_library", "A test")
+
+
+# ---------------------------------------------------------------- on other systems
+
+ON_WINDOWS = """
+import sys
+sys.platform = "win32"
+sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios")))
+"""
+# What asks for the system as it is imported has been imported before.
+ON_MACOS = """
+import os, sys
+import accelerate, bitsandbytes, datasets, deepspeed, peft, psutil, torch, transformers
+sys.platform = "darwin"
+del os.sched_getaffinity
+from finetune.training.entry_point import train_main
+sys.exit(train_main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "finetune", "--help"),
+        ("-m", "finetune", "show", "sample"),
+        ("-m", "finetune.training", "sample"),
+        ("scripts/train.py", "recipes/sample.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_windows_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ON_WINDOWS)
+    env = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"Error: {platforms.REFUSED}\n"
+    assert done.stdout == ""
+    done = subprocess.run(
+        [sys.executable, "-c", "import finetune; finetune.train"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1] == f"finetune.utils.errors.FinetuneError: {platforms.REFUSED}"
+
+
+def test_macos_says_that_nobody_has_tried(place: Place) -> None:
+    code, output = run([sys.executable, "-c", ON_MACOS, str(place.recipe())])
+    assert code == 0, output
+    assert output.count("Not tested with macOS (tested: Linux).") == 1
+    assert (place.folder / "run/model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_memory_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch, system: str, unit: int) -> None:
+    monkeypatch.setattr(platforms, "_SYSTEM", system)
+    assert platforms.peak_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from finetune.data.chat.chat_examples import Example
 from finetune.data.sources.documents import Chosen
+from finetune.utils.platforms import cores
 
 BATCH_DOCUMENTS = 256
 BATCH_BYTES = 1 << 18
@@ -46,7 +46,7 @@ class Encoder:
             num_workers: Threads; None for one a core.
         """
         self._tokenizer = tokenizer
-        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._num_workers = num_workers or cores()
 
     @cached_property
     def _fast(self) -> Tokenizer | None:

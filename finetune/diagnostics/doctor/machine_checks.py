@@ -12,6 +12,7 @@ from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.launch.launch_key_docs import PREFIXES
 from finetune.distributed.resolve_config import check_devices, resolve_config
+from finetune.utils import platforms
 
 # Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
@@ -21,7 +22,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def threads(asked: Asked) -> Iterable[Finding]:
     """Whether processes and their threads fit the cores."""
-    cores, allowed, said = len(os.sched_getaffinity(0)), quota(), asked.env.get("OMP_NUM_THREADS")
+    cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
         yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
         return

@@ -15,6 +15,7 @@ from finetune.distributed.launch import launch_file, launch_key_docs
 from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
+from finetune.utils.platforms import cores
 
 
 @dataclass(frozen=True)
@@ -403,7 +404,7 @@ def threads_each(environ: Mapping[str, str], local: int) -> int | None:
         BackendError: If it says no number, which Accelerate's launcher fails over.
     """
     if "OMP_NUM_THREADS" not in environ:
-        return max(1, len(os.sched_getaffinity(0)) // local)
+        return max(1, cores() // local)
     number_of(environ, "OMP_NUM_THREADS", 1)
     return None
 

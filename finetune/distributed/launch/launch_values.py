@@ -1,6 +1,5 @@
 """Where every value of the launch config comes from, for `finetune explain`."""
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import LaunchEnvironment
 from finetune.distributed.launch.launch_file import groups, place_of
 from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.utils import platforms
 
 _HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
 
@@ -96,7 +96,7 @@ def _derived(
     if asked.num_threads is None:
         yield row("num_threads", Setting("environment", "OMP_NUM_THREADS", env["OMP_NUM_THREADS"]))
     else:
-        cores = len(os.sched_getaffinity(0))
+        cores = platforms.cores()
         yield row("num_threads", Setting("derived", f"{cores} cores / {foreseen.local}", asked.num_threads))
 
 

@@ -135,7 +135,8 @@ def main(arguments: Sequence[str]) -> int:
         from accelerate.commands.launch import launch_command, launch_command_parser
 
         parsed = launch_command_parser().parse_args(list(arguments))
-        forks = parsed.module and not torch.cuda.is_available()
+        # A fork closes what it inherits by what Linux says of its open files.
+        forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
             # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")

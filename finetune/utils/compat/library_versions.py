@@ -3,11 +3,13 @@
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from types import CodeType, FunctionType
 from typing import Any
 
+from finetune.utils import platforms
 from finetune.utils.errors import LibraryVersionError
 
 PROVEN = {
@@ -22,6 +24,8 @@ PROVEN = {
 """The lowest and highest minor version of each library that the tests ran with. See docs/versions.md."""
 
 
+PYTHONS = ("3.11", "3.13")
+
 NEEDED_BY = {"deepspeed": "ZeRO and offload to NVMe", "bitsandbytes": "model.quantization and 8-bit optimisers"}
 """What needs the libraries that a run may do without."""
 
@@ -35,14 +39,21 @@ def installed(library: str) -> str | None:
 
 
 def untried() -> str:
-    """Names the libraries that are older or newer than any that the tests ran with; "" where there are none."""
-    found = []
-    for library, (lowest, highest) in PROVEN.items():
-        version = installed(library)
+    """Names the libraries older or newer than any that the tests ran with, and a system that they do not run on.
+
+    Returns:
+        One line; "" where there is nothing to say.
+    """
+    system = platforms.untried()
+    found = [] if system is None else [f"{system} (tested: Linux)"]
+    python = sys.version.split()[0]
+    for library, version, (lowest, highest) in (
+        ("Python", python, PYTHONS),
+        *((library, installed(library), proven) for library, proven in PROVEN.items()),
+    ):
         if version is not None and not _minor(lowest) <= _minor(version) <= _minor(highest):
-            proven = lowest if lowest == highest else f"{lowest} to {highest}"
-            found.append(f"{library} {version} (tested: {proven})")
-    return f"Not tested with these versions: {', '.join(found)}. `finetune doctor` lists all." if found else ""
+            found.append(f"{library} {version} (tested: {' to '.join(dict.fromkeys((lowest, highest)))})")
+    return f"Not tested with {', '.join(found)}. `finetune doctor` says what was." if found else ""
 
 
 def _minor(version: str) -> tuple[int, ...]:

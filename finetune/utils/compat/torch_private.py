@@ -50,6 +50,13 @@ def varlen_takes_groups() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+def reduces_unused_gradients() -> bool:
+    """Whether FSDP2 can reduce gradients of weights that took no part in a micro-batch: torch 2.11's cannot."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def default_store() -> Store:
     """The store that the default process group met through."""
     return distributed_c10d._get_default_store()

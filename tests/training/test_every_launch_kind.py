@@ -1,0 +1,36 @@
+"""One short run of each launch kind, whole, with adapters, and with adapters on packed weights: all take one path.
+
+Part of the quick tests, which show that a set of library versions works; tests/training/test_parity.py looks closer.
+"""
+
+import json
+
+import pytest
+from harness import Launcher, Result, assert_same_path
+from recipes_for_tests import base
+
+KINDS = ["ddp", "fsdp", "fsdp_grad_op", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+KINDS += ["sp", "fsdp_sp", "tp", "fsdp_tp", "fsdp_tp_sp"]
+# Four processes share two cores. Blocks of packed weights do not divide over split layers as narrow as these.
+LEFT_OUT = {**dict.fromkeys(("hsdp", "fsdp_sp", "fsdp_tp", "fsdp_tp_sp"), ("lora", "qlora")), "tp": ("qlora",)}
+
+SHORT = {"length": {"steps": 4}, "schedule": {"name": "constant", "warmup_steps": 0}, "eval": {"at_end": False}}
+ADAPTERS = {"rank": 4, "targets": "all-linear"}
+JOBS = {
+    "full": base(**SHORT),
+    "lora": base(lora=ADAPTERS, **SHORT),
+    "qlora": base(lora=ADAPTERS, model={**base()["model"], "quantization": "nf4"}, **SHORT),
+}
+
+
+def runs(launcher: Launcher, kind: str) -> dict[str, Result]:
+    return launcher.many(kind, {name: job for name, job in JOBS.items() if name not in LEFT_OUT.get(kind, ())})
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.xdist_group(f"short_{kind}")) for kind in KINDS])
+def test_it_takes_the_single_process_path(launcher: Launcher, kind: str) -> None:
+    single = runs(launcher, "single")
+    for name, run in runs(launcher, kind).items():
+        assert_same_path(single[name], run, 1e-4)
+        found = json.loads((run.directory / "run.json").read_text())["runs"]
+        assert found["wrapper"] != single[name].facts["runs"]["wrapper"]
