@@ -2,7 +2,8 @@
 
     python scripts/gpu_check.py --out runs/gpu                    # all parts; those that are done already are left out
     python scripts/gpu_check.py --out runs/gpu --parts tests runs --minutes 5
-    CUDA_VISIBLE_DEVICES= python scripts/gpu_check.py --out /tmp/dry --tiny        # without a GPU: finds typing errors
+    python scripts/gpu_check.py --out /tmp/dry --tiny --fake      # on the fake device of tests/support/fake_cuda.py
+    CUDA_VISIBLE_DEVICES= python scripts/gpu_check.py --out /tmp/dry --tiny        # on a CPU
 
 `findings.json` has a list of rows a part. Each part is a process of its own, which is ended when its time is over; the
 rows that it had by then stay.
@@ -48,11 +49,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing is begun or goes on (9)")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script itself, also on a CPU")
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="rows of `runs` and `benchmark`, by name")
+    parser.add_argument("--fake", action="store_true", help="on a fake device, to try the script without a GPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     parsed.out.mkdir(parents=True, exist_ok=True)
     if parsed.part is not None:
         return _run_part(parsed)
+    if parsed.fake:
+        _fake_a_device(parsed.out)
     end = time.monotonic() + 60 * parsed.minutes
     for part in parsed.parts:
         if _rows(parsed.out, part) and all("error" not in row for row in _rows(parsed.out, part)):
@@ -77,6 +81,17 @@ def main() -> int:
         rows = _rows(parsed.out, part)
         print(f"== {part}: {time.monotonic() - began:.0f} s", *map(json.dumps, rows), sep="\n   ", flush=True)
     return int(any("error" in row for part in parsed.parts for row in _rows(parsed.out, part)))
+
+
+def _fake_a_device(out: Path) -> None:
+    """Has each process that is started from here on take a device for present."""
+    support, folder = ROOT / "tests" / "support", out / "fake"
+    (folder / "built").mkdir(parents=True, exist_ok=True)
+    # Python imports it at each start.
+    code = f"import fake_cuda, pathlib\nfake_cuda.install(pathlib.Path({str(folder / 'built')!r}))\n"
+    (folder / "sitecustomize.py").write_text(code)
+    paths = [str(folder), str(support), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def _run_part(parsed: argparse.Namespace) -> int:
@@ -168,6 +183,19 @@ def _train(out: Path, name: str, tiny: bool, *overrides: str) -> Row:
     return _facts(Path(run.directory))
 
 
+def _launch(out: Path, name: str, tiny: bool, *overrides: str) -> Row:
+    """The same on one process of a launch file."""
+    folder = out / "runs" / f"launch-{name}"
+    words = [sys.executable, "-m", "finetune", "launch", "--config_file", name, "--num_processes", "1", "sample"]
+    words += [f"output.dir={folder}", f"data.cache_dir={out / 'cache'}", "output.overwrite=true", "sample=null"]
+    words += ["length.steps=6", "eval.every_steps=6", "schedule.warmup_steps=2"] if tiny else ["length.steps=40"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*words, *overrides], env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"error": done.stderr[-600:]}
+    return _facts(folder)
+
+
 def _facts(folder: Path) -> Row:
     facts = json.loads((folder / "run.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -190,7 +218,7 @@ def _facts(folder: Path) -> Row:
 
 
 def runs(out: Path, *, tiny: bool) -> Iterator[Row]:
-    """Runs of `sample` on one device in every precision, and with what needs a GPU's kernels."""
+    """Runs of `sample` and of 15M parameters in every precision, with a GPU's own kernels, and under backends."""
     from functools import partial
 
     import torch
@@ -215,8 +243,14 @@ def runs(out: Path, *, tiny: bool) -> Iterator[Row]:
             "length.steps=20",
         )
         jobs["8-bit AdamW"] = ("precision=bf16", "optim.name=AdamW8bit", "optim.args={}")
+    layers = "hidden_size: 288, intermediate_size: 768, num_hidden_layers: 6, num_attention_heads: 6"
+    wide = (f"model.config={{model_type: llama, {layers}, max_position_embeddings: 256}}", "length.steps=30")
+    for precision in ("fp32", "bf16", *(["fp16"] if torch.cuda.is_available() else [])):
+        jobs[f"15M {precision}"] = (f"precision={precision}", *wide)
     folders = {name: name.replace(" ", "-").replace(",", "") for name in jobs}
     yield from _each({name: partial(_train, out, folders[name], tiny, *words) for name, words in jobs.items()})
+    launches = ("fsdp", "zero2", "zero3", *(["fsdp_offload"] if torch.cuda.is_available() else []))
+    yield from _each({f"{name} x 1": partial(_launch, out, name, tiny, "precision=bf16") for name in launches})
 
 
 # ---------------------------------------------------------------- benchmark
@@ -432,7 +466,7 @@ def _qlora(out: Path, tiny: bool) -> Row:
 # Each with the seconds that it may take.
 PARTS: dict[str, tuple[Callable[..., Iterator[Row]], float]] = {
     "machine": (machine, 60),
-    "runs": (runs, 150),
+    "runs": (runs, 210),
     "tests": (tests, 170),
     "benchmark": (benchmark, 240),
     "qlora": (qlora, 120),

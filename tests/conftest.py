@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     there = {"gpu": torch.cuda.is_available(), "real_data": testdata.REAL.is_dir()}
     for item in items:
-        if item.path.stem in QUICK:
+        # The op for NVMe alone takes three minutes to compile.
+        if item.path.stem in QUICK and item.get_closest_marker("nvme") is None:
             item.add_marker(pytest.mark.quick)
         for marker, reason in NEEDS.items():
             if item.get_closest_marker(marker) is not None and not there[marker]:

@@ -161,6 +161,12 @@ class _Pending:
         for target, source in now:
             target.copy_(source)
 
+    def sent_to(self, target: torch.Tensor) -> torch.Tensor | None:
+        """What is on its way to a tensor of the host: a copy from there to the device comes after it in the stream."""
+        place = target.untyped_storage().data_ptr()
+        found = (source for late, source in reversed(self.copies) if late.untyped_storage().data_ptr() == place)
+        return next(found, None)
+
     @property
     def number(self) -> int:
         return self.arrived + len(self.copies)
@@ -291,6 +297,8 @@ def _copied(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device |
     later = bool(kwargs.get("non_blocking", False) or (not made and len(args) > 2 and args[2]))
     if to_device and not from_device:
         pinned = source.is_pinned()
+        if pinned and (late := PENDING.sent_to(source)) is not None:
+            low = late.view(source.shape)
         if not (pinned and later):
             how = "blocking" if not later else "pageable"
             SEEN.copies.append(f"{how} copy of {list(source.shape)} to the device: {_place()}")
