@@ -134,6 +134,9 @@ for _name, _value in {
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
+# torch's CUDA build says it as soon as anything asks it for the folder of an op, on a machine that has no GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:

@@ -34,6 +34,7 @@ MAY_LACK = (
     "there is a real GPU",
     "has a GPU",
     "this GPU has no fp8",
+    "this torch leaves no stale lock",
     "what is refused here runs on a GPU",
     "says what happens without a GPU",
     "GPT-2 has nothing to pack",

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from finetune.distributed.native_ops import native_ops, toolchain
+from finetune.utils.compat.torch_private import builds_under_flock
 from finetune.utils.errors import BackendError
 
 OPS_FILE = Path(native_ops.__file__)
@@ -85,7 +86,6 @@ class Tiny:
     def __init__(self, root: Path, extensions: Path) -> None:
         self.root = root
         self.folder = extensions / "tiny_op"
-        self.lock = self.folder / "lock"
         self.processes: list[subprocess.Popen[str]] = []
         self.jobs: list[psutil.Process] = []
         (root / "tiny.cpp").write_text(SOURCE)
@@ -179,6 +179,7 @@ def old_lock(folder: Path) -> Path:
     return lock
 
 
+@pytest.mark.skipif(builds_under_flock(), reason="this torch leaves no stale lock")
 def test_stale_lock_is_removed_and_named(extensions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = old_lock(extensions / "async_io")
     lock.touch()
@@ -232,7 +233,7 @@ def test_two_processes_build_once(tiny: Tiny) -> None:
     assert "Built" not in finish(second)
     assert not finish(silent), "of a launch, one rank says that it waits"
     assert tiny.compiles == 1
-    assert not tiny.lock.exists()
+    assert not native_ops.is_locked("tiny")
 
     assert native_ops.is_built("tiny")
     with (tiny.root / "tiny.cpp").open("a") as source:
@@ -247,17 +248,18 @@ def test_killed_build_is_cleared_and_built_again(tiny: Tiny) -> None:
     for process in tree:
         process.kill()
     psutil.wait_procs(tree, LIMIT_S)
-    assert tiny.lock.exists(), "the trap: torch's lock outlives the build"
+    stale = not builds_under_flock()
+    assert native_ops.is_locked("tiny") == stale, "the trap, up to torch 2.13: its lock outlives the build"
     old_lock(tiny.folder)
     assert not native_ops.is_built("tiny")
 
     again = tiny.start()
     printed = read_until(again, "Building")
-    assert "Removed the stale build lock of tiny" in printed
+    assert ("Removed the stale build lock of tiny" in printed) == stale
     tiny.wait_for_the_compiler()
     tiny.open_the_gate()
     finish(again)
-    assert not tiny.lock.exists()
+    assert not native_ops.is_locked("tiny")
 
 
 def test_orphaned_build_is_waited_for(tiny: Tiny) -> None:
@@ -279,14 +281,14 @@ def test_orphaned_build_is_waited_for(tiny: Tiny) -> None:
 def test_interrupted_build_leaves_no_lock(tiny: Tiny, number: signal.Signals) -> None:
     process = tiny.start()
     tiny.wait_for_the_compiler()
-    assert tiny.lock.exists()
+    assert native_ops.is_locked("tiny")
     # To the process group, as a terminal and torch's launcher do.
     os.killpg(process.pid, number)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0
     _, alive = psutil.wait_procs(tiny.jobs, LIMIT_S)
     assert not alive
-    assert not tiny.lock.exists()
+    assert not native_ops.is_locked("tiny")
 
 
 def test_failed_build_shows_the_compilers_error(tiny: Tiny) -> None:
@@ -297,7 +299,7 @@ def test_failed_build_shows_the_compilers_error(tiny: Tiny) -> None:
     assert process.returncode != 0
     assert "no_such_header.h" in errors
     assert "tiny_op.build.log" in errors
-    assert not tiny.lock.exists()
+    assert not native_ops.is_locked("tiny")
 
 
 @pytest.mark.usefixtures("extensions")

@@ -76,7 +76,7 @@ class NeededOp:
     build_s: float
     built: bool
     locked: bool
-    """Whether somebody builds it, or a killed build left its lock behind."""
+    """Whether somebody builds it or, before torch 2.14, a killed build left its lock behind."""
     lacking: tuple[str, str] | None
     """What is missing to compile it, and the command that installs that."""
 
@@ -107,8 +107,7 @@ def look(launch: Launch | None) -> list[NeededOp]:
     found = []
     for op in with_prerequisites([*OPS] if launch is None else needed_ops(launch)):
         lacking = None if came_with_deepspeed(op) else toolchain.lacking(libaio=op == "async_io")
-        locked = (build_folder(op) / "lock").exists()
-        found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), locked, lacking))
+        found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), is_locked(op), lacking))
     return found
 
 
@@ -194,15 +193,34 @@ def is_built(op: Op) -> bool:
     return dry.returncode == 0 and "no work to do" in dry.stdout
 
 
+def is_locked(op: Op) -> bool:
+    """Whether torch's lock on the build of `op` is taken."""
+    from finetune.utils.compat.torch_private import builds_under_flock
+
+    lock = build_folder(op) / "lock"
+    if not lock.exists() or not builds_under_flock():
+        return lock.exists()
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 def remove_stale_lock(op: Op) -> bool:
     """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
 
     A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
-    older than `GRACE_S`. Processes of other machines that share the folder are not seen: hold `_lock`.
+    older than `GRACE_S`. Processes of other machines that share the folder are not seen: hold `_lock`. From torch 2.14
+    on no lock is stale: the kernel frees it.
 
     Returns:
         Whether there is no lock now.
     """
+    from finetune.utils.compat.torch_private import builds_under_flock
+
+    if builds_under_flock():
+        return not is_locked(op)
     folder = build_folder(op)
     lock = folder / "lock"
     try:
@@ -232,7 +250,7 @@ def _has_builder(folder: Path) -> bool:
 
 
 def _ensure(op: Op, quiet: bool) -> None:
-    if not (build_folder(op) / "lock").exists() and is_built(op):
+    if not is_locked(op) and is_built(op):
         return
     lock = _lock(op)
     with _progress(op, quiet) as show:

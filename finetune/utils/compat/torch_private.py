@@ -179,6 +179,16 @@ def build_directory(name: str) -> str:
     return cpp_extension._get_build_directory(name, False)
 
 
+def builds_under_flock() -> bool:
+    """Whether torch holds a lock of the kernel's while it compiles an extension, which ends with its process.
+
+    Before 2.14 it makes a file, which a process that is killed leaves behind for ever.
+    """
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileLock")
+
+
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """A module's own parameters and buffers, by name; to change a table is to change the module."""
     return module._parameters, module._buffers
