@@ -186,6 +186,13 @@ class Backend:
             )
         else:
             wrapped, prepared = self.accelerator.prepare(model, optimizer)
+        names = {verify_launch.inner_name(name) for name, _ in wrapped.named_parameters()}
+        if untied := sorted(names - {name for name, _ in named}):
+            raise BackendError(
+                f"{', '.join(untied)} had no tensor of its own, being tied to another, and has one that would not be "
+                "trained once the model is wrapped. Nothing was trained. This is a fault of the installed accelerate "
+                "(seen in 1.14); install 1.15 or newer."
+            )
         if self.launch.kind == "zero3":
             init_accelerator.plan_gathers_by_training(wrapped)
         if self.launch.kind == "ddp" and self.reduce_dtype == "bf16":
@@ -195,8 +202,8 @@ class Backend:
             if len(distinct) != before:
                 raise BackendError(
                     f"The optimiser had {before} parameters and holds {len(distinct)} distinct ones after sharding: "
-                    "some would never be trained. This is a fault of the installed accelerate; use the version of "
-                    "constraints.txt."
+                    "some would never be trained. This is a fault of the installed accelerate; install a version that "
+                    "was tested (`finetune doctor`)."
                 )
             if self.launch.sync_each_batch:
                 # Ranks may use different weights in a micro-batch (experts): what they reduce must match.

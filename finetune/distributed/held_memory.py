@@ -86,8 +86,8 @@ def verify_gradients(launch: Launch, model: nn.Module) -> None:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: with fsdp_sync_each_batch "
             f"{str(bool(launch.sync_each_batch)).lower()}, gradients between micro-batches are held as {whole:,} bytes "
-            f"whole and {cut:,} cut. Nothing was trained. This is a fault of the installed torch or accelerate; use "
-            "the versions of constraints.txt."
+            f"whole and {cut:,} cut. Nothing was trained. This is a fault of the installed torch or accelerate; "
+            "install versions that were tested (`finetune doctor`)."
         )
 
 

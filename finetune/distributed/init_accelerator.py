@@ -112,7 +112,7 @@ def _enter_fsdp_on_gloo() -> None:
     if state.distributed_type != DistributedType.MULTI_CPU:
         raise BackendError(
             "This version of accelerate no longer starts gloo as MULTI_CPU, which running FSDP without a GPU builds "
-            "on. Install the accelerate version of constraints.txt."
+            "on. Install a version of it that was tested (`finetune doctor`)."
         )
     accelerate_private.set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 

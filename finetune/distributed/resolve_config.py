@@ -161,7 +161,12 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
             f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
             "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
         )
-    elif launch.kind == "ddp" and env.get(_DEBUG, "").upper() == "DETAIL":
+    elif launch.uses_fsdp and _in_detail(env) and (installed("torch") or "").startswith(("2.11.", "2.12.")):
+        raise BackendError(
+            f"{_DEBUG} is DETAIL, under which this torch ({installed('torch')}) cannot gather FSDP2's weights over "
+            f"gloo, so that no model is written. Set {_DEBUG} to INFO, or install torch 2.13 or newer."
+        )
+    elif launch.kind == "ddp" and _in_detail(env):
         # What wraps the group is taken for the group. Source: torch 2.13, `Logger::set_env_variables` in
         # `csrc/distributed/c10d/logger.cpp`, which casts it to `ProcessGroupGloo` and reads its number of threads.
         raise BackendError(
@@ -169,6 +174,10 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
             f"2.13), and all processes end with signal 11. Set {_DEBUG} to INFO, or take "
             "accelerate_configs/fsdp.yaml, which runs in detail."
         )
+
+
+def _in_detail(env: Mapping[str, str]) -> bool:
+    return env.get(_DEBUG, "").upper() == "DETAIL"
 
 
 def _check_planes(

@@ -4,7 +4,21 @@ import json
 from typing import Any
 
 import pytest
-from chats import CHATML, LLAMA3, MISTRAL, SPECIALS, STYLES, TALKS, THINKING, encoder, example, learned, talk, tokenizer
+from chats import (
+    CHATML,
+    KEEPS_THEM_APART,
+    LLAMA3,
+    MISTRAL,
+    SPECIALS,
+    STYLES,
+    TALKS,
+    THINKING,
+    encoder,
+    example,
+    learned,
+    talk,
+    tokenizer,
+)
 from chats import unmarked as without_marks
 from hypothesis import given, settings
 from testdata import CONVERSATIONS
@@ -49,6 +63,7 @@ def test_marks_and_differences_agree(style: str, conversation: Conversation) -> 
     assert one.facts == other.facts
 
 
+@KEEPS_THEM_APART
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=30)
 @given(conversation=TALKS)
@@ -353,6 +368,7 @@ def spacing() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+@KEEPS_THEM_APART
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("template", [PLAIN, MISTRAL], ids=["plain", "mistral"])
 def test_a_tokenizer_that_puts_spaces_before_texts(template: str, marked: bool) -> None:

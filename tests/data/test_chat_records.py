@@ -10,8 +10,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from chats import CHATML, tokenizer
+from chats import CHATML, KEEPS_THEM_APART, tokenizer
 from chats import unmarked as without_marks
+from packaging.version import Version
 from transformers import AutoTokenizer
 
 from finetune.config.recipe import validate_recipe
@@ -178,6 +179,13 @@ def padded_values(values: list[Any]) -> list[Any]:
     return values
 
 
+# Files that it wrote hold keys in another order than was given, and a template writes them in the file's.
+KEEPS_ORDER = pytest.mark.skipif(
+    Version(pyarrow.__version__) < Version("24"), reason="this pyarrow sorts the keys of what it writes"
+)
+
+
+@KEEPS_ORDER
 def test_a_record_has_the_same_tokens_in_every_format(tmp_path: Path) -> None:
     expected = sorted(theirs(OBJECTS, one, **one.get("chat_template_kwargs", {})) for one in RECORDS)
     for name, write in KINDS.items():
@@ -190,6 +198,7 @@ def test_a_record_has_the_same_tokens_in_every_format(tmp_path: Path) -> None:
         assert documents(prepared(tmp_path, path, OBJECTS)) == expected
 
 
+@KEEPS_ORDER
 def test_a_saved_format_of_values_is_not_read(tmp_path: Path) -> None:
     rows = [record("add", {"a": 2, "b": 3})]
     datasets.Dataset.from_list(rows).with_format("numpy").save_to_disk(str(tmp_path / "saved"))
@@ -218,6 +227,7 @@ def test_a_null_in_a_text_is_null(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- arguments as texts
 
 
+@KEEPS_THEM_APART
 @pytest.mark.parametrize(
     ("template", "taken"),
     [

@@ -12,6 +12,8 @@ from ranks import Here, Place
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks
 from finetune.diagnostics.doctor.finding import Asked
+from finetune.distributed import resolve_config
+from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.training.dry_run import describe
 from finetune.utils.compat import torch_private
@@ -110,12 +112,26 @@ def test_dry_run_and_doctor_refuse_what_would_end_with_a_signal(place: Place, ki
 
 
 @needs_no_gpu
+@pytest.mark.parametrize(("version", "refused"), [("2.11.0+cu130", True), ("2.13.0", False)])
+def test_fsdp_in_detail_depends_on_torch(
+    place: Place, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
+) -> None:
+    monkeypatch.setattr(resolve_config, "installed", {"torch": version}.get)
+    debugged = read_launch_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    with pytest.raises(BackendError, match="no model is written") if refused else nullcontext():
+        resolve_config.check_devices(debugged.launch, Devices(0, True), debugged.env)
+
+
+@needs_no_gpu
 def test_a_worker_refuses_it_too(place: Place, here: Here) -> None:
     here.monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     here.assert_refused(place.recipe(), "TORCH_DISTRIBUTED_DEBUG is DETAIL")
 
 
 @needs_no_gpu
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.11.", "2.12.")), reason="this torch gathers nothing over gloo in detail"
+)
 def test_what_is_advised_runs_in_detail(place: Place) -> None:
     code, output = run(command("fsdp", str(place.recipe())), env=environment(TORCH_DISTRIBUTED_DEBUG="DETAIL"))
     assert code == 0, output

@@ -13,8 +13,8 @@ from finetune.utils import platforms
 from finetune.utils.errors import LibraryVersionError
 
 PROVEN = {
-    "accelerate": ("1.14", "1.15"),
-    "bitsandbytes": ("0.49", "0.50"),
+    "accelerate": ("1.15", "1.15"),
+    "bitsandbytes": ("0.50", "0.50"),
     "datasets": ("5.0", "5.2"),
     "deepspeed": ("0.19", "0.19"),
     "peft": ("0.19", "0.21"),

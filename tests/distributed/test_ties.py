@@ -1,0 +1,39 @@
+"""Tensors that a network shares stay one when it is wrapped."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.distributed.backend import Backend
+from finetune.distributed.launch.launch_config import Launch
+from finetune.utils.errors import BackendError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def prepared(untie: bool) -> None:
+    def prepare(model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if untie:
+            # What accelerate 1.14 comes to, which shards the ends one after the other.
+            model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        return model, optimizer
+
+    accelerator: Any = SimpleNamespace(prepare=prepare)
+    network = Tied()
+    backend = Backend(accelerator, Launch("fsdp", 2), "fp32", 1)
+    backend.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+
+
+def test_ties_that_break_are_seen_before_the_first_step() -> None:
+    prepared(untie=False)
+    with pytest.raises(BackendError, match=r"head\.weight had no tensor of its own, .* accelerate"):
+        prepared(untie=True)
