@@ -433,6 +433,9 @@ def install(folder: Path) -> None:
         else:
             answer = _taking_what(real, answer)
         setattr(module, last, answer)
+    if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        # Imported by bitsandbytes where there is a device.
+        torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.Tensor.data = property(_DATA.__get__, _set_data)
     # `torch.tensor(…, device="cuda")` makes a tensor of the host and sends it, as a GPU's does, before our eyes.
     torch._C._set_only_lift_cpu_tensors(True)
