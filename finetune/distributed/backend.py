@@ -205,6 +205,8 @@ class Backend:
                     "some would never be trained. This is a fault of the installed accelerate; install a version that "
                     "was tested (`finetune doctor`)."
                 )
+            if self.launch.offload_optimizer != "none":
+                torch_private.never_skip_steps(getattr(prepared, "optimizer", prepared))
             if self.launch.sync_each_batch:
                 # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
                 wrapped.set_reduce_scatter_unused_params(True)

@@ -191,6 +191,13 @@ def _check_planes(
             "`model.gradient_checkpointing: selective` recomputes. Set it to true or false, or take another launch "
             "config, such as accelerate_configs/fsdp.yaml."
         )
+    if launch.uses_fsdp and launch.offload_optimizer != "none" and precision == "fp16":
+        # Source: torch 2.13, `_MultiDeviceReplicator.get` in `amp/grad_scaler.py`, a copy that nobody waits for.
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} offloads FSDP2's gradients to host memory, where torch's loss "
+            "scaling for fp16 reads the scale before it has arrived from the GPU, and trains on wrong gradients. Set "
+            "`precision: bf16`, or take accelerate_configs/zero3_offload.yaml."
+        )
     if launch.sequence > 1:
         check_split_rows(recipe, launch)
     if launch.tensor > 1:

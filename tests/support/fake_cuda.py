@@ -161,11 +161,21 @@ class _Pending:
         for target, source in now:
             target.copy_(source)
 
-    def sent_to(self, target: torch.Tensor) -> torch.Tensor | None:
-        """What is on its way to a tensor of the host: a copy from there to the device comes after it in the stream."""
-        place = target.untyped_storage().data_ptr()
-        found = (source for late, source in reversed(self.copies) if late.untyped_storage().data_ptr() == place)
-        return next(found, None)
+    def in_stream(self, source: torch.Tensor) -> torch.Tensor:
+        """What a copy from pinned memory to the device finds there: it comes after those that are on their way."""
+        place = source.untyped_storage().data_ptr()
+        late = [(target, sent) for target, sent in self.copies if target.untyped_storage().data_ptr() == place]
+        if not late:
+            return source
+        memory = source.untyped_storage().clone()
+
+        def same(tensor: torch.Tensor) -> torch.Tensor:
+            found = torch.empty(0, dtype=tensor.dtype)
+            return found.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        for target, sent in late:
+            same(target).copy_(sent)
+        return same(source)
 
     @property
     def number(self) -> int:
@@ -297,8 +307,7 @@ def _copied(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device |
     later = bool(kwargs.get("non_blocking", False) or (not made and len(args) > 2 and args[2]))
     if to_device and not from_device:
         pinned = source.is_pinned()
-        if pinned and (late := PENDING.sent_to(source)) is not None:
-            low = late.view(source.shape)
+        low = PENDING.in_stream(source) if pinned else low
         if not (pinned and later):
             how = "blocking" if not later else "pageable"
             SEEN.copies.append(f"{how} copy of {list(source.shape)} to the device: {_place()}")

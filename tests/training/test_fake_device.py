@@ -17,10 +17,15 @@ import torch
 import yaml
 from filelock import FileLock
 from forkserver import ForkServer
-from harness import Launcher, Result, assert_same_path
+from harness import ROOT, Launcher, Result, assert_same_path
 
+from finetune.config.recipe import validate_recipe
 from finetune.distributed import device_selection
+from finetune.distributed.device_selection import Devices
+from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.resolve_config import agree
 from finetune.monitoring import out_of_memory
+from finetune.utils.errors import BackendError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: tests/training/test_gpu.py")
 
@@ -105,7 +110,7 @@ def waits(run: Result) -> list[list[str]]:
     return json.loads((run.directory / "waited.json").read_text())
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp", "fsdp_offload", "zero2", "zero3", "zero3_offload"])
 def test_a_backend_takes_the_cpus_path_and_waits_for_nothing(launcher: Launcher, fake: Fake, config: str) -> None:
     """From the start to the exported model, over a save and a resume."""
     cpu = on_cpu(launcher)["fp32"]
@@ -119,8 +124,22 @@ def test_a_backend_takes_the_cpus_path_and_waits_for_nothing(launcher: Launcher,
         assert one == (other if isinstance(one, str) else pytest.approx(other, rel=1e-6))
     # DeepSpeed itself reads whether gradients overflowed, and ZeRO-3 what it is about to gather.
     ours = [[wait for wait in step if ": DeepSpeed, " not in wait] for step in waits(gpu)]
+    if config == "fsdp_offload":
+        # The host steps, and asks whether the gradients are finite.
+        said = ("blocking copy of [] to the host", "aten::_local_scalar_dense", "blocking copy of [] to the device")
+        assert [[wait.partition(": ")[0] for wait in step] for step in ours] == [list(said)] * 4
+        return
     assert ours == [[], [], [], []]
     assert config.startswith("zero") or waits(gpu) == ours
+
+
+def test_loss_scaling_of_offloaded_gradients_is_refused() -> None:
+    """On a device whose copies arrive late, its losses were nan from the second step on."""
+    launch = launch_of_file(ROOT / "accelerate_configs/fsdp_offload.yaml", 1)
+    for precision in ("bf16", "fp32"):
+        agree(validate_recipe(recipe(precision=precision)), launch, Devices(1, True), {})
+    with pytest.raises(BackendError, match="reads the scale before it has arrived"):
+        agree(validate_recipe(recipe(precision="fp16")), launch, Devices(1, True), {})
 
 
 def test_half_precision_takes_kernels_and_loss_scaling(launcher: Launcher, fake: Fake) -> None:

@@ -30,8 +30,11 @@ JOBS = {name: recipe(precision=name, length={"steps": 12}) for name in ("fp32", 
 @pytest.mark.parametrize("precision", list(JOBS))
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp_offload", "zero2", "zero3", "zero3_offload"])
 def test_backends_take_the_single_process_path(launcher: Launcher, backend: str, precision: str) -> None:
+    jobs = {name: job for name, job in JOBS.items() if backend != "fsdp_offload" or name != "fp16"}
+    if precision not in jobs:
+        pytest.skip("what is refused here runs on a GPU otherwise")
     single = launcher.many("single", JOBS)[precision].check()
-    other = launcher.many(backend, JOBS, processes=1)[precision].check()
+    other = launcher.many(backend, jobs, processes=1)[precision].check()
     assert other.facts["runs"]["device"] == "cuda"
     # fp16 scalers skip different steps, so that only the end is compared.
     if precision == "fp16":

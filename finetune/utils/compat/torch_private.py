@@ -155,6 +155,15 @@ def skips_nonfinite_steps(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def never_skip_steps(optimizer: Any) -> None:
+    """Has whoever steps the optimiser decide whether to, on the host.
+
+    Kernels on the host are given `found_inf` of the device by a copy that nobody waits for, and read what was there
+    before. Source: torch, `_fused_adam` in `optim/adam.py`.
+    """
+    optimizer._step_supports_amp_scaling = False
+
+
 def cpu_has_bf16() -> bool:
     """Whether oneDNN multiplies bf16 matrices on this CPU; torch must be built with it."""
     require("torch", torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
