@@ -58,7 +58,7 @@ def run(name: str, parsed: argparse.Namespace) -> int:
     if parsed.lock:
         lock(name, file, venv, environment)
     target = "test" if parsed.whole else "test-quick"
-    log = venv.with_suffix(".log")
+    log = venv.with_name(f"{venv.name}.log")
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         words = ["make", target, f"VENV={venv}", f"CONSTRAINTS={file}"]
@@ -85,7 +85,7 @@ def lock(name: str, file: Path, venv: Path, environment: dict[str, str]) -> None
         bounds = (re.match(r"([\w-]+)>=([\w.]+)", requirement) for requirement in project["dependencies"])
         pinned = [f"{bound[1]}=={bound[2]}" for bound in bounds if bound is not None]
     shutil.rmtree(venv, ignore_errors=True)
-    wanted = venv.with_suffix(".in")
+    wanted = venv.with_name(f"{venv.name}.in")
     wanted.write_text("\n".join(pinned) + "\n", encoding="utf-8")
     subprocess.run([ROOT / "scripts/setup.sh"], env={**environment, "CONSTRAINTS": str(wanted)}, check=True)
     frozen = subprocess.run(

@@ -113,6 +113,8 @@ def waits(run: Result) -> list[list[str]]:
 @pytest.mark.parametrize("config", ["single", "ddp", "fsdp", "fsdp_offload", "zero2", "zero3", "zero3_offload"])
 def test_a_backend_takes_the_cpus_path_and_waits_for_nothing(launcher: Launcher, fake: Fake, config: str) -> None:
     """From the start to the exported model, over a save and a resume."""
+    if config == "fsdp_offload" and torch.version.cuda and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("this torch asks a real GPU for the shape of a sharded tensor that it moves there")
     cpu = on_cpu(launcher)["fp32"]
     cut = {"eval": {"at_end": False}, "sample": None}
     gpu = fake.run(config, {"run+1": recipe(length={"steps": 2}, **cut), "run+2": recipe()})["run+2"].check()
