@@ -249,7 +249,8 @@ def runs(out: Path, *, tiny: bool) -> Iterator[Row]:
         jobs[f"15M {precision}"] = (f"precision={precision}", *wide)
     folders = {name: name.replace(" ", "-").replace(",", "") for name in jobs}
     yield from _each({name: partial(_train, out, folders[name], tiny, *words) for name, words in jobs.items()})
-    launches = ("fsdp", "zero2", "zero3", *(["fsdp_offload"] if torch.cuda.is_available() else []))
+    offloads = ("fsdp_offload", "zero3_offload", "zero3_nvme") if torch.cuda.is_available() else ()
+    launches = ("ddp", "fsdp", "zero2", "zero3", *offloads)
     yield from _each({f"{name} x 1": partial(_launch, out, name, tiny, "precision=bf16") for name in launches})
 
 
