@@ -101,11 +101,12 @@ class ForkServer:
         process = self._context.Process(
             target=become, args=(list(map(str, words)), dict(env), str(cwd), str(out), str(err))
         )
-        # The server has the environment of whoever starts it, which the first process does.
-        # Arrow's allocator would start a thread, which a fork does not have.
-        theirs = environment(JE_ARROW_MALLOC_CONF="background_thread:false")
-        if not _by_spawning():
-            theirs["DS_ACCELERATOR"] = "cpu"
+        if _by_spawning():
+            theirs = dict(env)  # CUDA is asked for devices while the process imports, before `become` sets these
+        else:
+            # The server has the environment of whoever starts it, which the first process does.
+            # Arrow's allocator would start a thread, which a fork does not have.
+            theirs = environment(JE_ARROW_MALLOC_CONF="background_thread:false", DS_ACCELERATOR="cpu")
         with mock.patch.dict(os.environ, theirs, clear=True):
             process.start()
         return process
