@@ -18,11 +18,12 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_sampler import Prefetcher, RowSampler
-from finetune.distributed import rendezvous_store, sequence_parallel
+from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies import sequence
 from finetune.export import save_model
 from finetune.models import (
     activation_checkpointing,
@@ -227,6 +228,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     if depends_on_micro_size(network.wrapper.network):
         identity[MICRO_SIZE] = recipe.batch.rows
     whole_loss = _split_layers(backend, network.wrapper, inputs)
+    sequence.install(network.wrapper, backend.mesh.group("sp"))
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
@@ -361,11 +363,11 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
 
 def _split_layers(backend: Backend, wrapper: ForwardWrapper, inputs: _Inputs) -> float | None:
     """Leaves this rank its part of each layer, where ranks share them; returns the loss of one row from before."""
-    if backend.launch.tensor == 1:
+    group = backend.mesh.group("tp")
+    if group is None:
         return None
-    with sequence_parallel.whole_rows():
-        loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
-    backend.splits = split_layers.split(wrapper.network)
+    loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
+    backend.splits = split_layers.split(wrapper.network, group)
     return loss
 
 
@@ -389,8 +391,8 @@ def _build_sampler(recipe: Recipe, backend: Backend, data: TaskData, length: Len
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.rows,
         accumulation=backend.accumulation,
-        world=backend.data_world,
-        rank=backend.data_rank,
+        world=backend.mesh.data_size,
+        rank=backend.mesh.data_rank,
     )
 
 

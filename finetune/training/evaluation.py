@@ -44,24 +44,24 @@ def evaluate(
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
-    stride = micro_size * backend.data_world
+    stride = micro_size * backend.mesh.data_size
     with without_training(model):
         for number, start in enumerate(range(0, len(rows), stride)):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
-            first = start + backend.data_rank * micro_size
+            first = start + backend.mesh.data_rank * micro_size
             share = np.arange(first, min(first + micro_size, len(rows)))
             empty = len(share) == 0
             batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
             found = model(task.loss_and_correct or task.loss_sum, batch)
-            if not empty and backend.counts_losses:
+            if not empty and backend.mesh.counts_loss:
                 found = found.reshape(-1)
                 sums[: len(found[:2])] += found[:2].double()
                 if classes is not None:
                     if len(found) != 2 + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
-                targets += rows.num_targets(share) if backend.counts_rows else 0
+                targets += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.sum(classes)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)

@@ -155,7 +155,7 @@ def train_step(run: Run, step: int) -> StepOutput:
     sync = _all_reduce_sync(run, micro_batches)
     targets = sync[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    scale = (backend.averaged_world * backend.accumulation / targets.clamp(min=1)).float()
+    scale = (backend.mesh.average_size * backend.accumulation / targets.clamp(min=1)).float()
     losses: list[torch.Tensor] = []
     read_later = AsyncScalar(sync)
     for index, rows in enumerate(micro_batches):
@@ -166,7 +166,7 @@ def train_step(run: Run, step: int) -> StepOutput:
         batch = evaluation.to_device(run.prefetcher.batch(rows, following), backend.device)
         timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
-        seed_torch(run.recipe.seed, step, index * backend.averaged_world + backend.averaged_rank)
+        seed_torch(run.recipe.seed, step, index * backend.mesh.average_size + backend.mesh.average_rank)
         with backend.micro_batch(run.model, last=last):
             loss_sum = run.model(run.task.loss_sum, batch)
             timer.mark("backward")
@@ -200,7 +200,7 @@ def _all_reduce_sync(run: Run, micro_batches: list[np.ndarray]) -> torch.Tensor:
     train = run.data.train
     assert train is not None
     num_computed = getattr(train, "num_computed", train.num_targets)
-    counted = micro_batches if run.backend.counts_rows else []
+    counted = micro_batches if run.backend.mesh.counts_rows else []
     sync = StepSync(
         targets=sum(train.num_targets(rows) for rows in counted),
         computed=sum(num_computed(rows) for rows in counted),
