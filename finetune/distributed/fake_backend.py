@@ -17,6 +17,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
 
 # Accelerate's variables: what the user's shell says of another launch must not reach this one.
@@ -67,7 +68,8 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         one = Launch(kind="single", num_processes=1)
         backend = Backend.start(recipe, one, resolve_config(recipe, one), quiet=True)
         # Its autocast is that of the launch.
-        return _still(replace(backend, launch=launch))
+        autocast = strategy_of(launch).autocast
+        return _still(replace(backend, launch=launch, strategy=replace(backend.strategy, autocast=autocast)))
     if launch.num_processes > 1:
         from finetune.utils.compat import torch_tracing_private
 
@@ -92,7 +94,11 @@ def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _still(backend: Backend) -> Backend:
-    """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there."""
+    """A backend that moves nothing to a device, which swaps tensors, and proves nothing of ranks that are not there.
+
+    Its steps have two micro-batches at most: a first one and a last.
+    """
+    backend.accumulation = min(2, backend.accumulation)
     backend.accelerator.device_placement = False
     backend.unverified = False
     return backend

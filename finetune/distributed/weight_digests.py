@@ -4,17 +4,17 @@ Sums of bits read as whole numbers: equal bits give equal numbers, and others al
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer
-from finetune.distributed.state.tensor_shards import local
-from finetune.distributed.strategies.tensor import Splits
+from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.tensor_facts import local
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,7 +30,7 @@ class Held:
 
 
 def held_weights(
-    launch: Launch, network: nn.Module, optimizer: Any, splits: Splits, rank: int
+    trained: Iterable[tuple[str, Shard]], network: nn.Module, splits: Splits, rank: int, *, copies: bool
 ) -> Iterator[tuple[Held, torch.Tensor]]:
     """What this rank holds of each weight, one at a time, in the same order on every rank: trained ones as masters in
     fp32, and where ZeRO-1 and 2 compute with copies of them, these too.
@@ -38,18 +38,19 @@ def held_weights(
     Frozen weights that rest on the disk are left out.
 
     Args:
-        network: The network inside the prepared model, its weights sharded (`state_transfer.reshard`).
+        trained: Shards of the trained parameters, as strategies read them.
+        network: The network inside the prepared model, its weights sharded.
+        copies: True if the network computes with copies of the masters.
     """
-    for key, shard in state_transfer.read(launch, network, optimizer, splits, parameters_only=True):
+    for key, shard in trained:
         name = key.removeprefix(f"{state_transfer.PARAMETER}/")
         yield Held(name, True, _number([block.whole for block in shard.blocks])), shard.local
-    copies = launch.uses_deepspeed and launch.kind != "zero3"
     for name, parameter in network.named_parameters():
         if parameter.requires_grad and not copies:
             continue
         here = getattr(parameter, "ds_tensor", None)
         if here is None:
-            part = rank % launch.tensor if name in splits.parameters else 0
+            part = splits.group.rank if splits.group is not None and name in splits.parameters else 0
             yield Held(name, parameter.requires_grad, _number([part, *_sharded_at(parameter)])), local(parameter)
         elif here.status.name == "AVAILABLE":
             yield Held(name, False, _number([rank])), here

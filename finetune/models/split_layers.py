@@ -18,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.distributed.mesh import Group
+from finetune.distributed.split_parameters import Split, Splits
 from finetune.distributed.strategies import tensor
-from finetune.distributed.strategies.tensor import SharedInputs, Split, Splits
+from finetune.distributed.strategies.tensor import SharedInputs
 from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
 from finetune.models.lora_adapters import transformer

@@ -9,7 +9,7 @@ from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
-from finetune.distributed.verify_launch import check_network
+from finetune.distributed.strategies import strategy_of
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, shape_of
 from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of, unpaged
@@ -108,7 +108,7 @@ def assess(
             check_split_layers(recipe, launch, _precision(recipe))
             variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
         sizes = [weight.elements for weight in variant.outline.weights]
-        check_network(launch, copy.deepcopy(launch.ds_config), width=variant.outline.width, sizes=sizes)
+        strategy_of(launch).check_network(launch, copy.deepcopy(launch.ds_config), variant.outline.width, sizes)
         optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")

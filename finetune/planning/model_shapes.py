@@ -13,7 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.distributed.strategies.tensor import UNSPLIT, Splits
+from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.quantization import BLOCK

@@ -15,7 +15,7 @@ from torch import nn
 from finetune.distributed.deepspeed_config import PERSISTENCE_THRESHOLD, fit_to_model, width_of
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.strategies.tensor import UNSPLIT, Split, Splits
+from finetune.distributed.split_parameters import UNSPLIT, Split, Splits
 from finetune.utils.compat.accelerate_private import unsplit_classes
 
 

@@ -3,10 +3,11 @@
 import os
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import verify_launch
+from finetune.distributed.deepspeed_config import width_of
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.launch_environment import LaunchEnvironment
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies import strategy_of
 from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule, optimizers
@@ -37,7 +38,8 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     network = task.build_skeleton(sized(recipe), None)
     if launch.tensor > 1:
         split_layers.divide(network, loss_by_head=False).check(launch.tensor)
-    verify_launch.check_skeleton(launch, config.ds_config, network)
+    sizes = [parameter.numel() for parameter in network.parameters()]
+    strategy_of(launch).check_network(launch, config.ds_config, width_of(network), sizes)
     kind = type(lora_adapters.transformer(network) or network).__name__
     build_optimizer(ForwardWrapper(network), recipe)
     counted = sum(p.numel() for p in network.parameters())

@@ -19,6 +19,7 @@ from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
 from finetune.tasks.metrics import ClassCounts
+from finetune.tasks.task import Batch
 from finetune.training import evaluation, generation_metrics, profiler, sampling
 from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
@@ -156,22 +157,13 @@ def train_step(run: Run, step: int) -> StepOutput:
     targets = sync[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
     scale = (backend.mesh.average_size * backend.accumulation / targets.clamp(min=1)).float()
-    losses: list[torch.Tensor] = []
     read_later = AsyncScalar(sync)
-    for index, rows in enumerate(micro_batches):
-        timer.mark("data")
-        last = index == len(micro_batches) - 1
-        following = run.sampler.first_after(step) if last else micro_batches[index + 1]
-        assert run.prefetcher is not None
-        batch = evaluation.to_device(run.prefetcher.batch(rows, following), backend.device)
-        timer.mark("forward")
-        # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
-        seed_torch(run.recipe.seed, step, index * backend.mesh.average_size + backend.mesh.average_rank)
-        with backend.micro_batch(run.model, last=last):
-            loss_sum = run.model(run.task.loss_sum, batch)
-            timer.mark("backward")
-            backend.backward(spread_nonfinite(loss_sum, scale))
-        losses.append(loss_sum.detach())
+
+    def scaled(loss_sum: torch.Tensor) -> torch.Tensor:
+        timer.mark("backward")
+        return spread_nonfinite(loss_sum, scale)
+
+    losses = backend.forward_backward(run.model, run.task.loss_sum, _batches(run, step, micro_batches), scaled)
     timer.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
@@ -181,6 +173,21 @@ def train_step(run: Run, step: int) -> StepOutput:
     return StepOutput(
         step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=micro_batches
     )
+
+
+def _batches(run: Run, step: int, micro_batches: list[np.ndarray]) -> Iterator[Batch]:
+    """This rank's micro-batches of a step on its device, each seeded when it is asked for."""
+    mesh, timer = run.backend.mesh, run.timer
+    for index, rows in enumerate(micro_batches):
+        timer.mark("data")
+        last = index == len(micro_batches) - 1
+        following = run.sampler.first_after(step) if last else micro_batches[index + 1]
+        assert run.prefetcher is not None
+        batch = evaluation.to_device(run.prefetcher.batch(rows, following), run.backend.device)
+        timer.mark("forward")
+        # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
+        seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
+        yield batch
 
 
 def seed_torch(*parts: int) -> None:

@@ -6,21 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.state.zero_state import (
-    ZeroState,
-    changing,
-    is_cpu_adam,
-    reading,
-    replay_cpu_adam,
-    writing,
-    zero_states,
-)
-from finetune.distributed.strategies.tensor import UNSPLIT, Splits
-from finetune.utils.compat.torch_private import GROWTH_TRACKER
-from finetune.utils.errors import BackendError, CheckpointError
+from finetune.distributed.tensor_facts import local
+from finetune.utils.errors import CheckpointError
 
 PARAMETER = "parameter"
 
@@ -31,7 +21,7 @@ def sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
 
 
 def read(
-    launch: Launch, network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, parameters_only: bool = False
+    network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, cut: bool, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
 
@@ -41,6 +31,7 @@ def read(
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
         splits: Which parameters are split over the ranks of a tensor-parallel group.
+        cut: True where a tensor may lie on several ranks in parts.
 
     Yields:
         `parameter/NAME` or `STATE/NAME`, and the piece, which lasts until the next one is asked for.
@@ -48,30 +39,27 @@ def read(
     Raises:
         CheckpointError: If the optimiser holds what cannot be written back whole.
     """
-    inner = _inner(optimizer)
-    if launch.uses_deepspeed:
-        yield from _read_flat(inner, network, parameters_only)
-        return
+    inner = inner_optimizer(optimizer)
     for name, parameter in _trainable(network):
-        _check_sharded(launch, name, parameter)
         split = splits.parameters.get(name)
         yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split, splits.group)
-        for key, value in _in_order(inner.state.get(parameter, {})):
+        for key, value in in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
-            tensor = _as_tensor(value, f"{key}/{name}")
-            if launch.cuts_state and tensor.ndim and tensor.shape != parameter.shape:
-                raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
+            tensor = as_tensor(value, f"{key}/{name}")
+            if cut and tensor.ndim and tensor.shape != parameter.shape:
+                raise not_held(f"{key}/{name}", tensor.shape, parameter.shape)
             yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None, splits.group)
 
 
 def write(
-    launch: Launch,
     network: nn.Module,
     optimizer: Any,
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
     splits: Splits = UNSPLIT,
+    *,
+    cut: bool,
 ) -> None:
     """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
@@ -83,166 +71,27 @@ def write(
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
         splits: As `read` has it.
+        cut: As `read` has it.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.
     """
-    states = _sort_keys(network, keys)
-    inner = _inner(optimizer)
-    if launch.uses_deepspeed:
-        _write_flat(inner, network, states, load)
-        return
+    states = sort_keys(network, keys)
+    inner = inner_optimizer(optimizer)
     groups = {id(p): group for group in inner.param_groups for p in group["params"]}
     if any(states.values()):
         inner.state.clear()
     for name, parameter in _trainable(network):
-        _check_sharded(launch, name, parameter)
         shard = tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
-        whole = _loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
+        whole = loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
             group = groups[id(parameter)]
-            inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, launch.cuts_state)
+            inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, cut)
 
 
-def frozen(launch: Launch, name: str, parameter: Any, splits: Splits) -> Shard:
-    """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
-    if launch.kind != "zero3":
-        return tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return tensor_shards.undivided(parameter.detach().clone())
-
-
-def reshard(model: nn.Module) -> None:
-    """Frees gathered weights that FSDP2 left in place, as after an evaluation; others would not see a write.
-
-    Args:
-        model: The prepared model: its outermost wrapper may own weights of the network within.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def scaler_state(accelerator: Any, launch: Launch) -> dict[str, float | int] | None:
-    """The loss scale and for how many steps it has held; None if losses are not scaled.
-
-    Returns:
-        `scale` and `good_steps`; from DeepSpeed's scaler `hysteresis` too, which other scalers do not know.
-    """
-    if launch.uses_deepspeed:
-        scaler = accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scaler
-        if not scaler.dynamic:
-            return None
-        return {
-            "scale": float(scaler.cur_scale),
-            "good_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
-            "hysteresis": int(scaler.cur_hysteresis),
-        }
-    if accelerator.scaler is None or not accelerator.scaler.is_enabled():
-        return None
-    values = accelerator.scaler.state_dict()
-    return {"scale": float(values["scale"]), "good_steps": int(values[GROWTH_TRACKER])}
-
-
-def set_scaler_state(accelerator: Any, launch: Launch, state: dict[str, float | int] | None) -> None:
-    """Takes up what `scaler_state` gave, on any backend; nothing if either side does not scale losses."""
-    if state is None or scaler_state(accelerator, launch) is None:
-        return
-    if launch.uses_deepspeed:
-        scaler = accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scaler
-        scaler.cur_scale = float(state["scale"])
-        scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
-        scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
-    else:
-        values = {"scale": float(state["scale"]), GROWTH_TRACKER: int(state["good_steps"])}
-        accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), **values})
-
-
-def _read_flat(zero: Any, network: nn.Module, parameters_only: bool) -> Iterator[tuple[str, Shard]]:
-    for flat in zero_states(zero, network):
-        with reading(zero, flat):
-            for part in flat.parts:
-                yield f"{PARAMETER}/{part.name}", flat.piece(part, flat.master)
-                for state, value in _in_order(flat.state):
-                    if value is None or parameters_only:
-                        continue
-                    key = f"{state}/{part.name}"
-                    tensor = _as_tensor(value, key)
-                    if tensor.shape == flat.master.shape:
-                        yield key, flat.piece(part, tensor)
-                        continue
-                    if tensor.ndim:
-                        raise _not_held(key, tensor.shape, flat.master.shape)
-                    counted = state == "step" and is_cpu_adam(flat.optimizer)
-                    yield key, tensor_shards.undivided(tensor.float() if counted else tensor)
-
-
-def _write_flat(
-    zero: Any, network: nn.Module, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]
-) -> None:
-    steps: dict[Any, int] = {}
-    with changing(zero):
-        for flat in zero_states(zero, network):
-            with writing(zero, flat):
-                for part in flat.parts:
-                    part.within(flat.master).copy_(part.of(_loaded(load, f"{PARAMETER}/{part.name}", part.shape)))
-                if any(states[part.name] for part in flat.parts):
-                    flat.optimizer.state[flat.master] = _flat_state(flat, states, load)
-                    if is_cpu_adam(flat.optimizer):
-                        steps[flat.optimizer] = flat.state["step"]
-    for optimizer, step in steps.items():
-        replay_cpu_adam(optimizer, step)
-
-
-def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """The state of a flat buffer, of that of its parameters; those that had no gradient yet have none, and get 0."""
-    holders = [part for part in flat.parts if states[part.name]]
-    buffers: dict[str, torch.Tensor] = {}
-    numbers: dict[str, tuple[torch.Tensor, str]] = {}
-    for state in dict.fromkeys(state for part in holders for state in states[part.name]):
-        for part in holders:
-            key = f"{state}/{part.name}"
-            if state not in states[part.name]:
-                raise CheckpointError(
-                    f"The checkpoint has no '{key}', though it has that state of other parameters. It is not whole: "
-                    "resume from another one."
-                )
-            whole = load(key)
-            if whole.shape == part.shape and state != "step":
-                if state not in buffers:
-                    buffers[state] = _buffer(flat, state, whole.dtype)
-                part.within(buffers[state]).copy_(part.of(whole))
-            elif whole.ndim:
-                raise _not_held(key, whole.shape, part.shape)
-            elif not torch.equal(numbers.setdefault(state, (whole, key))[0], whole):
-                other, of = numbers[state]
-                raise CheckpointError(
-                    f"The checkpoint's '{key}' is {whole.item():g} and '{of}' is {other.item():g}, but DeepSpeed keeps "
-                    "one number for both. Resume on one process, DDP or FSDP."
-                )
-    device = flat.master.device
-    counted = is_cpu_adam(flat.optimizer)
-    return buffers | {
-        state: int(whole) if counted and state == "step" else _scalar(whole, state, flat.group, device)
-        for state, (whole, _) in numbers.items()
-    }
-
-
-def _buffer(flat: ZeroState, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """The buffer of a kind of state, all 0: the one that there is, or a new one."""
-    old = flat.state.get(state)
-    if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
-        return old.zero_()
-    return torch.zeros_like(flat.master.detach(), dtype=dtype)
-
-
-def _in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
+def in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
     """State in the same order on every rank: that of the dictionary is the order in which a resume filled it."""
     return sorted(held.items())
 
@@ -251,12 +100,12 @@ def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in network.named_parameters() if p.requires_grad)
 
 
-def _inner(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """The optimiser inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
+def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
     """The names of the state of each parameter."""
     states: dict[str, list[str]] = {name: [] for name, _ in _trainable(network)}
     missing = [name for name in states if f"{PARAMETER}/{name}" not in keys]
@@ -277,7 +126,7 @@ def _sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]
     return states
 
 
-def _loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
+def loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
     whole = load(key)
     if whole.shape != shape or whole.dtype != torch.float32:
         raise CheckpointError(
@@ -289,7 +138,7 @@ def _loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.
 
 def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
     """Gives a tensor that is divided as a shard is its part of a whole one."""
-    here = tensor_shards.local(tensor)
+    here = local(tensor)
     here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
 
 
@@ -303,13 +152,13 @@ def _placed(
         _fill(like, whole, shard)
         return like
     if whole.ndim == 0:
-        return _scalar(whole, key, group, parameter.device)
+        return scalar(whole, key, group, parameter.device)
     if divided:
-        raise _not_held(f"{key}/{name}", whole.shape, shard.shape)
+        raise not_held(f"{key}/{name}", whole.shape, shard.shape)
     return whole.to(parameter.device, copy=True)
 
 
-def _scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
+def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
     """A number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
 
     Source: torch, `Optimizer._process_value_according_to_param_policy`.
@@ -321,7 +170,7 @@ def _scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.
     return whole.to(device, copy=True)
 
 
-def _as_tensor(value: Any, key: str) -> torch.Tensor:
+def as_tensor(value: Any, key: str) -> torch.Tensor:
     """State as a tensor: Python's numbers in a dtype of 64 bit, by which they are known again."""
     if isinstance(value, torch.Tensor):
         return value
@@ -333,14 +182,9 @@ def _as_tensor(value: Any, key: str) -> torch.Tensor:
     )
 
 
-def _not_held(key: str, shape: Any, parameter: Any) -> CheckpointError:
+def not_held(key: str, shape: Any, parameter: Any) -> CheckpointError:
     return CheckpointError(
         f"The optimiser's state '{key}' is {tuple(shape)} for a parameter of {tuple(parameter)}; where parameters are "
         "sharded, state can be kept only if it is a number or has the parameter's shape. Choose another optim.name, or "
         "a launch config without sharding."
     )
-
-
-def _check_sharded(launch: Launch, name: str, parameter: Any) -> None:
-    if launch.uses_fsdp and not hasattr(parameter, "full_tensor"):
-        raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")

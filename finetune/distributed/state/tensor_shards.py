@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from finetune.distributed.collectives import gather_parts
 from finetune.distributed.mesh import Group
-from finetune.distributed.strategies.tensor import Split, gather_parts
+from finetune.distributed.split_parameters import Split
+from finetune.distributed.tensor_facts import local
 from finetune.utils.errors import BackendError
 
 Range = tuple[int, int]
@@ -49,12 +51,6 @@ class Shard:
     """The ranks that have the whole tensor among them; empty if each rank has all of it."""
     gather: Callable[[], torch.Tensor]
     """The whole tensor, on the device; all of these ranks must call it."""
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, in place."""
-    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return here
 
 
 def interval(begin: int, size: int) -> tuple[Block, ...]:

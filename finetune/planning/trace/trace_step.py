@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,12 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         # Gradients that stay are in their place after a step.
         for _ in range(2 if backend.keeps_gradients else 1):
             tracker.begin()
-            for last in (False, True) if backend.accumulation > 1 else (True,):
-                tracker.reset_mod_stats()  # of one forward pass
-                with backend.micro_batch(model, last=last):
-                    part = model(task.loss_sum, rows)
-                    backend.backward(part * (scale + 0 * part.detach()))
-                del part
+            backend.forward_backward(
+                model,
+                task.loss_sum,
+                _rows(tracker, rows, backend.accumulation),
+                lambda part: part * (scale + 0 * part.detach()),
+            )
             gradients = tracker.now()["gradients"]
             backend.clip(model, recipe.optim.clip_norm)
             inner.step()
@@ -209,6 +210,13 @@ def realise(network: nn.Module) -> None:
                         new.packed_weights = tensor.packed_weights
                     made[id(tensor)] = new
                 held[name] = made[id(tensor)]
+
+
+def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    """A step's micro-batches, all alike."""
+    for _ in range(count):
+        tracker.reset_mod_stats()  # of one forward pass
+        yield rows
 
 
 def batch(recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -1,0 +1,61 @@
+"""Which parameters of a network are split over the ranks of a tensor-parallel group, and how."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from finetune.distributed.mesh import Group
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is split over the ranks of a group."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    """The dimension that is split."""
+    blocks: int = 1
+    """Parts of it, one behind the other, of which each is split: an MLP's gate and up projection may be one tensor."""
+    packed: int | None = None
+    """Weights that the whole parameter stands for, if it is packed; `shape` is that in which it can be split then."""
+
+    def part_shape(self, size: int) -> tuple[int, ...]:
+        """Of a rank's part."""
+        return tuple(n // size if dim == self.dim else n for dim, n in enumerate(self.shape))
+
+    def indices(self, size: int, rank: int) -> list[tuple[int, int]]:
+        """Where in the whole dimension the parts of a rank lie, which it has one behind the other: first, last + 1."""
+        whole = self.shape[self.dim] // self.blocks
+        part = whole // size
+        return [(block * whole + rank * part, block * whole + (rank + 1) * part) for block in range(self.blocks)]
+
+    def part_of(self, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+        """A rank's part of a whole tensor, in memory of its own."""
+        parts = [whole.narrow(self.dim, first, last - first) for first, last in self.indices(size, rank)]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What is split of a network; empty where nothing is."""
+
+    parameters: Mapping[str, Split] = field(default_factory=dict)
+    """By name."""
+    partial: frozenset[str] = frozenset()
+    """Parameters that each rank has all of, but uses in a part of the layer, or for some tokens: gradients are to be
+    summed."""
+    group: Group | None = None
+    """The ranks that share the layers; None where nothing is split, or only planned to be."""
+
+    def size(self, name: str, parameter: Any) -> int:
+        """Elements of a whole parameter; if it is packed, the weights that it stands for are counted elsewhere."""
+        split = self.parameters.get(name)
+        return math.prod(split.shape) if split is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+UNSPLIT = Splits()
+"""Nothing is split."""

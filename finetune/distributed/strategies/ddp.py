@@ -1,0 +1,94 @@
+"""Data parallel: each rank, or group of ranks that share layers, holds all of the network; gradients are averaged."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.split_parameters import Splits
+from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
+from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
+from finetune.utils.compat import torch_private
+
+
+def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
+    options = strategy.accelerator_options(launch, settled, reduced, cpu)
+    options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    return options
+
+
+def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    accelerator = runtime.accelerator
+    # Constants such as rotary frequencies are the same everywhere; only what is learned beside weights is sent.
+    kept = model.state_dict().keys()
+    accelerator.ddp_handler.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
+    wrapped: Any
+    if runtime.mesh.size("tp") > 1:
+        wrapped, prepared = prepare_beside_split_layers(runtime, model, optimizer)
+    else:
+        wrapped, prepared = strategy.prepare(runtime, model, optimizer)
+    if runtime.reduce_dtype == "bf16":
+        wrapped.register_comm_hook(wrapped.process_group, _sum_in_bf16)
+    return wrapped, prepared
+
+
+def prepare_beside_split_layers(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Averages gradients over the ranks that hold the same part of each layer, which Accelerate cannot be told."""
+    accelerator = runtime.accelerator
+    moved: Any = accelerator.prepare_model(model, evaluation_mode=True)
+    wrapped = DistributedDataParallel(
+        moved,
+        device_ids=None if accelerator.device.type == "cpu" else [accelerator.device.index],
+        process_group=runtime.mesh.groups["average"].handle,
+        **accelerator.ddp_handler.to_kwargs(),
+    )
+    return wrapped, accelerator.prepare_optimizer(optimizer)
+
+
+def _sum_in_bf16(group: Any, bucket: Any) -> Any:
+    """What DDP calls to sum a bucket of gradients over ranks: in bf16, on gloo too, unlike torch's own."""
+    rounded = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size(group))
+    sent: Any = torch.distributed.all_reduce(rounded, group=group, async_op=True)
+    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
+    """DDP waits for the gradients of all, and fails in the next pass over those that are missing."""
+    return first_gradients.expect_all(first_gradients.trained_leaves(model), "DDP waits for the gradients of all")
+
+
+def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
+    facts, whole = read_parameters(model, optimizer, splits)
+    named = [(inner_name(name), p) for name, p in model.named_parameters()]
+    split = {id(p) for name, p in named if name in splits.parameters}
+
+    def due(tensors: list[Any]) -> float:
+        here = sum(whole[id(t)] // (facts["tensor"] if id(t) in split else 1) for t in tensors)
+        return float(here / max(1, sum(whole[id(t)] for t in tensors)))
+
+    halves = "bf16" in str(torch_private.ddp_logging_data(model).get("comm_hook", ""))
+    return {
+        "kind": "ddp",
+        "averaged": model.process_group.size(),
+        "due": (due([p for _, p in named]), due(master_weights(optimizer))),
+        "reduce_dtype": "bfloat16" if halves else "float32",
+        **facts,
+    }
+
+
+STRATEGY = Strategy(
+    holds=lambda model: isinstance(model, DistributedDataParallel),
+    accelerator_options=_accelerator_options,
+    prepare=_prepare,
+    check_gradients=_check_gradients,
+    # As views of buckets that are there anyway: made anew where micro-batches add up, they would be there twice until
+    # the last micro-batch.
+    keeps_gradients=lambda runtime: runtime.accumulation > 1,
+    read_back=_read_back,
+)

@@ -1,0 +1,341 @@
+"""DeepSpeed's ZeRO: optimiser state (1), gradients (2) and weights (3) sharded, on the device, in memory or NVMe."""
+
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import InitProcessGroupKwargs
+from torch import nn
+
+from finetune.distributed import deepspeed_config
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.split_parameters import Splits
+from finetune.distributed.state import tensor_shards, zero_transfer
+from finetune.distributed.state.tensor_shards import Shard
+from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
+from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype
+from finetune.utils.errors import BackendError
+
+
+def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
+    from accelerate.utils import DeepSpeedPlugin
+
+    # Refuses a version that lacks what checkpoints need, before a step is taken.
+    from finetune.utils.compat import deepspeed_private  # noqa: F401
+
+    plugin = DeepSpeedPlugin(hf_ds_config=settled.ds_config, zero3_init_flag=launch.sharded_init)
+    # It warns of every optimiser but its own, and of settings that are `auto`.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return {
+        "mixed_precision": "no",  # its config has its own say
+        "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=TIMEOUT)],
+        "deepspeed_plugin": plugin,
+    }
+
+
+def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
+    """Weights are sharded as they load where the launch says so.
+
+    Random weights are always drawn whole: drawn in shards they would differ from every other strategy's.
+    """
+    if launch.kind != "zero3" or (pretrained and launch.sharded_init):
+        return nullcontext()
+    from finetune.utils.compat.transformers_private import hidden_deepspeed
+
+    return hidden_deepspeed()
+
+
+def _config(runtime: Runtime) -> dict[str, Any]:
+    """DeepSpeed's config as it has been completed so far."""
+    config: dict[str, Any] = runtime.accelerator.deepspeed_plugin.deepspeed_config
+    return config
+
+
+def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    launch, config = runtime.launch, _config(runtime)
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+    check_network(launch, config, deepspeed_config.width_of(model), sizes)
+    _match_shards(model)
+    if launch.offload_params == "nvme":
+        _shard_in_own_dtype(model, config)
+    wrapped, prepared = strategy.prepare(runtime, model, optimizer)
+    if launch.kind == "zero3":
+        _plan_gathers_by_training(wrapped)
+    return wrapped, prepared
+
+
+def _shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
+    """Shards a whole model for ZeRO-3 before DeepSpeed does, in place, so that NVMe holds it in its own dtype.
+
+    Left to itself, DeepSpeed 0.19 takes the dtype of what it swaps from the device instead of the model where fp16
+    is not supported: fp32 parameters would go to disk, and come back, as bf16.
+    Source: deepspeed, `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
+    """
+    import deepspeed
+
+    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+
+def _match_shards(model: nn.Module) -> None:
+    """Puts shards of a network that was sharded as it was loaded in the dtypes that its parameters have by now."""
+    for parameter in model.parameters():
+        shard: Any = getattr(parameter, "ds_tensor", None)
+        if shard is not None and shard.dtype != parameter.dtype:
+            shard.data = shard.data.to(parameter.dtype)
+
+
+def _plan_gathers_by_training(engine: Any) -> None:
+    """Has ZeRO-3 learn from the first training step, not from forward passes before it, what is needed when.
+
+    DeepSpeed records the order of the first pass, and remembers for ever, by position in it, which weights are not
+    needed again soon. Told by a forward pass alone, it would free all of them before the backward pass, which would
+    gather them again one by one.
+    Source: deepspeed 0.19, `__params_to_release` in `runtime/zero/partitioned_param_coordinator.py` (an `lru_cache`
+    that outlives the order it was made for).
+    """
+    from finetune.utils.compat.deepspeed_private import invalidate_trace
+
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+
+    def forget(module: nn.Module, arguments: Any) -> None:
+        if not coordinator.is_invalid_trace():
+            invalidate_trace(coordinator)
+        if torch.is_grad_enabled():
+            handle.remove()
+
+    # Before DeepSpeed's own hook, which takes the order of the pass before as settled.
+    handle = engine.module.register_forward_pre_hook(forget, prepend=True)
+
+
+def check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
+    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it.
+
+    Args:
+        width: The network's hidden size.
+        sizes: Elements of each of its parameters.
+
+    Raises:
+        BackendError: With the threshold, and one that shards the network.
+    """
+    deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
+    if launch.kind == "zero3":
+        _check_shards(launch, ds_config, sizes)
+
+
+def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    """DeepSpeed keeps parameters of `stage3_param_persistence_threshold` elements or fewer whole on every rank.
+
+    Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
+    """
+    section, ranks, whole = ds_config["zero_optimization"], launch.num_processes, 0
+    written = section.get("stage3_param_persistence_threshold")
+    threshold = deepspeed_config.PERSISTENCE_THRESHOLD if written is None else written
+    most = section.get("stage3_model_persistence_threshold", sys.maxsize)
+    for size in sizes:
+        if size <= threshold and whole + size <= most:
+            whole += size
+    held = (whole + (sum(sizes) - whole) / ranks) / max(1, sum(sizes))
+    if off_share(sum(sizes), 1 / ranks, held):
+        said = (
+            f"leaves stage3_param_persistence_threshold out, and DeepSpeed's default is {threshold:,} elements"
+            if written is None
+            else f"says stage3_param_persistence_threshold: {threshold:,} elements"
+        )
+        raise BackendError(
+            f"{launch.ds_place} {said}: parameters that are no larger stay whole on every rank, which is "
+            f"{whole / sum(sizes):.0%} of this network ({whole:,} of {sum(sizes):,} weights). Stage 3 would hold "
+            f"{held:.0%} of it on each of {ranks} ranks, where {1 / ranks:.0%} is asked. Write "
+            '"stage3_param_persistence_threshold": "auto" below "zero_optimization", which fits it to the network, '
+            "or a smaller number; nothing was trained."
+        )
+
+
+def _casts_weights(runtime: Runtime) -> bool:
+    """True if DeepSpeed itself turns the network's weights into 16 bit."""
+    config = _config(runtime)
+    return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
+
+
+def _autocast(runtime: Runtime) -> AbstractContextManager[Any]:
+    if not runtime.launch.sharded or _casts_weights(runtime):
+        return nullcontext()
+    return strategy.uncached_autocast(runtime)
+
+
+def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
+    """ZeRO takes missing gradients for zeros."""
+    if not first_gradients.decays(runtime.optimizer):
+        return nullcontext()
+    return first_gradients.expect_all(first_gradients.trained_leaves(model), first_gradients.DECAY)
+
+
+def _backward(runtime: Runtime, loss: torch.Tensor) -> None:
+    runtime.accelerator.backward(loss)
+
+
+def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
+    # Not accelerator.clip_grad_norm_, which reads the value to the host at once.
+    norm = runtime.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
+    return torch.as_tensor(norm, dtype=torch.float32)
+
+
+def _read_state(
+    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
+) -> Iterator[tuple[str, Shard]]:
+    return zero_transfer.read(optimizer, network, parameters_only=parameters_only)
+
+
+def _write_state(
+    runtime: Runtime,
+    network: nn.Module,
+    optimizer: Any,
+    keys: Collection[str],
+    load: Callable[[str], torch.Tensor],
+) -> None:
+    zero_transfer.write(optimizer, network, keys, load)
+
+
+def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
+    if runtime.launch.kind != "zero3":
+        return tensor_shards.undivided(parameter)
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return tensor_shards.undivided(parameter.detach().clone())
+
+
+def _loss_scaler(accelerator: Any) -> Any:
+    return accelerator.deepspeed_engine_wrapped.engine.optimizer.loss_scaler
+
+
+def _scaler_state(accelerator: Any) -> dict[str, float | int] | None:
+    """With `hysteresis`, which other scalers do not know."""
+    scaler = _loss_scaler(accelerator)
+    if not scaler.dynamic:
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "good_steps": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+        "hysteresis": int(scaler.cur_hysteresis),
+    }
+
+
+def _set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> None:
+    scaler = _loss_scaler(accelerator)
+    scaler.cur_scale = float(state["scale"])
+    scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
+    scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
+
+
+def _held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
+    """Bytes of weights with master weights that lie apart, and elements of the master weights here."""
+    inner = model.optimizer
+    # Stages 1 and 2 hold the weights of a group as views of one tensor, padded.
+    padded = getattr(inner, "bit16_groups_flat", None)
+    held = sum(map(held_bytes, trained)) if padded is None else sum(t.nbytes for t in padded)
+    return held + 4 * _apart(inner), _masters(inner)
+
+
+def _masters(inner: Any) -> int:
+    """Elements of the master weights here; those on NVMe are empty between steps."""
+    sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
+    return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
+
+
+def _apart(inner: Any) -> int:
+    """Elements of the master weights that are not the weights themselves.
+
+    Stage 3 means to step fp32 weights in place, but deepspeed 0.19 compares a device with its name
+    (`_create_fp32_partitions` in `runtime/zero/stage3.py`), so that its masters are copies.
+    """
+    masters = getattr(inner, "fp32_partitioned_groups_flat", None)
+    if masters is None:
+        return _masters(inner)
+    sizes, weights = inner.fp16_partitioned_groups_flat_numel, inner.fp16_partitioned_groups_flat
+    return sum(n for n, master, held in zip(sizes, masters, weights, strict=True) if master is not held)
+
+
+def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
+    stage, inner = engine.zero_optimization_stage(), engine.optimizer
+    parameters = list(engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    facts: dict[str, Any] = {}
+    if stage == 3:
+        # A persistent parameter stays whole on every rank although it also has a partition.
+        held = [
+            p.ds_numel if getattr(p, "ds_persist", False) else p.ds_tensor.ds_numel
+            for p in parameters
+            if hasattr(p, "ds_tensor")
+        ]
+        masters = inner.fp32_partitioned_groups_flat
+        # Not read off the masters themselves: on NVMe they are empty between steps.
+        master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
+        swaps = any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
+        facts["offload_params"] = _rests(swaps, inner.offload_param)
+        facts["offload_optimizer"] = _rests(inner.swap_optimizer, inner.offload_optimizer)
+        facts["on_disk"] = _on_disk(parameters, inner)
+    else:
+        held = sizes
+        masters = inner.single_partition_of_fp32_groups
+        master_sizes = [m.numel() for m in masters]
+        facts["offload_optimizer"] = _rests(False, inner.cpu_offload)
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
+    return {
+        "kind": f"zero{stage}",
+        "averaged": engine.dp_world_size,
+        "num_parameters": sum(sizes),
+        "parameter_fraction": sum(held) / max(1, sum(sizes)),
+        "optimizer_fraction": sum(master_sizes) / max(1, trainable),
+        "parameter_dtypes": dtypes_of(masters),
+        "model_dtypes": dtypes_of(parameters),
+        "reduce_dtype": short_dtype(engine.communication_data_type),
+        "accumulation": engine.gradient_accumulation_steps(),
+        **facts,
+    }
+
+
+def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
+    """Shares of parameters and optimiser state that rest on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
+    shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
+    marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
+    held = sum(size for size, mark in marks if mark == "nvme")
+    from finetune.utils.compat.deepspeed_private import is_swapped
+
+    groups = list(enumerate(inner.fp16_partitioned_groups_flat_numel))
+    swapped = sum(size for index, size in groups if is_swapped(inner, index))
+    return held / max(1, sum(size for size, _ in marks)), swapped / max(1, sum(size for _, size in groups))
+
+
+def _rests(on_disk: bool, offloaded: bool) -> str:
+    return "nvme" if on_disk else "cpu" if offloaded else "none"
+
+
+STRATEGY = Strategy(
+    holds=lambda model: hasattr(model, "zero_optimization_stage"),
+    accelerator_options=_accelerator_options,
+    loading=_loading,
+    check_network=check_network,
+    prepare=_prepare,
+    casts_weights=_casts_weights,
+    autocast=_autocast,
+    check_gradients=_check_gradients,
+    backward=_backward,
+    grad_norm=_grad_norm,
+    clip_gradients=lambda model, norm, max_norm: None,  # it has clipped by then
+    step=lambda runtime, optimizer, norm: optimizer.step(),  # in the backward pass, which has looked at the norm
+    steps_in_backward=True,
+    read_state=_read_state,
+    write_state=_write_state,
+    read_frozen=_read_frozen,
+    scaler_state=_scaler_state,
+    set_scaler_state=_set_scaler_state,
+    held_weights=_held_weights,
+    copies_masters=lambda launch: launch.kind != "zero3",
+    read_back=_read_back,
+)

@@ -1,0 +1,232 @@
+"""FSDP2: weights, gradients and optimiser state sharded over ranks, whole copies of the shards on several (hsdp)."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.split_parameters import Splits
+from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
+from finetune.distributed.tensor_facts import inner_name, local, master_weights, read_parameters, short_dtype
+from finetune.utils.compat import accelerate_private, torch_private
+from finetune.utils.compat import torch_sharding_private as sharding
+from finetune.utils.errors import BackendError
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
+    options = strategy.accelerator_options(launch, settled, reduced, cpu)
+    if cpu:
+        _enter_fsdp_on_gloo()
+    plugin = FullyShardedDataParallelPlugin()
+    # Accelerate's own policy reduces gradients in bf16 and casts every output, the loss too, to bf16.
+    # Without an output dtype the loss leaves the model as it was computed: in fp32. Weights stay fp32 and are cast
+    # inside operations, as on one device, unless the launch file asks for the lighter way.
+    weights = _HALVES.get(launch.mixed_precision)
+    # Gradients of fp32 weights are fp32 unless another dtype is named. Named, torch 2.13 fails over a unit that took no
+    # part in a micro-batch (the vision tower of a model that reads text) where gradients are held until the last one.
+    named = None if weights is None and reduced is torch.float32 else reduced
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=named)
+    return {**options, "cpu": False, "fsdp_plugin": plugin}
+
+
+def _enter_fsdp_on_gloo() -> None:
+    """Starts gloo and opens Accelerate's FSDP branch, which it only takes for GPU process groups.
+
+    `verify_launch` afterwards reads back what really runs.
+    Source: accelerate 1.15, `AcceleratorState.__init__` (MULTI_CPU is not in its list).
+    """
+    state = PartialState(cpu=True, timeout=TIMEOUT)
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        raise BackendError(
+            "This version of accelerate no longer starts gloo as MULTI_CPU, which running FSDP without a GPU builds "
+            "on. Install a version of it that was tested (`finetune doctor`)."
+        )
+    accelerate_private.set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+
+def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    launch = runtime.launch
+    before = sum(len(group["params"]) for group in optimizer.param_groups)
+    wrapped: Any
+    with sharding_over_averaging_ranks(runtime):
+        wrapped, prepared = strategy.prepare(runtime, model, optimizer)
+    distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
+    if len(distinct) != before:
+        raise BackendError(
+            f"The optimiser had {before} parameters and holds {len(distinct)} distinct ones after sharding: some would "
+            "never be trained. This is a fault of the installed accelerate; install a version that was tested "
+            "(`finetune doctor`)."
+        )
+    if launch.offload_optimizer != "none":
+        torch_private.never_skip_steps(getattr(prepared, "optimizer", prepared))
+    if launch.sync_each_batch:
+        # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
+        wrapped.set_reduce_scatter_unused_params(True)
+    return wrapped, prepared
+
+
+def sharding_over_averaging_ranks(runtime: Runtime) -> AbstractContextManager[None]:
+    """Has Accelerate shard over the ranks that hold the same part of each layer; without split layers these are all."""
+    if runtime.mesh.size("tp") == 1:
+        return nullcontext()
+    device_mesh = runtime.mesh.averaging_mesh(runtime.device.type)
+    return accelerate_private.sharding_over(runtime.accelerator, device_mesh)
+
+
+def _no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
+    return _sums_within_shards(model) if runtime.launch.sync_each_batch else strategy.no_sync(runtime, model)
+
+
+@contextmanager
+def _sums_within_shards(model: Any) -> Iterator[None]:
+    """Reduce-scatters gradients; between copies of a hybrid shard, sums still cross once a step."""
+    model.set_requires_all_reduce(False)
+    yield
+    model.set_requires_all_reduce(True)
+
+
+@contextmanager
+def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]:
+    """Where FSDP2 sums after each micro-batch, it takes missing gradients for zeros.
+
+    Else it leaves weights as they are, but torch 2.13 fails over units that it never gathered, where it holds gradients
+    to sum in another dtype.
+    """
+    if runtime.launch.sync_each_batch:
+        decays = first_gradients.decays(runtime.optimizer)
+        expected = first_gradients.expect_all(_leaves(model), first_gradients.DECAY) if decays else nullcontext()
+    else:
+        expected = nullcontext()
+        if not last:
+            _check_held(model)
+    with expected:
+        yield
+    if not last:
+        check_held_gradients(runtime.launch, model)
+
+
+def _check_held(model: Any) -> None:
+    named = {
+        inner_name(sharding.parameter_name(p))
+        for p in sharding.fsdp_params(model)
+        if sharding.reduce_dtype(p) is not None
+    }
+    trained = _leaves(model)
+    gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
+    first_gradients.refuse_unused(first_gradients.unused(trained, gathered), "torch cannot hold their gradients")
+
+
+def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
+    """Trained parameters as they are gathered; None for those of units that never were, which get no zeros either."""
+    return {
+        inner_name(sharding.parameter_name(p)): sharding.unsharded(p)
+        for p in sharding.fsdp_params(model)
+        if p.sharded_param.requires_grad
+    }
+
+
+def check_held_gradients(launch: Launch, model: nn.Module) -> None:
+    """Reads back what gradients FSDP2 holds between a step's micro-batches, and compares it with the request.
+
+    Raises:
+        BackendError: With the difference.
+    """
+    whole = cut = 0
+    for group in sharding.fsdp_param_groups(model):
+        for parameter in group.fsdp_params:
+            unsharded = sharding.unsharded(parameter)
+            found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+            whole += sum(tensor.nbytes for tensor in found if tensor is not None)
+            cut += 0 if parameter.sharded_param.grad is None else local(parameter.sharded_param.grad).nbytes
+        # What waits to be summed over the copies of a hybrid shard.
+        waiting = sharding.partial_reduce_output(group)
+        cut += 0 if waiting is None else waiting.nbytes
+    unwanted, wanted = (whole, cut) if launch.sync_each_batch else (cut, whole)
+    if unwanted or not wanted:
+        raise BackendError(
+            f"What runs is not what {launch.file or 'the launch environment'} asks for: with fsdp_sync_each_batch "
+            f"{str(bool(launch.sync_each_batch)).lower()}, gradients between micro-batches are held as {whole:,} bytes "
+            f"whole and {cut:,} cut. Nothing was trained. This is a fault of the installed torch or accelerate; "
+            "install versions that were tested (`finetune doctor`)."
+        )
+
+
+def _reshard(model: nn.Module) -> None:
+    """Frees gathered weights that were left in place; others would not see a write.
+
+    Args:
+        model: The prepared model: its outermost wrapper may own weights of the network within.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
+    facts, whole = read_parameters(model, optimizer, splits)
+    parameters = list(model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
+    mesh = sharded[0].device_mesh if sharded else None
+    replicas = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+    # The root and the units at the model's ends stay gathered in any case; it is the layers that are asked about.
+    layers = accelerate_private.unsplit_classes(model)
+    units = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in layers]
+    groups = [sharding.fsdp_param_group(m) for m in units if isinstance(m, FSDPModule)]
+    owning = sharding.fsdp_param_groups(model)
+    policy = owning[0].mp_policy
+    # Where parameters rest on the CPU while the process computes elsewhere, they are offloaded.
+    offload = "cpu" if CPUOffloadPolicy in {type(group.offload_policy) for group in owning} else "none"
+    if policy.param_dtype is not None:
+        facts["model_dtypes"] = (short_dtype(policy.param_dtype),)
+    return {
+        **facts,
+        "kind": ("hsdp" if replicas > 1 else "fsdp") if sharded else "unsharded",
+        "replicas": replicas,
+        "averaged": mesh.size() if mesh is not None else 1,
+        "reduce_dtype": short_dtype(policy.reduce_dtype or policy.param_dtype or torch.float32),
+        "offload_params": offload,
+        "offload_optimizer": offload,
+        "due": (_due(parameters, mesh, whole), _due(master_weights(optimizer), mesh, whole)),
+        "reshards": any(sharding.reshards_after_forward(g) for g in groups if g is not None) if groups else None,
+    }
+
+
+def _due(tensors: list[Any], mesh: Any, whole: Mapping[int, int]) -> float:
+    """The share of some tensors that is this rank's by FSDP2's rule."""
+    # The mesh of hybrid shard is (replicas, shards).
+    rank, shards = (0, 1) if mesh is None else (mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+    return float(here / max(1, sum(whole[id(t)] for t in tensors)))
+
+
+def rows_of(rows: int, rank: int, shards: int) -> int:
+    """How many of a tensor's rows FSDP2 gives to a rank: as many as `torch.chunk` does, which may be none.
+
+    Source: torch 2.13, `_chunk_with_empty` in `distributed/fsdp/_fully_shard/_fsdp_common.py`.
+    """
+    most = -(-rows // shards)
+    return max(0, min(most, rows - rank * most))
+
+
+STRATEGY = Strategy(
+    holds=lambda model: isinstance(model, FSDPModule),
+    accelerator_options=_accelerator_options,
+    prepare=_prepare,
+    casts_weights=lambda runtime: runtime.launch.mixed_precision in _HALVES,
+    autocast=strategy.uncached_autocast,
+    no_sync=_no_sync,
+    check_gradients=_check_gradients,
+    reshard=_reshard,
+    read_back=_read_back,
+)

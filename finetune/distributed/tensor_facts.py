@@ -1,0 +1,105 @@
+"""Facts that are read off parameters: names, dtypes, and the share of them that lies on this rank."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from finetune.distributed.split_parameters import Splits
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor, in place."""
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
+def inner_name(name: str) -> str:
+    """A parameter's name in the network inside a prepared model."""
+    return name.partition("network.")[2] or name
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """A dtype's name without torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtypes_of(tensors: Iterable[Any]) -> tuple[str, ...]:
+    """The names of the dtypes of some tensors."""
+    return tuple(sorted({short_dtype(tensor.dtype) for tensor in tensors}))
+
+
+SHARD_SLACK = 0.03
+"""A rank may hold this much more than its share: padding, and parameters too small to be worth sharding."""
+
+
+def off_share(num_parameters: int, want: float, have: float) -> bool:
+    """True if a rank's share is not the one that was asked for.
+
+    A model of a few thousand parameters cannot be sharded evenly; it must only not be held whole.
+    """
+    tiny = num_parameters < 10_000 and want < 1.0 and have < 1.0
+    return abs(want - have) > SHARD_SLACK and not tiny
+
+
+def held_bytes(parameter: Any) -> int:
+    """Bytes that this rank holds of a parameter: its part, or DeepSpeed's shard and what of it is whole."""
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        return local(parameter).nbytes
+    # Small ones stay whole once training has needed them, which it may not have yet.
+    whole = parameter.ds_numel * parameter.element_size() if parameter.ds_persist else parameter.nbytes
+    return int(shard.ds_numel * shard.element_size()) + int(whole)
+
+
+def fraction(tensors: list[Any], whole: Mapping[int, int]) -> float:
+    """The share of some parameters that lies here.
+
+    Args:
+        whole: Elements of each whole parameter, by its identity.
+    """
+    here: int = sum(local(t).numel() for t in tensors)
+    return here / max(1, sum(whole[id(t)] for t in tensors))
+
+
+def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[str, Any], dict[int, int]]:
+    """What `RuntimeReport` says of parameters and master weights that torch's own wrappers hold.
+
+    Returns:
+        The facts, and the elements of each whole parameter, by its identity.
+    """
+    named = [(inner_name(name), p) for name, p in model.named_parameters()]
+    whole = {id(p): splits.size(name, p) for name, p in named}
+    parameters, masters = [p for _, p in named], master_weights(optimizer)
+    facts = {
+        "num_parameters": sum(whole.values()),
+        "parameter_fraction": fraction(parameters, whole),
+        "optimizer_fraction": fraction(masters, whole),
+        "parameter_dtypes": dtypes_of(masters),
+        "model_dtypes": dtypes_of(parameters),
+        "tensor": _parts(named, splits),
+        "shares": _shares(named, whole),
+    }
+    return facts, whole
+
+
+def master_weights(optimizer: Any) -> list[Any]:
+    """The parameters that an optimiser steps."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [p for group in inner.param_groups for p in group["params"]]
+
+
+def _parts(named: list[tuple[str, Any]], splits: Splits) -> int:
+    """How many times as large as here split parameters are; 1 if none is split, or not all alike."""
+    found = {math.prod(splits.parameters[name].shape) / p.numel() for name, p in named if name in splits.parameters}
+    return int(found.pop()) if len(found) == 1 else 1
+
+
+def _shares(named: list[tuple[str, Any]], whole: Mapping[int, int]) -> dict[str, float]:
+    """The share that lies here, by the last two words of parameters' names."""
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for name, parameter in named:
+        kinds[".".join(name.split(".")[-2:])].append(parameter)
+    return {kind: round(fraction(tensors, whole), 4) for kind, tensors in kinds.items()}
