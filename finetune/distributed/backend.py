@@ -152,6 +152,7 @@ class Backend:
 
     def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify`."""
+        self.strategy.check_prepared(self, model)
         report = verify_launch.verify(
             self.strategy,
             self.accelerator,

@@ -14,7 +14,8 @@ from ranks import PARAGRAPH, Here, Place, assert_said, by_launcher, exported, fr
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.distributed.launch.launch_config import Launch, read_launch
 from finetune.distributed.resolve_config import _check_planes
-from finetune.distributed.verify_launch import RuntimeReport, _differences, rows_of
+from finetune.distributed.strategies.fsdp import rows_of
+from finetune.distributed.verify_launch import RuntimeReport, _differences
 from finetune.training import entry_point
 from finetune.utils.errors import BackendError
 
@@ -214,11 +215,11 @@ FALLBACKS = {
     # It prepares nothing: N trainings that know nothing of each other.
     "ddp": "from accelerate import Accelerator; Accelerator.prepare = lambda self, *parts: parts",
     # It takes no notice of the sharding that is asked for, as it does for CPU processes.
-    "fsdp": "from accelerate import PartialState as S\ninit_accelerator._enter_fsdp_on_gloo = lambda: S(cpu=True)",
+    "fsdp": "from accelerate import PartialState as S\nfsdp._enter_fsdp_on_gloo = lambda: S(cpu=True)",
     # Plain DDP of whole layers,
-    "tp": "from finetune.models import split_layers as s\ns.split = lambda network: s.Splits()",
+    "tp": "from finetune.models import split_layers as s\ns.split = lambda network, group: s.Splits()",
     # and gradients averaged over ranks that hold different parts of a layer.
-    "fsdp_tp": "init_accelerator.prepare_beside_split_layers = lambda a, launch, *parts: a.prepare(*parts)",
+    "fsdp_tp": "from contextlib import nullcontext\nfsdp.sharding_over_averaging_ranks = lambda runtime: nullcontext()",
 }
 
 
@@ -235,7 +236,7 @@ FALLBACKS = {
 def test_a_fallback_is_seen(place: Place, kind: str, says: str) -> None:
     place.write(
         "falls_back.py",
-        "from finetune.distributed import init_accelerator\nfrom finetune.training.entry_point import train_main\n"
+        "from finetune.distributed.strategies import fsdp\nfrom finetune.training.entry_point import train_main\n"
         "from finetune.utils.exit_codes import exit_with\n"
         f"{FALLBACKS[kind]}\nexit_with(train_main())\n",
     )

@@ -12,10 +12,12 @@ from forkserver import ForkServer
 from harness import ROOT
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops.toolchain import has_libaio
 from finetune.distributed.state import state_transfer
+from finetune.distributed.strategies import deepspeed, fsdp, single
 from finetune.utils.errors import BackendError, CheckpointError
+
+TORCH = single.STRATEGY
 
 pytestmark = pytest.mark.xdist_group("state")
 
@@ -191,9 +193,6 @@ class Counting(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["lr"] * held["decay"])
 
 
-SINGLE = Launch(kind="single", num_processes=1)
-
-
 def small(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -207,7 +206,7 @@ def small(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> tuple[nn.
 
 
 def copied(network: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {key: piece.gather().clone() for key, piece in state_transfer.read(SINGLE, network, optimizer)}
+    return {key: piece.gather().clone() for key, piece in state_transfer.read(network, optimizer, cut=False)}
 
 
 def test_numbers_come_back_as_what_they_were() -> None:
@@ -216,7 +215,7 @@ def test_numbers_come_back_as_what_they_were() -> None:
     assert list(state_transfer.sizes(network).values()) == [6, 2, 2]
     assert {key.partition("/")[0] for key in have} == {"parameter", "step", "decay", "table"}
     network, optimizer = small(Counting, lr=0.3)
-    state_transfer.write(SINGLE, network, optimizer, list(have), have.__getitem__)
+    state_transfer.write(network, optimizer, list(have), have.__getitem__, cut=False)
     held = optimizer.state[network[0].weight]
     assert (type(held["step"]), held["step"], type(held["decay"])) == (int, 2, float)
     assert held["decay"] == 1.0 * 0.1 * 0.1
@@ -229,20 +228,20 @@ def test_the_order_is_no_matter_of_how_state_was_filled() -> None:
     """Ranks send each other pieces by it, and each of them may have read a checkpoint's keys in its own order."""
     network, optimizer = small(torch.optim.AdamW)
     have = copied(network, optimizer)
-    state_transfer.write(SINGLE, network, optimizer, list(have)[::-1], have.__getitem__)
+    state_transfer.write(network, optimizer, list(have)[::-1], have.__getitem__, cut=False)
     assert list(copied(network, optimizer)) == list(have)
 
 
 def test_what_is_read_is_live_and_what_is_written_is_a_copy() -> None:
     network, optimizer = small(torch.optim.AdamW)
-    live = dict(state_transfer.read(SINGLE, network, optimizer))["parameter/0.weight"].local
+    live = dict(state_transfer.read(network, optimizer, cut=False))["parameter/0.weight"].local
     assert live.data_ptr() == network[0].weight.data_ptr()
     assert not live.requires_grad
     have = copied(network, optimizer)
-    state_transfer.write(SINGLE, network, optimizer, list(have), have.__getitem__)
+    state_transfer.write(network, optimizer, list(have), have.__getitem__, cut=False)
     for tensor in have.values():
         tensor.fill_(7)
-    assert not any((piece.local == 7).any() for _, piece in state_transfer.read(SINGLE, network, optimizer))
+    assert not any((piece.local == 7).any() for _, piece in state_transfer.read(network, optimizer, cut=False))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -251,7 +250,7 @@ def test_without_state_the_optimiser_stays_as_it_is(fused: bool) -> None:
     have = copied(network, optimizer)
     assert have["step/0.weight"].dtype == torch.float32
     parameters = [key for key in have if key.startswith("parameter/")]
-    state_transfer.write(SINGLE, network, optimizer, parameters, have.__getitem__)
+    state_transfer.write(network, optimizer, parameters, have.__getitem__, cut=False)
     after = copied(network, optimizer)
     assert all(torch.equal(have[key], after[key]) for key in have)
 
@@ -265,9 +264,8 @@ def test_state_of_another_kind_is_refused() -> None:
 
 def test_weights_that_lie_gathered_are_not_read() -> None:
     network, optimizer = small(torch.optim.AdamW)
-    launch = Launch(kind="fsdp", num_processes=2)
     with pytest.raises(BackendError, match=r"'0\.weight' is not sharded"):
-        list(state_transfer.read(launch, network, optimizer))
+        list(fsdp.STRATEGY.read_state(None, network, optimizer))
 
 
 def scaled(scaler: Any) -> Any:
@@ -298,17 +296,16 @@ def test_torch_scaler_goes_on() -> None:
     one, other = torch_scaler(), torch_scaler()
     for value in (1.0, float("inf"), 1.0, 1.0):
         step(one, value)
-    saved = state_transfer.scaler_state(scaled(one), SINGLE)
+    saved = TORCH.scaler_state(scaled(one))
     assert saved == {"scale": 512.0, "good_steps": 2}
-    state_transfer.set_scaler_state(scaled(other), SINGLE, saved)
+    TORCH.set_scaler_state(scaled(other), saved)
     for scaler in (one, other):
         step(scaler, 1.0)
         assert scaler.get_scale() == 1024.0
-        assert state_transfer.scaler_state(scaled(scaler), SINGLE) == {"scale": 1024.0, "good_steps": 0}
+        assert TORCH.scaler_state(scaled(scaler)) == {"scale": 1024.0, "good_steps": 0}
 
 
 def test_deepspeeds_scaler_goes_on() -> None:
-    launch = Launch(kind="zero2", num_processes=2)
     torch.manual_seed(0)
     overflows = (torch.rand(40) < 0.2).tolist()
     for stop in range(40):
@@ -316,7 +313,9 @@ def test_deepspeeds_scaler_goes_on() -> None:
         one.raise_error_at_min_scale = other.raise_error_at_min_scale = False
         for overflow in overflows[:stop]:
             update(one, overflow)
-        state_transfer.set_scaler_state(scaled(other), launch, state_transfer.scaler_state(scaled(one), launch))
+        saved = deepspeed.STRATEGY.scaler_state(scaled(one))
+        assert saved is not None
+        deepspeed.STRATEGY.set_scaler_state(scaled(other), saved)
         for overflow in overflows[stop:]:
             update(one, overflow)
             update(other, overflow)
@@ -333,15 +332,6 @@ def update(scaler: Any, overflow: bool) -> None:
 
 
 def test_no_scaler_has_no_state() -> None:
-    launch = Launch(kind="zero2", num_processes=2)
-    static = SimpleNamespace(dynamic=False)
-    for accelerator, asked in (
-        (scaled(None), SINGLE),
-        (scaled(torch_scaler(enabled=False)), SINGLE),
-        (scaled(static), launch),
-    ):
-        assert state_transfer.scaler_state(accelerator, asked) is None
-        state_transfer.set_scaler_state(accelerator, asked, {"scale": 2.0, "good_steps": 1})
-    scaler = torch_scaler()
-    state_transfer.set_scaler_state(scaled(scaler), SINGLE, None)
-    assert scaler.get_scale() == 1024.0
+    assert TORCH.scaler_state(scaled(None)) is None
+    assert TORCH.scaler_state(scaled(torch_scaler(enabled=False))) is None
+    assert deepspeed.STRATEGY.scaler_state(scaled(SimpleNamespace(dynamic=False))) is None

@@ -82,13 +82,13 @@ def main(source: Path, result: Path) -> None:
     if (group := backend.mesh.group("tp")) is not None:
         backend.splits = split_layers.split(caller.network, group)
     sequence.install(caller, backend.mesh.group("sp"))
+    backend.accumulation = min(2, backend.accumulation)
     model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe))
     ids = torch.zeros(recipe.batch.micro_size, recipe.data.sequence_length, dtype=torch.long)
 
     def step() -> None:
-        for last in (False, True) if backend.accumulation > 1 else (True,):
-            with backend.micro_batch(model, last=last):
-                backend.accelerator.backward(model(task.loss_sum, {"input_ids": ids, "targets": ids}))
+        batches = [{"input_ids": ids, "targets": ids}] * min(2, backend.accumulation)
+        backend.forward_backward(model, task.loss_sum, batches, lambda loss: loss)
         backend.step(optimizer, backend.clip(model, 1.0))
         backend.clear(optimizer)
 

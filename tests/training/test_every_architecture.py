@@ -19,8 +19,8 @@ import architectures as script
 
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.small_model import shrink
-from finetune.distributed import verify_launch
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import resolve_model_config
@@ -185,5 +185,5 @@ def test_fsdp_refuses_them_where_it_would_not_leave_them(launcher: Launcher) -> 
 
 def test_unused_parts_are_named_as_a_whole() -> None:
     trained = ["a.b.x", "a.b.y", "a.c.x", "d", "e.x", "e.y"]
-    assert verify_launch.unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
-    assert verify_launch.unused(trained, trained) == []
+    assert unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
+    assert unused(trained, trained) == []

@@ -59,7 +59,7 @@ def _config(runtime: Runtime) -> dict[str, Any]:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-    check_network(launch, config, deepspeed_config.width_of(model), sizes)
+    deepspeed_config.fit_to_model(config, hidden_size=deepspeed_config.width_of(model), parameter_sizes=sizes)
     _match_shards(model)
     if launch.offload_params == "nvme":
         _shard_in_own_dtype(model, config)
@@ -154,6 +154,12 @@ def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[
             '"stage3_param_persistence_threshold": "auto" below "zero_optimization", which fits it to the network, '
             "or a smaller number; nothing was trained."
         )
+
+
+def _check_prepared(runtime: Runtime, model: Any) -> None:
+    if runtime.launch.kind == "zero3":
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+        _check_shards(runtime.launch, _config(runtime), sizes)
 
 
 def _casts_weights(runtime: Runtime) -> bool:
@@ -322,6 +328,7 @@ STRATEGY = Strategy(
     loading=_loading,
     check_network=check_network,
     prepare=_prepare,
+    check_prepared=_check_prepared,
     casts_weights=_casts_weights,
     autocast=_autocast,
     check_gradients=_check_gradients,

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
+from finetune.distributed.state import tensor_shards
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, local, master_weights, read_parameters, short_dtype
@@ -173,6 +174,24 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def _read_state(
+    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
+) -> Iterator[tuple[str, tensor_shards.Shard]]:
+    _check_sharded(network)
+    return strategy.read_state(runtime, network, optimizer, parameters_only=parameters_only)
+
+
+def _write_state(runtime: Runtime, network: nn.Module, *state: Any) -> None:
+    _check_sharded(network)
+    strategy.write_state(runtime, network, *state)
+
+
+def _check_sharded(network: nn.Module) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+            raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
+
+
 def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
     facts, whole = read_parameters(model, optimizer, splits)
     parameters = list(model.parameters())
@@ -228,5 +247,7 @@ STRATEGY = Strategy(
     no_sync=_no_sync,
     check_gradients=_check_gradients,
     reshard=_reshard,
+    read_state=_read_state,
+    write_state=_write_state,
     read_back=_read_back,
 )

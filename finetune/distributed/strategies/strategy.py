@@ -216,6 +216,8 @@ class Strategy:
     loading: Callable[[Launch, bool], AbstractContextManager[None]] = load_whole
     check_network: Callable[[Launch, dict[str, Any], int, Sequence[int]], None] = check_network
     prepare: Callable[[Runtime, nn.Module, torch.optim.Optimizer], Prepared] = prepare
+    check_prepared: Callable[[Runtime, Any], None] = lambda runtime, model: None
+    """Refuses a model that would be held otherwise than was asked, as far as its settings say so."""
     casts_weights: Callable[[Runtime], bool] = lambda runtime: False
     """True if the network's weights are computed with in 16 bit, all of them."""
     autocast: Callable[[Runtime], AbstractContextManager[Any]] = no_autocast
