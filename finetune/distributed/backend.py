@@ -24,7 +24,7 @@ from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies import strategy_of
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.distributed.strategies.strategy import REDUCED, TIMEOUT, LossFunction, Strategy, forward_backward
 from finetune.distributed.tensor_facts import inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport

@@ -15,17 +15,6 @@ from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
 
-
-def width_of(model: Any) -> int:
-    """The model's hidden size: what it says, or the largest matrix side of a model that says nothing."""
-    config = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
-    if width is not None:
-        return int(width)
-    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in model.parameters()]
-    return max((side for shape in shapes if len(shape) >= 2 for side in shape), default=64)
-
-
 # Shipped configs say "auto" where the recipe decides.
 AUTO = "auto"
 

@@ -17,7 +17,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.strategies import strategy_of
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
 
 # Accelerate's variables: what the user's shell says of another launch must not reach this one.

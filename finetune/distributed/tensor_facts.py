@@ -16,6 +16,16 @@ def local(tensor: Any) -> torch.Tensor:
     return here
 
 
+def width_of(model: Any) -> int:
+    """The hidden size of a model: what it says, or the largest matrix side of a model that says nothing."""
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
+    if width is not None:
+        return int(width)
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in model.parameters()]
+    return max((side for shape in shapes if len(shape) >= 2 for side in shape), default=64)
+
+
 def inner_name(name: str) -> str:
     """A parameter's name in the network inside a prepared model."""
     return name.partition("network.")[2] or name

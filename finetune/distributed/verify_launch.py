@@ -14,7 +14,8 @@ from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies import sequence, strategy_of_model
+from finetune.distributed.strategies import sequence
+from finetune.distributed.strategies.find_strategy import strategy_of_model
 from finetune.distributed.strategies.strategy import Strategy
 from finetune.distributed.tensor_facts import off_share, short_dtype
 from finetune.utils.compat import torch_private

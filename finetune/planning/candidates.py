@@ -9,7 +9,7 @@ from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
-from finetune.distributed.strategies import strategy_of
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, shape_of
 from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of, unpaged

@@ -3,11 +3,11 @@
 import os
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.deepspeed_config import width_of
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.launch_environment import LaunchEnvironment
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.strategies import strategy_of
+from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.tensor_facts import width_of
 from finetune.models import float8, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule, optimizers

@@ -18,7 +18,7 @@ from finetune.distributed.state import tensor_shards, zero_transfer
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype
+from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.utils.errors import BackendError
 
 
@@ -59,7 +59,7 @@ def _config(runtime: Runtime) -> dict[str, Any]:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-    deepspeed_config.fit_to_model(config, hidden_size=deepspeed_config.width_of(model), parameter_sizes=sizes)
+    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
     _match_shards(model)
     if launch.offload_params == "nvme":
         _shard_in_own_dtype(model, config)
