@@ -6,7 +6,7 @@ a checksum over the rows that all ranks read for it. The checksum is a sum, so i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.run_facts import INCIDENTS, read_facts, read_incidents
-from finetune.data.rows.row_order import mix, rows_at
+from finetune.data.rows.row_order import RowOrder, row_checksum
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
@@ -26,11 +26,6 @@ _START = ("start", "position", "seed", "num_rows", "epoch_rows", "global_size")
 _DAMAGED = "damaged"
 # Far more than there are; an audit makes a table of so many.
 _MOST_ROWS = 1 << 40
-
-
-def checksum(rows: npt.NDArray[np.integer]) -> int:
-    """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
-    return int((mix(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Used:
     """In the order of positions: micro-batches, ranks, rows."""
     proved: bool
     """Whether the checksum that the ranks wrote is that of these rows."""
-    order: dict[str, Any]
+    order: RowOrder
 
 
 def used(directory: Path) -> Iterator[Used]:
@@ -152,8 +147,8 @@ class _Line(NamedTuple):
     """A step's line, and the start that it belongs to."""
 
     position: int
-    order: dict[str, Any]
-    rows: int
+    order: RowOrder
+    checksum: int
     sure: bool
     """Whether no damaged line between the two can have been another start."""
 
@@ -180,23 +175,19 @@ def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
             if sure:
                 raise CheckpointError(f"{file} has two lines for step {step + 1}, and no start between them.")
             steps = {number: value for number, value in steps.items() if number < step}
-        position = start["position"] + (step - start["start"]) * start["global_size"]
-        steps[step] = _Line(position, start, line["rows"], sure)
+        order = RowOrder(**{field.name: start[field.name] for field in fields(RowOrder)})
+        position = start["position"] + (step - start["start"]) * order.global_size
+        steps[step] = _Line(position, order, line["rows"], sure)
     return first, steps
 
 
 def _used(steps: dict[int, _Line]) -> Iterator[Used]:
     for step in sorted(steps):
-        position, order, written, sure = steps[step]
-        rows = rows_at(
-            np.arange(position, position + order["global_size"]),
-            num_rows=order["num_rows"],
-            seed=order["seed"],
-            epoch_rows=order["epoch_rows"],
-        )
-        proved = checksum(rows) == written
-        if proved or sure:
-            yield Used(step, position, rows, proved, order)
+        line = steps[step]
+        rows = line.order.step_rows(line.position)
+        proved = row_checksum(rows) == line.checksum
+        if proved or line.sure:
+            yield Used(step, line.position, rows, proved, line.order)
 
 
 def _is_line(line: dict[str, Any]) -> bool:
@@ -335,12 +326,12 @@ def audit(directory: Path) -> Audit:
         if expected is not None and entry.position != expected:
             gaps.append(entry.step + 1)
         expected = entry.position + len(entry.rows)
-        epoch_rows = entry.order["epoch_rows"]
+        epoch_rows = entry.order.epoch_rows
         numbers = np.arange(entry.position, expected) // epoch_rows
         for number in np.unique(numbers).tolist():
-            key = (str(entry.order["data"]), number)
+            key = (entry.order.data, number)
             sizes[key] = epoch_rows
-            seen = counts.setdefault(key, np.zeros(entry.order["num_rows"], np.uint8))
+            seen = counts.setdefault(key, np.zeros(entry.order.num_rows, np.uint8))
             np.add.at(seen, entry.rows[numbers == number], 1)
     epochs = [
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from finetune.config.recipe_schema import Recipe
-from finetune.tasks.task import Rows
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.exact import exact_product
 
@@ -19,8 +18,11 @@ class Length:
     """Rows of an epoch that are not used."""
 
 
-def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
+def measure_length(recipe: Recipe, num_rows: int | None) -> Length:
     """Settles the number of steps.
+
+    Args:
+        num_rows: Training rows that there are; None without any.
 
     Raises:
         DataError: If the training rows do not fill one global batch.
@@ -29,15 +31,15 @@ def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
     length, size = recipe.length, recipe.batch.global_size
     if length.steps == 0:
         return Length(num_steps=0, epoch_rows=0, left_out=0)
-    if rows is None:
+    if num_rows is None:
         raise RecipeError("There are no training rows, but the length of the run is not 0 steps. Name data.train.")
-    if len(rows) < size:
+    if num_rows < size:
         raise DataError(
-            f"The training data fills {len(rows)} rows, fewer than one global batch of {size}. Lower "
-            f"batch.global_size to at most {len(rows)}, lower data.sequence_length, or add data."
+            f"The training data fills {num_rows} rows, fewer than one global batch of {size}. Lower "
+            f"batch.global_size to at most {num_rows}, lower data.sequence_length, or add data."
         )
-    left_out = len(rows) % size if recipe.data.last_batch == "drop" else 0
-    epoch_rows = len(rows) - left_out
+    left_out = num_rows % size if recipe.data.last_batch == "drop" else 0
+    epoch_rows = num_rows - left_out
     if length.steps is not None:
         steps = length.steps
     elif length.epochs is not None:

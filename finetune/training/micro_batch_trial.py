@@ -2,12 +2,14 @@
 
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.config.recipe import load_recipe
+from finetune.data.rows.feed import TokenFileFeed
 from finetune.distributed import device_selection
 from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.training.build_run import build_run
@@ -41,8 +43,8 @@ def main(file: str, report: str) -> int:
     recipe = load_recipe(file, ())
     room = device_selection.room()
     run = build_run(recipe, quiet=True)
-    if hasattr(run.data.train, "longest"):
-        run.read_from(LongestRows(run.data.train))
+    if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
+        run.feed = replace(run.feed, rows=LongestRows(run.feed.rows))
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)

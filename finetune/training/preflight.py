@@ -21,6 +21,7 @@ from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training import evaluation
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
+from finetune.utils.to_device import batch_to_device
 
 
 def forward_once(backend: Backend, model: nn.Module, task: Task, data: TaskData) -> torch.Tensor:
@@ -34,7 +35,7 @@ def loss_of_row(model: nn.Module, task: Task, data: TaskData, device: torch.devi
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
     with evaluation.without_training(model), _by_name(model):
-        loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), device))
+        loss: torch.Tensor = model(task.loss_sum, batch_to_device(rows.batch(np.arange(1)), device))
     return loss
 
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from finetune.data.rows.row_sampler import Prefetcher
+from finetune.data.rows.feed import Prefetcher
 
 
 def test_the_next_batch_is_read_behind_the_loops_back() -> None:
