@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from rich.text import Text
 
-from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.rows.row_dataset import IGNORED, TokenRows
 
 _LEARNED = "bold green"
 _READ = "dim"
@@ -40,7 +40,7 @@ def examples(data: Shown, count: int, *, coloured: bool) -> Iterator[Text]:
     rows = data.train if data.train is not None else data.validation
     assert rows is not None
     bold = "bold" if coloured else ""
-    if not isinstance(rows, Rows):
+    if not isinstance(rows, TokenRows):
         for number in range(min(count, len(rows))):
             yield Text(f"\nexample {number + 1}: {rows.num_targets(np.array([number])):,} targets", style=bold)
             yield from (_tensor(name, values[0]) for name, values in rows.batch(np.array([number])).items())
@@ -71,7 +71,7 @@ def _tensor(name: str, values: Any) -> Text:
     return Text(f"{name}: {kind} of shape {tuple(values.shape)}: {first}{more}")
 
 
-def _segments(rows: Rows, count: int) -> Iterator[tuple[Any, Any]]:
+def _segments(rows: TokenRows, count: int) -> Iterator[tuple[Any, Any]]:
     """Tokens of documents, and which of them are targets, as the batches have them."""
     seen = 0
     for row in range(len(rows)):

@@ -116,14 +116,14 @@ def _round() -> None:
 
 
 def _leak() -> None:
-    def edges_of_rows(batch: Any) -> dict[str, Any]:
+    def cu_seqlens_of_rows(batch: Any) -> dict[str, Any]:
         rows, length = batch["input_ids"].shape
-        edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
-        return {**batch, "cu_seqlens": edges}
+        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
+        return {**batch, "cu_seqlens": cu_seqlens}
 
     split = sequence_parallel.split
     # What is verified before the first step has no gradients.
-    sequence_parallel.split = lambda batch: split(edges_of_rows(batch) if torch.is_grad_enabled() else batch)
+    sequence_parallel.split = lambda batch: split(cu_seqlens_of_rows(batch) if torch.is_grad_enabled() else batch)
 
 
 def _lose_targets() -> None:

@@ -19,7 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.data_report import check
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.rows.row_dataset import IGNORED, TokenRows
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoder, batched
 from finetune.utils.errors import DataError
@@ -70,15 +70,15 @@ def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
     return {"path": str(path)}
 
 
-def all_rows(rows: Rows) -> dict[str, torch.Tensor]:
+def all_rows(rows: TokenRows) -> dict[str, torch.Tensor]:
     return rows.batch(np.arange(len(rows)))
 
 
-def targets_of(rows: Rows) -> int:
+def targets_of(rows: TokenRows) -> int:
     return rows.num_targets(np.arange(len(rows)))
 
 
-def texts_of_rows(data: PreparedData, rows: Rows) -> list[str]:
+def texts_of_rows(data: PreparedData, rows: TokenRows) -> list[str]:
     """The documents of packed or padded rows, read back from inputs and targets."""
     batch = all_rows(rows)
     found = []

@@ -48,7 +48,7 @@ def batch() -> dict[str, torch.Tensor]:
     rows = (LENGTHS, LENGTHS[::-1])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     edges = torch.tensor([0, *(n for row in rows for n in row)]).cumsum(0).to(torch.int32)
-    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, attention.EDGES: edges}
+    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, "cu_seqlens": edges}
 
 
 def learn(network: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -91,7 +91,7 @@ def test_packed_attention_is_the_masked_one(name: str) -> None:
 def test_a_wrong_edge_is_seen() -> None:
     network = network_of(DECODERS["llama_tied"], "auto")
     moved = batch()
-    moved[attention.EDGES][1] += 1
+    moved["cu_seqlens"][1] += 1
     loss, wrong = (CAUSAL_LM.loss_sum(network, b) for b in (batch(), moved))
     assert abs(wrong - loss) / loss > 1e-5
 
