@@ -217,7 +217,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.verify(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
+    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(model, inputs.task, data, backend.device))
     if whole_loss is not None:
         preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}

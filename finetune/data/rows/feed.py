@@ -1,8 +1,8 @@
 """A feed of rows: what a rank computes in each step of training. A file of tokens is one; its rows are read ahead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class Feed(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenFileFeed:
     """Rows that are counted and read by position, in an order that is a pure function of seed and position."""
 
@@ -83,6 +83,8 @@ class TokenFileFeed:
     data_size: int
     """Ranks, or groups of ranks that share rows, and this one's number among them."""
     data_rank: int
+    _ahead: dict[bytes, Future[dict[str, torch.Tensor]]] = field(default_factory=dict, init=False)
+    """The micro-batch that is being read ahead, by its rows."""
 
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step, any of the run's."""
@@ -119,43 +121,21 @@ class TokenFileFeed:
         return self.first_position + (step - self.first_step) * self.order.global_size
 
     def _read(self, step: int, micro_batches: list[npt.NDArray[np.int64]]) -> Iterator[dict[str, torch.Tensor]]:
-        for index, rows in enumerate(micro_batches, start=1):
-            then = None
-            if index < len(micro_batches):
-                then = micro_batches[index]
-            elif step + 1 < self.num_steps:
-                then = self.micro_batches(step + 1)[0]
-            yield self._prefetcher.batch(rows, then)
+        """Reads each micro-batch when it is asked for, and then, in a thread, the one that comes next."""
+        assert self.rows is not None
+        for index, rows in enumerate(micro_batches):
+            ahead = self._ahead.pop(rows.tobytes(), None)
+            self._ahead.clear()  # what was foreseen, and is not asked for
+            batch = ahead.result() if ahead is not None else self.rows.batch(rows)
+            last = index + 1 == len(micro_batches)
+            if not last or step + 1 < self.num_steps:
+                then = self.micro_batches(step + 1)[0] if last else micro_batches[index + 1]
+                self._ahead[then.tobytes()] = self._thread.submit(self.rows.batch, then)
+            yield batch
 
     @cached_property
-    def _prefetcher(self) -> "Prefetcher":
-        assert self.rows is not None
-        return Prefetcher(self.rows.batch)
-
-
-class Prefetcher:
-    """Reads the batch that is requested and then, in a thread, the one that comes next."""
-
-    def __init__(self, read: Callable[[npt.NDArray[np.integer]], dict[str, Any]]) -> None:
-        self._read = read
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._next: tuple[bytes, Future[dict[str, Any]]] | None = None
-
-    def batch(self, rows: npt.NDArray[np.integer], then: npt.NDArray[np.integer] | None) -> dict[str, Any]:
-        """The batch of some rows.
-
-        Args:
-            rows: Row numbers, (B,).
-            then: The rows of the batch after this one; None if there is none.
-
-        Raises:
-            Exception: What reading raises, in the thread or here.
-        """
-        read, self._next = self._next, None
-        batch = read[1].result() if read is not None and read[0] == rows.tobytes() else self._read(rows)
-        if then is not None:
-            self._next = (then.tobytes(), self._thread.submit(self._read, then))
-        return batch
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="reader")
 
 
 def evaluation_batches(
