@@ -124,10 +124,10 @@ def test_packed_rows_restart_and_never_cross(tmp_path: Path, word_tokenizer: str
     source = jsonl(tmp_path / "a.jsonl", documents)
     data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], sequence_length=16)
     batch = all_rows(data.train)
-    edges = batch.pop("cu_seqlens")
-    assert edges.dtype == torch.int32
-    assert torch.equal(edges[:-1], (batch["position_ids"].flatten() == 0).nonzero()[:, 0].int())
-    assert edges[-1] == batch["input_ids"].numel()
+    cu_seqlens = batch.pop("cu_seqlens")
+    assert cu_seqlens.dtype == torch.int32
+    assert torch.equal(cu_seqlens[:-1], (batch["position_ids"].flatten() == 0).nonzero()[:, 0].int())
+    assert cu_seqlens[-1] == batch["input_ids"].numel()
     assert set(batch) == {"input_ids", "targets", "position_ids"}
     assert all(value.dtype == torch.int64 and value.shape[1] == 16 for value in batch.values())
     bos, eos = data.tokenizer.bos_token_id, data.tokenizer.eos_token_id

@@ -25,8 +25,8 @@ def pairs_of(packed: PackedRows) -> list[int]:
 
 
 def row_sizes(packed: PackedRows) -> list[int]:
-    edges = packed.row_starts.tolist()
-    return [int(packed.lengths[a:b].sum()) for a, b in pairwise(edges)]
+    row_starts = packed.row_starts.tolist()
+    return [int(packed.lengths[a:b].sum()) for a, b in pairwise(row_starts)]
 
 
 def within_documents(lengths: list[int]) -> list[int]:
