@@ -16,9 +16,8 @@ import torch
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Window
 from finetune.diagnostics.parity.launch_runs import FAULTS
-from finetune.distributed import sequence_parallel, tensor_parallel
-from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import read_launch
+from finetune.distributed.strategies import sequence, tensor
 from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
@@ -121,31 +120,31 @@ def _leak() -> None:
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
         return {**batch, "cu_seqlens": cu_seqlens}
 
-    split = sequence_parallel.split
+    split = sequence.split
     # What is verified before the first step has no gradients.
-    sequence_parallel.split = lambda batch: split(cu_seqlens_of_rows(batch) if torch.is_grad_enabled() else batch)
+    sequence.split = lambda batch, rows: split(cu_seqlens_of_rows(batch) if torch.is_grad_enabled() else batch, rows)
 
 
 def _lose_targets() -> None:
-    split = sequence_parallel.split
+    split = sequence.split
 
-    def without_last(batch: Any) -> Any:
-        part = split(batch)
+    def without_last(batch: Any, rows: Any) -> Any:
+        part = split(batch, rows)
         if not torch.is_grad_enabled():
             return part
         targets = part["targets"].clone()
         targets[:, -1] = IGNORED
         return {**part, "targets": targets}
 
-    sequence_parallel.split = without_last
+    sequence.split = without_last
 
 
 def _lose_sum() -> None:
-    tensor_parallel.sum_gradients = lambda values: values.view_as(values)
+    tensor.sum_gradients = lambda values, group: values.view_as(values)
 
 
 def _count_twice() -> None:
-    Backend.counts_in_norm = lambda self, name: True  # type: ignore[method-assign]
+    tensor.counts_in_norm = lambda splits, name: True
 
 
 _OF_LAYERS = ("lost-sum", "wrong-norm")
@@ -164,9 +163,9 @@ _BROKEN: tuple[tuple[Any, str], ...] = (
     (loop, "_all_reduce_sync"),
     (ForwardWrapper, "forward"),
     (lr_schedule, "lr_at"),
-    (sequence_parallel, "split"),
-    (tensor_parallel, "sum_gradients"),
-    (Backend, "counts_in_norm"),
+    (sequence, "split"),
+    (tensor, "sum_gradients"),
+    (tensor, "counts_in_norm"),
 )
 
 

@@ -21,17 +21,18 @@ from finetune.distributed import (
     deepspeed_config,
     held_memory,
     init_accelerator,
-    tensor_parallel,
     verify_launch,
     weight_digests,
 )
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.mesh import Group, Mesh
 from finetune.distributed.native_ops import native_ops
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard, local
-from finetune.distributed.tensor_parallel import WHOLE, Splits
+from finetune.distributed.strategies import tensor
+from finetune.distributed.strategies.tensor import UNSPLIT, Splits
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
 from finetune.utils.compat import accelerate_private, torch_private
@@ -44,6 +45,7 @@ class Backend:
 
     accelerator: Accelerator
     launch: Launch
+    mesh: Mesh
     precision: str
     """What the network computes in: fp32, bf16 or fp16."""
     accumulation: int
@@ -53,7 +55,7 @@ class Backend:
     model: nn.Module | None = None
     """What `prepare` made of the model, and of the optimiser."""
     optimizer: Any = None
-    splits: Splits = WHOLE
+    splits: Splits = UNSPLIT
     """What of the network is split over the ranks of a tensor-parallel group; to be set before the optimiser is built
     and `prepare` is called."""
     num_weights: int = 0
@@ -78,7 +80,8 @@ class Backend:
                 f"sees {accelerator.num_processes}: each would train alone and overwrite the others. Start it with "
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
-        return cls(accelerator, asked, settled.precision, settled.accumulation, recipe.optim.reduce_dtype)
+        mesh = Mesh.of_launch(asked, accelerator.process_index, init_accelerator.TIMEOUT)
+        return cls(accelerator, asked, mesh, settled.precision, settled.accumulation, recipe.optim.reduce_dtype)
 
     @property
     def device(self) -> torch.device:
@@ -94,36 +97,6 @@ class Backend:
     def rank(self) -> int:
         """This process's number among them."""
         return int(self.accelerator.process_index)
-
-    @property
-    def data_world(self) -> int:
-        """Processes, or groups that share rows, that read rows of their own."""
-        return self.launch.data_ranks
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this process, or of its group, among them."""
-        return self.rank // (self.launch.sequence * self.launch.tensor)
-
-    @property
-    def averaged_world(self) -> int:
-        """Processes, or groups that share layers, over which gradients are averaged."""
-        return self.launch.averaged_ranks
-
-    @property
-    def averaged_rank(self) -> int:
-        """The number of this process, or of its group, among them."""
-        return self.rank // self.launch.tensor
-
-    @property
-    def counts_rows(self) -> bool:
-        """Whether this process counts what it reads: of a group that shares rows, one does."""
-        return self.rank % (self.launch.sequence * self.launch.tensor) == 0
-
-    @property
-    def counts_losses(self) -> bool:
-        """Whether the losses that this process computes count: of a group that shares layers, all compute the same."""
-        return self.rank % self.launch.tensor == 0
 
     @property
     def is_main(self) -> bool:
@@ -180,9 +153,9 @@ class Backend:
             learned = any(name in kept for name, _ in model.named_buffers())
             self.accelerator.ddp_handler.broadcast_buffers = learned
         wrapped: Any
-        if self.launch.tensor > 1:
+        if self.mesh.size("tp") > 1:
             wrapped, prepared = init_accelerator.prepare_beside_split_layers(
-                self.accelerator, self.launch, model, optimizer
+                self.accelerator, self.launch, self.mesh, model, optimizer
             )
         else:
             wrapped, prepared = self.accelerator.prepare(model, optimizer)
@@ -315,18 +288,15 @@ class Backend:
     def _norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of all gradients over all ranks, a scalar in fp32."""
         gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        if self.launch.tensor == 1:
+        group = self.splits.group
+        if group is None:
             return _total_square((gradient for _, gradient in gradients), self.device).sqrt().float()
         named = {verify_launch.inner_name(name): gradient for name, gradient in gradients}
-        tensor_parallel.sum_partial([local(named[name]) for name in sorted(self.splits.partial & named.keys())])
-        counted = (gradient for name, gradient in named.items() if self.counts_in_norm(name))
+        tensor.sum_partial([local(named[name]) for name in sorted(self.splits.partial & named.keys())], group)
+        counted = (gradient for name, gradient in named.items() if tensor.counts_in_norm(self.splits, name))
         square = _total_square(counted, self.device)
-        torch.distributed.all_reduce(square, group=tensor_parallel.group().handle)
+        torch.distributed.all_reduce(square, group=group.handle)
         return square.sqrt().float()
-
-    def counts_in_norm(self, name: str) -> bool:
-        """Whether this rank counts a parameter's gradient: what each of a group has all of, one of them does."""
-        return self.counts_losses or name in self.splits.parameters
 
     def step(self, optimizer: Any, norm: torch.Tensor) -> None:
         """The optimiser's step, unless the gradient norm is not finite: then nothing of it reaches the weights.
@@ -399,19 +369,18 @@ class Backend:
             BackendError: If what ranks that share layers have in common is not the same on each of them.
         """
         self._reshard()
-        if self.launch.tensor > 1:
-            self._check_copies(network)
+        if self.splits.group is not None:
+            self._check_copies(network, self.splits.group)
         return state_transfer.read(self.launch, network, optimizer, self.splits)
 
-    def _check_copies(self, network: nn.Module) -> None:
+    def _check_copies(self, network: nn.Module, group: Group) -> None:
         """Compares the bits of what each of the ranks that share layers has all of: nothing else shows a drift."""
         bits = torch.zeros(1, dtype=torch.int64, device=self.device)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and name not in self.splits.parameters:
                 bits += local(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
         most = torch.cat((bits, -bits))
-        group = tensor_parallel.group().handle
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.handle)
         if self.max((most.sum(0, keepdim=True) != 0).float()).item():
             raise BackendError(
                 "Ranks that share layers (tp_size) have come to hold different values of what each has all of, such as "
@@ -453,7 +422,7 @@ class Backend:
         """
         for name, parameter in network.named_parameters():
             if not parameter.requires_grad:
-                yield f"frozen/{name}", state_transfer.frozen(self.launch, parameter, self.splits.parameters.get(name))
+                yield f"frozen/{name}", state_transfer.frozen(self.launch, name, parameter, self.splits)
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
@@ -493,9 +462,7 @@ class Backend:
         trained = state_transfer.read(self.launch, network, self.optimizer, splits, parameters_only=True)
         others = () if trained_only else network.named_parameters()
         rest = (
-            (name, state_transfer.frozen(self.launch, p, splits.parameters.get(name)))
-            for name, p in others
-            if not p.requires_grad
+            (name, state_transfer.frozen(self.launch, name, p, splits)) for name, p in others if not p.requires_grad
         )
         for key, piece in itertools.chain(trained, rest):
             whole = piece.gather()

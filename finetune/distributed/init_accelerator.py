@@ -11,11 +11,11 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import rendezvous_store, sequence_parallel, tensor_parallel
+from finetune.distributed import rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.mesh import Mesh
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
@@ -65,10 +65,6 @@ def start(launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerato
             kwargs_handlers=handlers,
             **settings,
         )
-    if launch.tensor > 1:
-        tensor_parallel.start(launch.tensor, TIMEOUT)
-    if launch.sequence > 1:
-        sequence_parallel.start(launch.sequence, TIMEOUT, stride=launch.tensor)
     if not cpu:
         # fp32 means fp32. Accelerate may turn TF32 on for matrix products; for convolutions torch itself does.
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -146,20 +142,17 @@ def loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
 
 
 def prepare_beside_split_layers(
-    accelerator: Accelerator, launch: Launch, model: nn.Module, optimizer: torch.optim.Optimizer
+    accelerator: Accelerator, launch: Launch, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Any]:
     """`accelerator.prepare` over the ranks that hold the same part of each layer: gradients are averaged over these."""
-    mesh = init_device_mesh(
-        accelerator.device.type, (launch.averaged_ranks, launch.tensor), mesh_dim_names=("averaged", "tensor")
-    )["averaged"]
     if launch.uses_fsdp:
-        with accelerate_private.sharding_over(accelerator, mesh):
+        with accelerate_private.sharding_over(accelerator, mesh.averaging_mesh(accelerator.device.type)):
             wrapped, prepared = accelerator.prepare(model, optimizer)
         return wrapped, prepared
     moved: Any = accelerator.prepare_model(model, evaluation_mode=True)
     devices = None if accelerator.device.type == "cpu" else [accelerator.device.index]
     wrapped = nn.parallel.DistributedDataParallel(
-        moved, device_ids=devices, process_group=mesh.get_group(), **accelerator.ddp_handler.to_kwargs()
+        moved, device_ids=devices, process_group=mesh.groups["average"].handle, **accelerator.ddp_handler.to_kwargs()
     )
     return wrapped, accelerator.prepare_optimizer(optimizer)
 

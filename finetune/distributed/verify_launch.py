@@ -16,10 +16,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.distributed import deepspeed_config, sequence_parallel
+from finetune.distributed import deepspeed_config
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.state.tensor_shards import local
-from finetune.distributed.tensor_parallel import Splits
+from finetune.distributed.strategies import sequence
+from finetune.distributed.strategies.tensor import Splits
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.errors import BackendError
 
@@ -139,9 +140,9 @@ def verify(
         BackendError: With every difference.
     """
     report = _read(accelerator, model, optimizer, splits)
-    with sequence_parallel.recorded() as exchanged:
-        report = replace(report, output_dtypes=_census(model, rehearse))
-    report = replace(report, sequence=exchanged.parts, exchanges=exchanged.count)
+    report = replace(report, output_dtypes=_census(model, rehearse))
+    if (rows := sequence.row_group(model)) is not None:
+        report = replace(report, sequence=rows.parts, exchanges=rows.exchanges)
     problems = list(_differences(report, launch, accumulation, precision, _short(reduced)))
     if problems:
         raise BackendError(

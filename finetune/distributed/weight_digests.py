@@ -14,7 +14,7 @@ from torch import nn
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.state import state_transfer
 from finetune.distributed.state.tensor_shards import local
-from finetune.distributed.tensor_parallel import Splits
+from finetune.distributed.strategies.tensor import Splits
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

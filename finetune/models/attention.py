@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from finetune.distributed import sequence_parallel
+from finetune.distributed.strategies import sequence
 from finetune.utils.compat import transformers_private
 from finetune.utils.compat.torch_private import varlen_takes_groups
 from finetune.utils.errors import BackendError, RecipeError
@@ -131,11 +131,13 @@ def _attend(
                 f"{type(module).__name__} adds a bias to each pair of tokens, which is not offered where rows are "
                 "split over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
             )
+        rows: Any = module.row_group
         parts, kind = attention_mask.shape[2], query.device.type
         query, key, value = (
-            sequence_parallel.gather_rows(
+            sequence.gather_rows(
                 # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
-                x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+                x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x,
+                rows,
             )
             for x in (query, _divisible(key, parts), _divisible(value, parts))
         )
@@ -143,7 +145,7 @@ def _attend(
         here: Any = SimpleNamespace(is_causal=True, num_key_value_groups=query.shape[1] // key.shape[1])
         whole = attention_mask[:, :, :1]
         found, _ = _attend(here, query, key, value, whole, dropout, scaling, sliding_window, **others)
-        return sequence_parallel.gather_heads(found), None
+        return sequence.gather_heads(found, rows), None
     cu_seqlens = attention_mask.view(-1)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.

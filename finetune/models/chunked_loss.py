@@ -9,7 +9,7 @@ what comes out is the loss is verified at every start (`preflight.check_loss`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
-from finetune.distributed import tensor_parallel
+from finetune.distributed.strategies import tensor
 from finetune.models.frozen_weights import StoredLinear
+
+if TYPE_CHECKING:
+    from finetune.distributed.mesh import Group
 
 IGNORED = -100
 
@@ -35,8 +38,8 @@ class LossHead:
         """Whether it may be given targets."""
         self.targets: torch.Tensor | None = None
         """(N,) int64, -100 where there is nothing to learn."""
-        self.splits_tokens = False
-        """Whether ranks that share layers compute the loss of some tokens each, or at least its gradients. Those of the
+        self.token_group: Group | None = None
+        """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Those of the
         head are to be summed over them."""
         self.plants = False
         """Whether it puts out `planted` in place of its own logits."""
@@ -44,6 +47,7 @@ class LossHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, h) to (1, 1, 1) fp32 with targets, and to (B, T, V) without."""
+        group = self.token_group
         if self.plants:
             own = self._logits(hidden)
             # As far apart as no first weights have them: a cap of small logits would not be seen.
@@ -51,20 +55,20 @@ class LossHead:
             self.planted = values.expand_as(own).contiguous()
             return self.planted.clone()
         if self.targets is None:
-            if not self.splits_tokens:
+            if group is None:
                 return self._logits(hidden)
-            return tensor_parallel.split_gradients(self._logits(tensor_parallel.sum_gradients(hidden)))
+            return tensor.split_gradients(self._logits(tensor.sum_gradients(hidden, group)), group)
         head: Any = self._head
         flat, targets, dtype = hidden.flatten(0, -2), self.targets, _products_in(hidden)
-        if self.splits_tokens:
-            flat, targets = tensor_parallel.split_tokens(flat), tensor_parallel.part_of_tokens(targets, IGNORED)
+        if group is not None:
+            flat, targets = tensor.split_tokens(flat, group), tensor.part_of_tokens(targets, IGNORED, group=group)
         # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
         if isinstance(head, nn.Linear) and type(head).forward in _PRODUCTS and dtype != torch.float16:
             loss = loss_of(flat, head.weight, head.bias, targets, dtype)
         else:
             loss = _of_any_head(self._logits, flat, targets)
-        if self.splits_tokens:
-            loss = tensor_parallel.sum_outputs(loss)
+        if group is not None:
+            loss = tensor.sum_outputs(loss, group)
         # A copy, not a view: wrappers that shard warn of views that leave a module.
         return loss.reshape(1, 1, 1).clone()
 

@@ -9,15 +9,17 @@ whole on every rank; where the head computes the loss, each rank does so for a p
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.distributed import tensor_parallel
-from finetune.distributed.tensor_parallel import SharedInputs, Split, Splits
+from finetune.distributed.mesh import Group
+from finetune.distributed.strategies import tensor
+from finetune.distributed.strategies.tensor import SharedInputs, Split, Splits
 from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
 from finetune.models.lora_adapters import transformer
@@ -84,7 +86,7 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     )
 
 
-def split(network: nn.Module) -> Splits:
+def split(network: nn.Module, group: Group) -> Splits:
     """Leaves this rank its part of a network's layers, in place; each rank has the whole network before.
 
     Raises:
@@ -93,16 +95,16 @@ def split(network: nn.Module) -> Splits:
     inner, plan = _plan(network)
     head = chunked_loss.of_network(inner)
     division = divide(network, loss_by_head=head is not None)
-    division.check(tensor_parallel.group().size)
-    shared = SharedInputs()
+    division.check(group.size)
+    shared = SharedInputs(group)
     for _, module, style in _styled(inner, plan):
-        _join(module, style, shared)
+        _join(module, style, shared, group)
     for name, how in division.splits.parameters.items():
         where, _, key = name.rpartition(".")
-        _cut(network.get_submodule(where), key, how)
+        _shard(network.get_submodule(where), key, how, group)
     if head is not None:
-        _split_tokens(network, inner, head)
-    return division.splits
+        _split_tokens(network, inner, head, group)
+    return replace(division.splits, group=group)
 
 
 def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
@@ -118,15 +120,15 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     return set() if any(id(p) in found for m in outside for p in m.parameters(recurse=False)) else found
 
 
-def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss.LossHead) -> None:
+def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss.LossHead, group: Group) -> None:
     """Has each rank compute the loss of a part of the tokens, unless others use the head's parameters, too.
 
     An embedding that is the head as well then gets the gradients of that part of the tokens only, as the head does.
     """
     parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)
-    head.splits_tokens = bool(parameters)
+    head.token_group = group if parameters else None
     if embedding is not None and any(id(parameter) in parameters for parameter in embedding.parameters()):
-        embedding.register_forward_hook(lambda _, __, values: tensor_parallel.split_gradients(values))
+        embedding.register_forward_hook(lambda _, __, values: tensor.split_gradients(values, group))
 
 
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
@@ -236,30 +238,30 @@ class _Finder:
         self.units[what] = side // step if side % step == 0 else 1
 
 
-def _join(module: Any, style: str, shared: SharedInputs) -> None:
+def _join(module: Any, style: str, shared: SharedInputs, group: Group) -> None:
     """Has a module's inputs and outputs handed from rank to rank as its part of the layer asks for."""
     if style in _COLUMNS:
         module.register_forward_pre_hook(lambda _, inputs: (shared(inputs[0]), *inputs[1:]))
         if _COLUMNS[style]:
-            module.register_forward_hook(lambda _, __, output: tensor_parallel.gather_outputs(output))
+            module.register_forward_hook(lambda _, __, output: tensor.gather_outputs(output, group))
     elif style in _ROWS:
         base = getattr(module, "base_layer", module)
         if _ROWS[style]:
-            module.register_forward_pre_hook(lambda _, inputs: (tensor_parallel.split_inputs(inputs[0]), *inputs[1:]))
+            module.register_forward_pre_hook(lambda _, inputs: (tensor.split_inputs(inputs[0], group), *inputs[1:]))
         if base.bias is None:
-            module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
+            module.register_forward_hook(lambda _, __, output: tensor.sum_outputs(output, group))
         else:
-            _add_bias_once(module, base)
+            _add_bias_once(module, base, group)
     elif style == "moe_tp_experts":
-        module.register_forward_pre_hook(_share_all)
-        module.register_forward_hook(lambda _, __, output: tensor_parallel.sum_outputs(output))
+        module.register_forward_pre_hook(partial(_share_all, group))
+        module.register_forward_hook(lambda _, __, output: tensor.sum_outputs(output, group))
 
 
-def _cut(module: Any, key: str, how: Split) -> None:
+def _shard(module: Any, key: str, how: Split, group: Group) -> None:
     """Leaves a module this rank's part of a parameter."""
-    group, whole = tensor_parallel.group(), getattr(module, key)
+    whole = getattr(module, key)
     if how.packed is not None:
-        _cut_4bit(module, how)
+        _shard_4bit(module, how, group)
         return
     part = how.part_of(whole.detach(), group.size, group.rank)
     setattr(module, key, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -267,8 +269,8 @@ def _cut(module: Any, key: str, how: Split) -> None:
         module.out_features, module.in_features = part.shape
 
 
-def _cut_4bit(module: Any, how: Split) -> None:
-    weight, (size, rank) = module.weight, (tensor_parallel.group().size, tensor_parallel.group().rank)
+def _shard_4bit(module: Any, how: Split, group: Group) -> None:
+    weight, (size, rank) = module.weight, (group.size, group.rank)
     state, rows = weight.quant_state, how.shape[0]
     if state.nested:
         # The scales are quantized in blocks of their own: these are read back, exactly, and kept in fp32.
@@ -295,14 +297,14 @@ def _refused(name: str, what: str) -> str:
     )
 
 
-def _share_all(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _share_all(group: Group, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """What goes into experts: tokens, and the weight that each has in the sum of its experts."""
     return tuple(
-        tensor_parallel.sum_gradients(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+        tensor.sum_gradients(x, group) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
     )
 
 
-def _add_bias_once(module: nn.Module, base: Any) -> None:
+def _add_bias_once(module: nn.Module, base: Any, group: Group) -> None:
     """Has a bias added to the sum over ranks, not to each part of it.
 
     Args:
@@ -318,7 +320,7 @@ def _add_bias_once(module: nn.Module, base: Any) -> None:
     def give(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         bias: Any = kept.pop()
         base.bias = bias
-        whole = tensor_parallel.sum_outputs(output)
+        whole = tensor.sum_outputs(output, group)
         summed: torch.Tensor = (whole + bias).to(whole.dtype)
         return summed
 

@@ -70,12 +70,12 @@ class NonFiniteGuard:
     def _incident(self, output: StepOutput, norm: float) -> dict[str, Any]:
         backend = self._backend
         accumulation, micro = len(output.rows), len(output.rows[0])
-        losses = torch.zeros(accumulation, backend.data_world, dtype=torch.float64, device=backend.device)
-        if backend.counts_losses:
-            losses[:, backend.data_rank] = output.losses.double()
-        rows = torch.zeros(accumulation, backend.data_world, micro, dtype=torch.int64, device=backend.device)
-        for index, own in enumerate(output.rows if backend.counts_rows else []):
-            rows[index, backend.data_rank] = torch.as_tensor(own, device=backend.device)
+        losses = torch.zeros(accumulation, backend.mesh.data_size, dtype=torch.float64, device=backend.device)
+        if backend.mesh.counts_loss:
+            losses[:, backend.mesh.data_rank] = output.losses.double()
+        rows = torch.zeros(accumulation, backend.mesh.data_size, micro, dtype=torch.int64, device=backend.device)
+        for index, own in enumerate(output.rows if backend.mesh.counts_rows else []):
+            rows[index, backend.mesh.data_rank] = torch.as_tensor(own, device=backend.device)
         seen, ids = backend.sum(losses).tolist(), backend.sum(rows).tolist()
         finite = all(abs(loss) < float("inf") for per_rank in seen for loss in per_rank)
         kind = "overflow" if finite and backend.scales_loss else "nonfinite"

@@ -13,7 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.distributed.tensor_parallel import WHOLE, Splits
+from finetune.distributed.strategies.tensor import UNSPLIT, Splits
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.quantization import BLOCK
@@ -217,7 +217,7 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
         division = split_layers.divide(network, loss_by_head=computes_in_chunks(recipe, config))
     except BackendError as error:
         division = str(error)
-    splits = division.splits if isinstance(division, Division) else WHOLE
+    splits = division.splits if isinstance(division, Division) else UNSPLIT
     # Were all of it trained, each product would be done three times, of which one is forward.
     network.requires_grad_(True)
     forward = flops_per_target(network, length) / 3

@@ -15,7 +15,7 @@ from torch import nn
 from finetune.distributed.deepspeed_config import PERSISTENCE_THRESHOLD, fit_to_model, width_of
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.tensor_parallel import WHOLE, Split, Splits
+from finetune.distributed.strategies.tensor import UNSPLIT, Split, Splits
 from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.compat.accelerate_private import unsplit_classes
 
@@ -80,7 +80,7 @@ class Outline:
         return found
 
 
-def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0, splits: Splits = WHOLE) -> Outline:
+def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0, splits: Splits = UNSPLIT) -> Outline:
     """Reads an outline off a network on the meta device.
 
     Args:

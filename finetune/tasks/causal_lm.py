@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import sequence_parallel
+from finetune.distributed.strategies import sequence
 from finetune.models import attention, chunked_loss, lora_adapters
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_meta_model, build_model
@@ -69,7 +69,7 @@ def _outputs(network: nn.Module, batch: Batch) -> Any:
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
-    batch = sequence_parallel.split(batch)
+    batch = sequence.split(batch, sequence.row_group(network))
     inner = lora_adapters.transformer(network)
     fused = chunked_loss.of_network(inner)
     if fused is None:

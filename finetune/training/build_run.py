@@ -19,11 +19,12 @@ from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Feed, TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
-from finetune.distributed import rendezvous_store, sequence_parallel
+from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies import sequence
 from finetune.export import save_model
 from finetune.models import (
     activation_checkpointing,
@@ -214,6 +215,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     if depends_on_micro_size(network.wrapper.network):
         identity[MICRO_SIZE] = recipe.batch.rows
     whole_loss = _split_layers(backend, network.wrapper, inputs)
+    sequence.install(network.wrapper, backend.mesh.group("sp"))
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
@@ -284,8 +286,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             first_position=resume.position,
             num_steps=length.num_steps,
             micro_size=recipe.batch.rows,
-            data_size=backend.data_world,
-            data_rank=backend.data_rank,
+            data_size=backend.mesh.data_size,
+            data_rank=backend.mesh.data_rank,
         ),
         directory=directory,
         reporter=reporter,
@@ -358,11 +360,11 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
 
 def _split_layers(backend: Backend, wrapper: ForwardWrapper, inputs: _Inputs) -> float | None:
     """Leaves this rank its part of each layer, where ranks share them; returns the loss of one row from before."""
-    if backend.launch.tensor == 1:
+    group = backend.mesh.group("tp")
+    if group is None:
         return None
-    with sequence_parallel.whole_rows():
-        loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
-    backend.splits = split_layers.split(wrapper.network)
+    loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
+    backend.splits = split_layers.split(wrapper.network, group)
     return loss
 
 

@@ -45,21 +45,21 @@ def evaluate(
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
-    batches = evaluation_batches(rows, micro_size, data_size=backend.data_world, data_rank=backend.data_rank)
+    batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     with without_training(model):
         for number, (share, batch) in enumerate(batches):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
             batch = batch_to_device(batch, backend.device)
             found = model(task.loss_and_correct or task.loss_sum, batch)
-            if share.size and backend.counts_losses:
+            if share.size and backend.mesh.counts_loss:
                 found = found.reshape(-1)
                 sums[: len(found[:2])] += found[:2].double()
                 if classes is not None:
                     if len(found) != 2 + len(share):
                         raise RecipeError("eval.metrics: the task's `loss_and_correct` gives no class of each row.")
                     classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
-                targets += rows.num_targets(share) if backend.counts_rows else 0
+                targets += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
         backend.sum(classes)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)

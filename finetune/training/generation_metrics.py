@@ -48,9 +48,9 @@ def generate(
     """
     # One more than each token, and 0 where there is none.
     written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
-    first = backend.averaged_rank
+    first = backend.mesh.average_rank
     with without_training(model):
-        for number in range(first, len(prompts) + first, backend.averaged_world):
+        for number in range(first, len(prompts) + first, backend.mesh.average_size):
             row = list(prompts[number]) if number < len(prompts) else []
             kept: dict[str, Any] = {}
             while True:
@@ -67,7 +67,7 @@ def generate(
                     continue
                 place = len(row) - len(prompts[number])
                 row.append(token)
-                if token not in ends and backend.counts_losses:
+                if token not in ends and backend.mesh.counts_loss:
                     written[number, place] = token + 1
                 if token in ends or place + 1 == max_new_tokens or len(row) == longest:
                     row = []

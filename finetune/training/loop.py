@@ -157,7 +157,7 @@ def train_step(run: Run, step: int) -> StepOutput:
     sync = _all_reduce_sync(run, window)
     targets = sync[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
-    scale = (backend.averaged_world * backend.accumulation / targets.clamp(min=1)).float()
+    scale = (backend.mesh.average_size * backend.accumulation / targets.clamp(min=1)).float()
     losses: list[torch.Tensor] = []
     read_later = AsyncScalar(sync)
     for index in range(len(window.rows)):
@@ -166,7 +166,7 @@ def train_step(run: Run, step: int) -> StepOutput:
         batch = batch_to_device(next(window.batches), backend.device)
         timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
-        seed_torch(run.recipe.seed, step, index * backend.averaged_world + backend.averaged_rank)
+        seed_torch(run.recipe.seed, step, index * backend.mesh.average_size + backend.mesh.average_rank)
         with backend.micro_batch(run.model, last=last):
             loss_sum = run.model(run.task.loss_sum, batch)
             timer.mark("backward")
@@ -197,7 +197,7 @@ def seed_torch(*parts: int) -> None:
 
 def _all_reduce_sync(run: Run, window: Window) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
-    counts = run.backend.counts_rows
+    counts = run.backend.mesh.counts_rows
     sync = StepSync(
         targets=counts * window.num_targets,
         computed=counts * window.num_computed,

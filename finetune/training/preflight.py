@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import sequence_parallel
 from finetune.distributed.backend import Backend
+from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap
 from finetune.tasks import causal_checks
@@ -159,7 +159,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         return "plain"
     ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    with evaluation.without_training(model), sequence_parallel.whole_rows():
+    with evaluation.without_training(model), sequence.whole_rows(model):
         fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
         changed = model(_changes_behind_head, batch)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
@@ -197,7 +197,7 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
     with evaluation.without_training(model), _by_name(model):
         part = model(CAUSAL_LM.loss_sum, batch)
-        with sequence_parallel.whole_rows():
+        with sequence.whole_rows(model):
             whole = model(CAUSAL_LM.loss_sum, batch)
     found = _of_all(backend, part)
     apart = abs(found - whole.item()) / max(abs(whole.item()), 1e-6)
@@ -237,7 +237,7 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
 def _of_all(backend: Backend, part: torch.Tensor) -> float:
     """The loss of a row that every group of ranks has computed, of what this rank has computed of it."""
     here = part.double().reshape(1)
-    return backend.sum(here if backend.counts_losses else torch.zeros_like(here)).item() / backend.data_world
+    return backend.sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item() / backend.mesh.data_size
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:

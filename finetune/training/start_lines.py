@@ -66,8 +66,8 @@ def _steps(recipe: Recipe, length: Length, backend: Backend) -> str:
         return "none, evaluation only"
     batch, accumulation = recipe.batch, backend.accumulation
     ranks = f"{backend.world} process{'es' if backend.world != 1 else ''}"
-    if backend.data_world != backend.world:
-        ranks = f"{backend.data_world} group{'s' if backend.data_world != 1 else ''} of processes"
+    if backend.mesh.data_size != backend.world:
+        ranks = f"{backend.mesh.data_size} group{'s' if backend.mesh.data_size != 1 else ''} of processes"
     split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
     epochs = length.num_steps * batch.global_size / max(1, length.epoch_rows)
     return f"{length.num_steps:,} of {batch.global_size} rows = {split}; {epochs:.3g} epochs"

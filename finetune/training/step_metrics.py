@@ -55,7 +55,7 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
     split = run.timer.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
     here = output.losses.double().sum().reshape(1)
-    loss_sum = backend.sum(here if backend.counts_losses else torch.zeros_like(here)).item()
+    loss_sum = backend.sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.

@@ -11,11 +11,13 @@ from forkserver import ForkServer
 from harness import ROOT, Launcher, assert_same_path
 from recipes_for_tests import SPLIT, base
 from split_rows_worker import CASES
+from torch import nn
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed import sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.mesh import Group
 from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
+from finetune.distributed.strategies import sequence
 from finetune.utils.errors import BackendError
 
 ASKED = Launch(kind="ddp", num_processes=4, sequence=2)
@@ -40,7 +42,7 @@ def test_heads_that_do_not_divide_are_refused(compared: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_parts_of_a_batch(packed: bool) -> None:
     ids = torch.arange(16).view(2, 8)
     batch = {"input_ids": ids, "targets": ids + 1}
     positions, cu_seqlens = torch.arange(8).expand(2, 8), torch.tensor([0, 8, 16], dtype=torch.int32)
@@ -48,16 +50,18 @@ def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]])
         cu_seqlens = torch.tensor([0, 3, 8, 9, 16], dtype=torch.int32)
         batch |= {"position_ids": positions, "cu_seqlens": cu_seqlens}
-    assert sequence_parallel.split(batch) is batch
+    assert sequence.split(batch, None) is batch
     for rank in range(4):
-        monkeypatch.setattr(sequence_parallel, "_group", sequence_parallel.Group(4, rank, None))
-        part, own = sequence_parallel.split(batch), slice(2 * rank, 2 * rank + 2)
+        network = nn.Sequential(nn.Linear(1, 1))
+        sequence.install(network, Group(4, rank, None))
+        rows = sequence.row_group(network[0])
+        part, own = sequence.split(batch, rows), slice(2 * rank, 2 * rank + 2)
         assert torch.equal(part["input_ids"], ids[:, own])
         assert torch.equal(part["targets"], ids[:, own] + 1), "targets are shifted before rows are split"
         assert torch.equal(part["position_ids"], positions[:, own]), "positions are those of whole rows"
         assert torch.equal(part["cu_seqlens"], cu_seqlens.expand(4, -1))
-        with sequence_parallel.whole_rows():
-            assert sequence_parallel.split(batch) is batch
+        with sequence.whole_rows(network):
+            assert sequence.split(batch, rows) is batch
 
 
 def test_ranks_that_share_rows_are_one_to_the_batch() -> None:

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed import tensor_parallel
 from finetune.distributed.launch.launch_config import Launch, of_environment
 from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.mesh import Group
 from finetune.distributed.resolve_config import check_split_layers
 from finetune.distributed.state import tensor_shards
-from finetune.distributed.tensor_parallel import Split
+from finetune.distributed.strategies.tensor import Split
 from finetune.models import split_layers
 from finetune.training import dry_run
 from finetune.utils.errors import BackendError
@@ -134,27 +134,18 @@ def test_offload_is_refused() -> None:
         check_split_layers(validate_recipe(base()), replace(ASKED, offload_optimizer="cpu"), "fp32")
 
 
-@pytest.fixture
-def as_one_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def become(size: int) -> None:
-        monkeypatch.setattr(tensor_parallel, "_group", tensor_parallel.Group(size, 0, None))
-
-    return become
-
-
 def small(**sizes: Any) -> nn.Module:
     kept = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, **sizes}
     network: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**kept))
     return network
 
 
-def test_architectures_without_a_plan_are_refused(as_one_of: Any) -> None:
-    as_one_of(2)
+def test_architectures_without_a_plan_are_refused() -> None:
     network = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
     with pytest.raises(BackendError, match=r"no plan by which those of GPT2LMHeadModel \(gpt2\) are split"):
-        split_layers.split(network)
+        split_layers.split(network, Group(2, 0, None))
     with pytest.raises(BackendError, match="no plan by which those of Linear are split"):
-        split_layers.split(nn.Linear(2, 2))
+        split_layers.split(nn.Linear(2, 2), Group(2, 0, None))
 
 
 @pytest.mark.parametrize(
@@ -165,10 +156,9 @@ def test_architectures_without_a_plan_are_refused(as_one_of: Any) -> None:
         ({"num_attention_heads": 4, "intermediate_size": 46}, 4, r"the 46 rows or columns of model\.layers\.0\.mlp"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(as_one_of: Any, sizes: dict[str, int], ranks: int, says: str) -> None:
-    as_one_of(ranks)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], ranks: int, says: str) -> None:
     with pytest.raises(BackendError, match=says):
-        split_layers.split(small(**sizes))
+        split_layers.split(small(**sizes), Group(ranks, 0, None))
 
 
 def test_a_dry_run_refuses_what_would_be_refused_on_every_rank() -> None:
@@ -180,20 +170,18 @@ def test_a_dry_run_refuses_what_would_be_refused_on_every_rank() -> None:
         dry_run.describe(validate_recipe(base(model={"config": {**LLAMA, "num_key_value_heads": 1}})), foreseen)
 
 
-def test_every_parameter_of_a_layer_is_split_by_its_plan(as_one_of: Any) -> None:
-    as_one_of(2)
+def test_every_parameter_of_a_layer_is_split_by_its_plan() -> None:
     network = small(num_attention_heads=4, num_key_value_heads=2)
     whole = {name: tuple(p.shape) for name, p in network.named_parameters()}
-    splits = split_layers.split(network)
+    splits = split_layers.split(network, Group(2, 0, None))
     halved = {name for name, p in network.named_parameters() if tuple(p.shape) != whole[name]}
     assert halved == splits.parameters.keys() == {name for name in whole if "_proj" in name}
     assert all(splits.parameters[name].shape == whole[name] for name in halved)
 
 
-def test_weights_of_other_ranks_are_let_go(as_one_of: Any) -> None:
-    as_one_of(2)
+def test_weights_of_other_ranks_are_let_go() -> None:
     network = small(num_attention_heads=4)
-    split_layers.split(network)
+    split_layers.split(network, Group(2, 0, None))
     weight: Any = network.get_submodule("model.layers.0.mlp.up_proj").weight
     assert weight.untyped_storage().nbytes() == weight.nbytes
 

@@ -7,8 +7,10 @@ import torch
 from harness import ROOT
 from test_plan_formulas import recipe
 
-from finetune.distributed import gpu_specs, tensor_parallel
+from finetune.distributed import gpu_specs
 from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.mesh import Group
+from finetune.distributed.strategies import tensor
 from finetune.models import split_layers
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
@@ -26,12 +28,6 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 SIZES = {"intermediate_size": 256, "hidden_size": 128}
 
 
-@pytest.fixture
-def as_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "_group", tensor_parallel.Group(2, 0, None))
-
-
-@pytest.mark.usefixtures("as_one_of_two")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lora, model = WAYS[way]
@@ -39,13 +35,11 @@ def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch)
     variant: Any = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)]
     part = model_shapes.part_of(variant, 2)
     network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
-    split_layers.split(network)
+    split_layers.split(network, Group(2, 0, None))
     assert [w.shape for w in part.outline.weights] == [tuple(p.shape) for p in network.parameters()]
     sent, joined = [], []
-    monkeypatch.setattr(tensor_parallel.distributed, "all_reduce", lambda t, group: sent.append(t.nbytes))
-    monkeypatch.setattr(
-        tensor_parallel.distributed, "all_gather_into_tensor", lambda _, part, group: joined.append(part.nbytes)
-    )
+    monkeypatch.setattr(tensor.distributed, "all_reduce", lambda t, group: sent.append(t.nbytes))
+    monkeypatch.setattr(tensor.distributed, "all_gather_into_tensor", lambda _, part, group: joined.append(part.nbytes))
     ids = torch.randint(3, 500, (2, 64))
     CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids}).backward()
     launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from finetune.checkpoint import run_directory
 from finetune.config.recipe import validate_recipe
+from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train
 from finetune.utils.atomic_files import digest_of, read_lines
@@ -183,12 +184,14 @@ def forge_state(folder: Path, change: Callable[[Any], Any]) -> None:
     forge(folder, lambda manifest: manifest["files"].update({"state.json": facts}))
 
 
+ONE_RANK = Mesh(dict.fromkeys(DIMENSIONS, 1), 0, {"average": Group(1, 0, None)})
+
+
 class OneRank:
     """The part of a backend that checkpoints need, on one rank, without Accelerate."""
 
     rank, world, is_main, device = 0, 1, True, torch.device("cpu")
-    data_rank, data_world, averaged_rank, averaged_world = 0, 1, 0, 1
-    counts_rows = counts_losses = True
+    mesh = ONE_RANK
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -19,6 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies import sequence
 from finetune.models import split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.model_config import resolve_model_config
@@ -78,8 +79,9 @@ def main(source: Path, result: Path) -> None:
     caller.autocast = backend.autocast
     if asked.sequence * asked.tensor > 1:
         send_copies()
-    if asked.tensor > 1:
-        backend.splits = split_layers.split(caller.network)
+    if (group := backend.mesh.group("tp")) is not None:
+        backend.splits = split_layers.split(caller.network, group)
+    sequence.install(caller, backend.mesh.group("sp"))
     model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe))
     ids = torch.zeros(recipe.batch.micro_size, recipe.data.sequence_length, dtype=torch.long)
 

@@ -5,7 +5,6 @@ Each rank writes the largest differences, of the loss and of gradients, by case.
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import distributed
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed import tensor_parallel
+from finetune.distributed.mesh import Group
+from finetune.distributed.strategies import tensor
 from finetune.models import chunked_loss, split_layers
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 }
 
 
-def differences(case: str) -> list[float]:
+def differences(case: str, group: Group) -> list[float]:
     sections, tied, from_logits = CASES[case]
     sizes = {"hidden_size": 24, "intermediate_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     config = {"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": tied, **sizes}
@@ -69,11 +69,10 @@ def differences(case: str) -> list[float]:
 
     loss, whole = run(built())
     network = built()
-    splits = split_layers.split(network)
+    splits = split_layers.split(network, group)
     part_loss, parts = run(network)
     assert whole.keys() == parts.keys(), whole.keys() ^ parts.keys()
-    tensor_parallel.sum_partial([parts[name] for name in sorted(splits.partial & parts.keys())])
-    group = tensor_parallel.group()
+    tensor.sum_partial([parts[name] for name in sorted(splits.partial & parts.keys())], group)
     found = [((loss - part_loss).abs() / loss).item()]
     for name, gradient in whole.items():
         split = splits.parameters.get(name)
@@ -85,8 +84,8 @@ def differences(case: str) -> list[float]:
 if __name__ == "__main__":
     torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("gloo")
-    tensor_parallel.start(distributed.get_world_size(), timedelta(minutes=1))
+    group = Group(distributed.get_world_size(), distributed.get_rank(), None)
     # The head's gradient is summed by itself, as that of a large one is; the others are summed at once.
-    tensor_parallel._LARGE = 1000
-    found = {case: differences(case) for case in CASES}
+    tensor._LARGE = 1000
+    found = {case: differences(case, group) for case in CASES}
     (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(json.dumps(found))

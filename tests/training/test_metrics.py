@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, Launcher, Result
-from inside import early_stopping, run_here
+from inside import ONE_RANK, early_stopping, run_here
 from recipes_for_tests import base
 from testdata import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -266,9 +266,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
     network = script.network_of(kind)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(100, script.VOCABULARY, (length,), generator=generator).tolist() for length in (1, 5, 20)]
-    backend: Any = SimpleNamespace(
-        averaged_world=1, averaged_rank=0, counts_losses=True, device=torch.device("cpu"), sum=lambda values: values
-    )
+    backend: Any = SimpleNamespace(mesh=ONE_RANK, device=torch.device("cpu"), sum=lambda values: values)
     ends = {7}
     found = generation_metrics.generate(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False

@@ -18,20 +18,20 @@ from finetune.distributed.state.zero_state import (
     writing,
     zero_states,
 )
-from finetune.distributed.tensor_parallel import WHOLE, Split, Splits
+from finetune.distributed.strategies.tensor import UNSPLIT, Splits
 from finetune.utils.compat.torch_private import GROWTH_TRACKER
 from finetune.utils.errors import BackendError, CheckpointError
 
 PARAMETER = "parameter"
 
 
-def sizes(network: nn.Module, splits: Splits = WHOLE) -> dict[str, int]:
+def sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
     """Elements of each trainable parameter, whole, by name, in the order of `named_parameters()`."""
     return {name: splits.size(name, p) for name, p in _trainable(network)}
 
 
 def read(
-    launch: Launch, network: nn.Module, optimizer: Any, splits: Splits = WHOLE, *, parameters_only: bool = False
+    launch: Launch, network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
 
@@ -55,14 +55,14 @@ def read(
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
         split = splits.parameters.get(name)
-        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split)
+        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split, splits.group)
         for key, value in _in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
             tensor = _as_tensor(value, f"{key}/{name}")
             if launch.cuts_state and tensor.ndim and tensor.shape != parameter.shape:
                 raise _not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None)
+            yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None, splits.group)
 
 
 def write(
@@ -71,7 +71,7 @@ def write(
     optimizer: Any,
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
-    splits: Splits = WHOLE,
+    splits: Splits = UNSPLIT,
 ) -> None:
     """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
@@ -97,7 +97,7 @@ def write(
         inner.state.clear()
     for name, parameter in _trainable(network):
         _check_sharded(launch, name, parameter)
-        shard = tensor_shards.of(parameter, splits.parameters.get(name))
+        shard = tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
         whole = _loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
@@ -106,10 +106,10 @@ def write(
             inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, launch.cuts_state)
 
 
-def frozen(launch: Launch, parameter: Any, split: Split | None = None) -> Shard:
+def frozen(launch: Launch, name: str, parameter: Any, splits: Splits) -> Shard:
     """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
     if launch.kind != "zero3":
-        return tensor_shards.of(parameter, split)
+        return tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):

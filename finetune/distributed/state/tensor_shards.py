@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from finetune.distributed import tensor_parallel
-from finetune.distributed.tensor_parallel import Split
+from finetune.distributed.mesh import Group
+from finetune.distributed.strategies.tensor import Split, gather_parts
 from finetune.utils.errors import BackendError
 
 Range = tuple[int, int]
@@ -68,11 +68,12 @@ def undivided(tensor: torch.Tensor) -> Shard:
     return Shard(tuple(whole.shape), whole.reshape(-1), interval(0, whole.numel()), (), lambda: whole)
 
 
-def of(tensor: Any, split: Split | None = None) -> Shard:
+def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
     """The piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
 
     Args:
         split: How it is split over the ranks of a tensor-parallel group, if it is.
+        group: Those ranks.
     """
     ranks: tuple[int, ...] = ()
     rows = (0, tensor.shape[0] if tensor.ndim else 1)
@@ -99,10 +100,10 @@ def of(tensor: Any, split: Split | None = None) -> Shard:
         row = tensor.numel() // max(1, tensor.shape[0])
         begin, size = rows[0] * row, here.numel()
         return Shard(tuple(tensor.shape), here.reshape(-1), interval(begin, size), ranks, part)
-    group = tensor_parallel.group()
+    assert group is not None
 
     def gather() -> torch.Tensor:
-        parts = [found.view(split.part_shape(group.size)) for found in tensor_parallel.gather(part())]
+        parts = [found.view(split.part_shape(group.size)) for found in gather_parts(part(), group)]
         whole = torch.empty(split.shape, dtype=here.dtype, device=parts[0].device)
         for rank, found in enumerate(parts):
             for block in _blocks(split, (0, found.shape[0]), group.size, rank):

@@ -20,6 +20,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.strategies import sequence
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim.optimizers import build_optimizer
@@ -177,9 +178,10 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
     known = lora_adapters.transformer(network)
     if recipe.task.name == "causal_lm" and recipe.loss_by_head:
         chunked_loss.fuse(known)
-    if backend.launch.tensor > 1:
-        backend.splits = split_layers.split(network)
-    if known is not None and backend.launch.sequence > 1:
+    if (group := backend.mesh.group("tp")) is not None:
+        backend.splits = split_layers.split(network, group)
+    sequence.install(network, backend.mesh.group("sp"))
+    if known is not None and backend.mesh.group("sp") is not None:
         attention.assume_one_document()
         known.set_attn_implementation(attention.NAME)
     elif known is not None:

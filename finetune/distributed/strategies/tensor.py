@@ -13,23 +13,13 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that this one shares layers with."""
-
-    size: int
-    """N."""
-    rank: int
-    """This rank's number among them, which is that of the parts that it holds."""
-    handle: Any
-    """torch's process group."""
+from finetune.distributed.mesh import Group
 
 
 @dataclass(frozen=True)
@@ -70,6 +60,8 @@ class Splits:
     partial: frozenset[str] = frozenset()
     """Parameters that each rank has all of, but uses in a part of the layer, or for some tokens: gradients are to be
     summed."""
+    group: Group | None = None
+    """The ranks that share the layers; None where nothing is split, or only planned to be."""
 
     def size(self, name: str, parameter: Any) -> int:
         """Elements of a whole parameter; if it is packed, the weights that it stands for are counted elsewhere."""
@@ -77,27 +69,13 @@ class Splits:
         return math.prod(split.shape) if split is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-WHOLE = Splits()
+UNSPLIT = Splits()
 """Nothing is split."""
 
 
-_group: Group | None = None
-
-
-def start(size: int, timeout: timedelta) -> None:
-    """Forms the groups: each takes `size` ranks, one after the other. Every rank must call it."""
-    global _group
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    for first in range(0, world, size):
-        handle = distributed.new_group(list(range(first, first + size)), timeout=timeout)
-        if first <= rank < first + size:
-            _group = Group(size, rank - first, handle)
-
-
-def group() -> Group:
-    """This rank's group."""
-    assert _group is not None
-    return _group
+def counts_in_norm(splits: Splits, name: str) -> bool:
+    """True if this rank counts a parameter's gradient: what each of a group has all of, one of them counts."""
+    return splits.group is None or splits.group.rank == 0 or name in splits.parameters
 
 
 class SharedInputs:
@@ -106,7 +84,8 @@ class SharedInputs:
     Layers that are given the same tensor (queries, keys and values) share one sum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._given: weakref.ref[torch.Tensor] | None = None
         self._handed: torch.Tensor | None = None
 
@@ -115,7 +94,7 @@ class SharedInputs:
             return values
         if self._handed is None or self._given is None or self._given() is not values:
             # No longer than what was given: the graph that it belongs to is let go with that.
-            self._given, self._handed = weakref.ref(values, self._forget), sum_gradients(values)
+            self._given, self._handed = weakref.ref(values, self._forget), sum_gradients(values, self._group)
         return self._handed
 
     def _forget(self, given: weakref.ref[torch.Tensor]) -> None:
@@ -127,124 +106,124 @@ class SharedInputs:
 _LARGE = 1 << 20
 
 
-def sum_partial(gradients: Sequence[torch.Tensor]) -> None:
+def sum_partial(gradients: Sequence[torch.Tensor], group: Group) -> None:
     """Sums gradients over the group's ranks, in place, small ones at once."""
     small: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient.numel() < _LARGE or not gradient.is_contiguous():
             small.append(gradient)
         else:
-            distributed.all_reduce(gradient, group=group().handle)
+            distributed.all_reduce(gradient, group=group.handle)
     if not small:
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in small])
-    distributed.all_reduce(flat, group=group().handle)
+    distributed.all_reduce(flat, group=group.handle)
     begin = 0
     for gradient in small:
         gradient.copy_(flat.narrow(0, begin, gradient.numel()).view_as(gradient))
         begin += gradient.numel()
 
 
-def sum_gradients(values: torch.Tensor) -> torch.Tensor:
+def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """The same values, whose gradients are summed over the group's ranks."""
-    return _apply(values, _same, _sum)
+    return _apply(values, _same, partial(_sum, group))
 
 
-def sum_outputs(part: torch.Tensor) -> torch.Tensor:
+def sum_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of what the group's ranks have, on each of them."""
-    return _apply(part, _sum, _same)
+    return _apply(part, partial(_sum, group), _same)
 
 
-def gather_outputs(part: torch.Tensor) -> torch.Tensor:
+def gather_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
     """What the group's ranks have, (..., h / N), one behind the other, (..., h), on each of them."""
-    return _apply(part, _joined, _own)
+    return _apply(part, partial(_join, group), partial(_own, group))
 
 
-def split_inputs(whole: torch.Tensor) -> torch.Tensor:
+def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part, (..., h / N), of what each has, (..., h)."""
-    return _apply(whole, _own, _joined)
+    return _apply(whole, partial(_own, group), partial(_join, group))
 
 
-def split_tokens(whole: torch.Tensor) -> torch.Tensor:
+def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of tokens that each has, (n, h) to (n / N, h); see `part_of_tokens`."""
     tokens = len(whole)
 
     def join(part: torch.Tensor) -> torch.Tensor:
-        joined = part.new_empty(group().size * len(part), *part.shape[1:])
-        distributed.all_gather_into_tensor(joined, part.contiguous(), group=group().handle)
+        joined = part.new_empty(group.size * len(part), *part.shape[1:])
+        distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
         return joined[:tokens]
 
-    return _apply(whole, part_of_tokens, join)
+    return _apply(whole, partial(part_of_tokens, group=group), join)
 
 
-def part_of_tokens(whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
+def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
     """This rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
-    first, last = _own_tokens(len(whole))
+    first, last = _own_tokens(len(whole), group)
     part = whole[first:last]
     missing = last - first - len(part)
     return torch.cat([part, part.new_full((missing, *part.shape[1:]), fill)]) if missing else part.clone()
 
 
-def split_gradients(values: torch.Tensor) -> torch.Tensor:
+def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """The same values, (B, T, h), of whose gradients each rank has those of its part of the tokens, and else zeros."""
-    return _apply(values, _same, _of_own_tokens)
+    return _apply(values, _same, partial(_of_own_tokens, group))
 
 
-def _of_own_tokens(gradients: torch.Tensor) -> torch.Tensor:
+def _of_own_tokens(group: Group, gradients: torch.Tensor) -> torch.Tensor:
     found = torch.zeros_like(gradients, memory_format=torch.contiguous_format)
-    first, last = _own_tokens(gradients[..., 0].numel())
+    first, last = _own_tokens(gradients[..., 0].numel(), group)
     found.flatten(0, -2)[first:last] = gradients.flatten(0, -2)[first:last]
     return found
 
 
-def _own_tokens(tokens: int) -> tuple[int, int]:
-    part = -(-tokens // group().size)
-    return group().rank * part, (group().rank + 1) * part
+def _own_tokens(tokens: int, group: Group) -> tuple[int, int]:
+    part = -(-tokens // group.size)
+    return group.rank * part, (group.rank + 1) * part
 
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _apply(values: torch.Tensor, there: Step, back: Step) -> torch.Tensor:
-    """`there(values)`, whose gradients go through `back`."""
-    found: torch.Tensor = _ThereAndBack.apply(values, there, back)  # type: ignore[no-untyped-call]
+def _apply(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
+    """`forward(values)`, whose gradients go through `backward`."""
+    found: torch.Tensor = _Collective.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return found
 
 
-class _ThereAndBack(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, there: Step, back: Step) -> torch.Tensor:
-        ctx.back = back
-        return there(values)
+    def forward(ctx: Any, values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
+        ctx.backward_pass = backward
+        return forward(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.back(gradients[0]), None, None
+        return ctx.backward_pass(gradients[0]), None, None
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:
     return values.view_as(values)
 
 
-def _joined(part: torch.Tensor) -> torch.Tensor:
-    return torch.cat(gather(part), -1)
+def _join(group: Group, part: torch.Tensor) -> torch.Tensor:
+    return torch.cat(gather_parts(part, group), -1)
 
 
-def _sum(part: torch.Tensor) -> torch.Tensor:
+def _sum(group: Group, part: torch.Tensor) -> torch.Tensor:
     # In fp32: rounded to 16 bit before they are added, parts would lose what the whole product keeps.
     wide = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
     whole = part.to(wide, copy=True, memory_format=torch.contiguous_format)
-    distributed.all_reduce(whole, group=group().handle)
+    distributed.all_reduce(whole, group=group.handle)
     return whole.to(part.dtype)
 
 
-def _own(whole: torch.Tensor) -> torch.Tensor:
-    return whole.chunk(group().size, -1)[group().rank].contiguous()
+def _own(group: Group, whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(group.size, -1)[group.rank].contiguous()
 
 
-def gather(part: torch.Tensor) -> list[torch.Tensor]:
+def gather_parts(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """What each of the group's ranks has, in their order; every one of them must call it."""
     here = part.contiguous()
-    parts = [torch.empty_like(here) for _ in range(group().size)]
-    distributed.all_gather(parts, here, group=group().handle)
+    parts = [torch.empty_like(here) for _ in range(group.size)]
+    distributed.all_gather(parts, here, group=group.handle)
     return parts

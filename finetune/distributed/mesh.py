@@ -1,0 +1,116 @@
+"""The named mesh of a run's ranks: made once, and handed to whatever asks who shares what with whom.
+
+torch's own `init_device_mesh` makes a group for each dimension with a time limit of its own, and has no public way to
+join dimensions, over which gradients are averaged. So groups are made here, and torch gets its `DeviceMesh` of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from finetune.distributed.launch.launch_config import Launch
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "sp", "tp")
+"""From the outermost: ranks that differ in the last one follow each other."""
+
+AVERAGE = ("dp_replicate", "dp_shard", "sp")
+"""The dimensions that gradients are averaged over: ranks that share rows get gradients of other tokens."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that this one differs from in some dimensions only."""
+
+    size: int
+    rank: int
+    """This rank's number among them."""
+    handle: Any
+    """torch's process group; None for all ranks."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run by named dimensions, as this rank sees them."""
+
+    sizes: Mapping[str, int]
+    """Of each dimension; all of them multiplied are all ranks."""
+    rank: int
+    groups: Mapping[str, Group]
+    """`sp` and `tp` if they split anything, and `average`."""
+
+    @classmethod
+    def of_launch(cls, launch: Launch, rank: int, timeout: timedelta) -> "Mesh":
+        """Makes the groups that a launch asks for; every rank must call it.
+
+        Args:
+            timeout: How long a collective of these groups waits for a slow rank.
+        """
+        data = launch.data_ranks // launch.replicate
+        shards = launch.sharded or launch.uses_deepspeed
+        sizes = {
+            "dp_replicate": launch.replicate if shards else data,
+            "dp_shard": data if shards else 1,
+            "sp": launch.sequence,
+            "tp": launch.tensor,
+        }
+        mesh = cls(sizes, rank, {})
+        groups = {name: mesh._make_group((name,), timeout) for name in ("tp", "sp") if sizes[name] > 1}
+        # Without tensor parallelism these are all ranks, which have a group already.
+        whole = Group(launch.num_processes, rank, None)
+        groups["average"] = mesh._make_group(AVERAGE, timeout) if launch.tensor > 1 else whole
+        return cls(sizes, rank, groups)
+
+    def _make_group(self, dimensions: tuple[str, ...], timeout: timedelta) -> Group:
+        ranks = np.arange(np.prod(list(self.sizes.values()))).reshape(tuple(self.sizes.values()))
+        axes = [DIMENSIONS.index(name) for name in dimensions]
+        rows = np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, self.size(*dimensions)).tolist()
+        handle, _ = distributed.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        mine = next(row for row in rows if self.rank in row)
+        return Group(len(mine), mine.index(self.rank), handle)
+
+    def size(self, *dimensions: str) -> int:
+        """Ranks over some dimensions."""
+        return int(np.prod([self.sizes[name] for name in dimensions]))
+
+    def group(self, name: str) -> Group | None:
+        """The group of this rank along `sp` or `tp`; None where that splits nothing."""
+        return self.groups.get(name)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of ranks that share rows, that read rows of their own."""
+        return self.size("dp_replicate", "dp_shard")
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank, or of its group, among them."""
+        return self.rank // self.size("sp", "tp")
+
+    @property
+    def average_size(self) -> int:
+        """Ranks, or groups of ranks that share layers, over which gradients are averaged."""
+        return self.groups["average"].size
+
+    @property
+    def average_rank(self) -> int:
+        """The number of this rank, or of its group, among them."""
+        return self.groups["average"].rank
+
+    @property
+    def counts_rows(self) -> bool:
+        """True on one of the ranks that share rows: the one that counts what they read."""
+        return self.rank % self.size("sp", "tp") == 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """True on one of the ranks that share layers, all of which compute the same loss."""
+        return self.rank % self.size("tp") == 0
+
+    def averaging_mesh(self, device_type: str) -> DeviceMesh:
+        """torch's mesh of the ranks over which gradients are averaged, one dimension; only beside split layers."""
+        return DeviceMesh.from_group(self.groups["average"].handle, device_type)

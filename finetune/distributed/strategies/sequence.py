@@ -1,0 +1,133 @@
+"""Sequence parallelism (Ulysses): the ranks of a group hold parts of the same rows, and exchange them for heads.
+
+Everything but attention looks at one token at a time, and so works on a part of a row as on a whole one. Attention gets
+whole rows, of some of the heads, by an all-to-all of queries, keys and values, and gives its result back by another.
+
+Letters: B rows, T tokens a row, N ranks of a group, H heads, E a head's width, D documents of a batch.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from finetune.distributed.mesh import Group
+from finetune.utils.errors import BackendError
+
+
+@dataclass
+class RowGroup:
+    """The ranks that this one shares its rows with, and what was exchanged with them around attention."""
+
+    group: Group
+    splits: bool = True
+    """False while each rank computes whole rows by itself."""
+    exchanges: int = 0
+    """All-to-alls so far."""
+    parts: int = 1
+    """How many times as long as before rows came out of the last exchange for heads."""
+
+
+def install(network: nn.Module, group: Group | None) -> None:
+    """Lets a network's modules know the ranks that rows are split over; without any it stays as it is."""
+    if group is not None:
+        rows = RowGroup(group)
+        for module in network.modules():
+            module.row_group = rows  # type: ignore[assignment]
+
+
+def row_group(model: nn.Module) -> RowGroup | None:
+    """The ranks that a network's rows are split over, of it or of what is wrapped around it; None for whole rows."""
+    found = (vars(module).get("row_group") for module in model.modules())
+    return next((group for group in found if group is not None), None)
+
+
+@contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """In here, each rank computes whole rows by itself."""
+    group = row_group(model)
+    if group is None:
+        yield
+        return
+    group.splits = False
+    try:
+        yield
+    finally:
+        group.splits = True
+
+
+def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[str, torch.Tensor]:
+    """This rank's part of a language model's batch, whose targets are shifted already.
+
+    Args:
+        batch: As `data.rows.row_dataset.TokenRows.batch` has it. Rows must divide into N parts.
+
+    Returns:
+        `input_ids`, `targets` and `position_ids`, (B, T / N); positions are those of the whole row. `cu_seqlens`, where
+        documents begin in the whole batch, once a part: (N, D + 1). The batch itself where rows are not split.
+    """
+    if rows is None or not rows.splits:
+        return batch
+    group = rows.group
+    ids = batch["input_ids"]
+    count, length = ids.shape
+    cu_seqlens, positions = batch.get("cu_seqlens"), batch.get("position_ids")
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=ids.device)
+    if positions is None:
+        positions = torch.arange(length, device=ids.device).expand(count, length)
+    parts = {"input_ids": ids, "targets": batch["targets"], "position_ids": positions}
+    return {
+        **{name: values.tensor_split(group.size, 1)[group.rank] for name, values in parts.items()},
+        "cu_seqlens": cu_seqlens.expand(group.size, -1),
+    }
+
+
+def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+    """All heads of a part of each row, (B, H, T / N, E), to some heads of whole rows, (B, H / N, T, E).
+
+    Raises:
+        BackendError: If the heads do not divide into N parts.
+    """
+    heads, size = part.shape[1], rows.group.size
+    if heads % size:
+        sizes = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise BackendError(
+            f"The launch file splits rows over {size} ranks (sp_size), each of which attends whole rows with a "
+            f"part of the {heads} attention heads. Set sp_size to a number that divides them: {sizes}."
+        )
+    found: torch.Tensor = _Exchange.apply(part, rows, 1, 2)  # type: ignore[no-untyped-call]
+    rows.parts = found.shape[2] // part.shape[2]
+    return found
+
+
+def gather_heads(found: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+    """Some heads of whole rows, (B, T, H / N, E), to all heads of a part of each row, (B, T / N, H, E)."""
+    part: torch.Tensor = _Exchange.apply(found, rows, 1, 2)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _Exchange(torch.autograd.Function):
+    """Splits one dimension over the group, and joins another one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
+        ctx.rows, ctx.split, ctx.join = rows, split, join
+        return _exchange(values, rows, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _exchange(gradients[0], ctx.rows, ctx.join, ctx.split), None, None, None
+
+
+def _exchange(values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
+    sent = torch.stack(values.chunk(rows.group.size, split))
+    received = torch.empty_like(sent)
+    distributed.all_to_all_single(received, sent, group=rows.group.handle)
+    rows.exchanges += 1
+    return torch.cat(received.unbind(), join)
