@@ -9,7 +9,7 @@ from finetune.utils.exact import exact_product
 
 @dataclass(frozen=True)
 class Length:
-    """How far a run goes, and how an epoch maps to positions."""
+    """Length of a run, and of an epoch."""
 
     num_steps: int
     epoch_rows: int

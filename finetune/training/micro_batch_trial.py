@@ -4,6 +4,7 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,21 +22,13 @@ from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.library_imports import silence_libraries
 
 
-class LongestRows:
+def longest(rows: Any) -> Any:
     """Training rows in whose place the longest are read."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows, self._longest = rows, rows.longest()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def batch(self, rows: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._rows.batch(self._longest[: len(rows)])
-        return found
-
-    def num_targets(self, rows: Any) -> int:
-        return int(self._rows.num_targets(self._longest[: len(rows)]))
+    order = rows.longest()
+    return SimpleNamespace(
+        batch=lambda numbers: rows.batch(order[: len(numbers)]),
+        num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
+    )
 
 
 def main(file: str, report: str) -> int:
@@ -44,7 +37,7 @@ def main(file: str, report: str) -> int:
     room = device_selection.room()
     run = build_run(recipe, quiet=True)
     if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
-        run.feed = replace(run.feed, rows=LongestRows(run.feed.rows))
+        run.feed = replace(run.feed, rows=longest(run.feed.rows))
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)

@@ -23,7 +23,7 @@ class Rows(Protocol):
         ...
 
     def num_targets(self, rows: np.ndarray) -> int:
-        """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
+        """The number of targets that `loss_sum` sums over for these rows; must be known before the forward pass."""
         ...
 
     # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
@@ -59,11 +59,11 @@ class Feed(Protocol):
         ...
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps, to go on with a step: one that was not asked for yet. `position` is in it."""
+        """State that a checkpoint keeps to go on with a step that was not asked for yet; `position` is in it."""
         ...
 
     def describe(self, step: int) -> dict[str, Any]:
-        """What the ledger keeps of a start at a step: `state_dict`, and how rows follow from it."""
+        """Line of the ledger for a start at a step: `position`, and how rows follow from it."""
         ...
 
 
@@ -75,14 +75,16 @@ class TokenFileFeed:
     """None if the run takes no step."""
     order: RowOrder
     first_step: int
-    """Where this start of the run begins, and the position of the first row that it reads."""
+    """The step that this start of the run begins with."""
     first_position: int
+    """The position of the first row of that step."""
     num_steps: int
     """Steps of the whole run."""
     micro_size: int
     data_size: int
-    """Ranks, or groups of ranks that share rows, and this one's number among them."""
+    """Ranks, or groups of ranks that share rows."""
     data_rank: int
+    """The number of this rank, or of its group, among them."""
     _ahead: dict[bytes, Future[dict[str, torch.Tensor]]] = field(default_factory=dict, init=False)
     """The micro-batch that is being read ahead, by its rows."""
 

@@ -24,7 +24,7 @@ class PackedRows:
     """Rows of segments, and what was left out to make them."""
 
     starts: Int64s
-    """Of each segment, in the stream; the segments of a row are neighbours."""
+    """First pair of each segment, in the stream; the segments of a row are neighbours."""
     lengths: Int64s
     """Pairs of each segment."""
     row_starts: Int64s

@@ -23,10 +23,10 @@ _MULTIPLE = 8
 
 @dataclass(frozen=True)
 class RowClasses:
-    """What makes rows into documents with a class."""
+    """Classes of rows that are a document each."""
 
     numbers: Int64s
-    """Of each row: (rows,)."""
+    """The class of each row: (rows,)."""
     wrapping: Wrapping
 
 
@@ -40,13 +40,13 @@ class TokenRows:
     """T."""
     padding_id: int
     restarts: bool
-    """Whether documents share rows and each counts its positions from 0."""
+    """True if documents share rows and each counts its positions from 0."""
     fixed: bool
-    """Whether batches are always T wide; else as wide as their longest row, in steps of 8."""
+    """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
     classes: RowClasses | None = None
     """None for language modelling."""
     mask: MaskFile | None = None
-    """Which tokens are targets; None where all are."""
+    """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
     """With a mask: targets of each row, (rows,)."""
 

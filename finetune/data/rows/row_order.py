@@ -20,7 +20,7 @@ UInt64s = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How positions of a run map to rows. The ledger keeps it with each start."""
+    """Rows by their positions in a run. The ledger keeps it with each start."""
 
     seed: int
     num_rows: int
