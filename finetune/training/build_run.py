@@ -329,7 +329,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     prompts = read_prompts(recipe, data.tokenizer)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
-    length = measure_length(recipe, num_rows)
+    length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
     order = RowOrder(recipe.seed, num_rows or 0, length.epoch_rows, recipe.batch.global_size, data.digest)
     weights = check_task_weights(recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.

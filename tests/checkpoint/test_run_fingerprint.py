@@ -244,7 +244,8 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     recipe = validate_recipe(tree)
     ready = find_task(recipe).build_data(recipe, True)
     num_rows, size = len(ready.train), recipe.batch.global_size
-    order = RowOrder(recipe.seed, num_rows, measure_length(recipe, num_rows).epoch_rows, size, ready.digest)
+    length = measure_length(recipe.length, size, recipe.data, num_rows)
+    order = RowOrder(recipe.seed, num_rows, length.epoch_rows, size, ready.digest)
     return json.loads(json.dumps(run_fingerprint.identify(recipe, order, run_fingerprint.base_of(recipe))))
 
 

@@ -26,8 +26,7 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, parameter_groups
-from finetune.tasks.training_length import Length
-from finetune.tasks.training_length import measure_length as length_of
+from finetune.tasks.training_length import Length, measure_length
 from finetune.training.loop import seed_torch
 from finetune.utils.errors import DataError, RecipeError
 
@@ -129,6 +128,10 @@ def test_optimisers_that_cannot_be(section: dict, message: str) -> None:
 def test_a_frozen_model_is_refused() -> None:
     with pytest.raises(RecipeError, match="no trainable parameters"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), recipe())
+
+
+def length_of(asked: Recipe, num_rows: int) -> Length:
+    return measure_length(asked.length, asked.batch.global_size, asked.data, num_rows)
 
 
 def test_length_in_steps_epochs_and_tokens() -> None:
