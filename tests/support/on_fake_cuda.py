@@ -27,7 +27,7 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring import step_sync
 from finetune.training import loop
 from finetune.training.build_run import Run, build_run
-from finetune.utils import exit_codes, to_device
+from finetune.utils import exit_codes
 from finetune.utils.library_imports import silence_libraries
 
 
@@ -81,8 +81,8 @@ def _timed(*arguments, **options):
 FAULTS = {
     "none": [],
     "the batch stays on the host": [(loop, "batch_to_device", _left_on_the_host)],
-    "a copy from pageable memory": [(to_device, "tensor_to_device", _pageable)],
-    "a copy that blocks": [(to_device, "tensor_to_device", _blocking)],
+    "a copy from pageable memory": [(loop, "tensor_to_device", _pageable)],
+    "a copy that blocks": [(loop, "tensor_to_device", _blocking)],
     "item": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.item()))],
     "bool": [(Backend, "clip", _after(Backend.clip, lambda norm: bool(norm > 1)))],
     "tolist": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.tolist()))],
