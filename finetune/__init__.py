@@ -69,10 +69,10 @@ if TYPE_CHECKING:
     from finetune.config.recipe_schema import (
         TokenizerSection as TokenizerSection,
     )
+    from finetune.data.rows.feed import Rows as Rows
     from finetune.export.load_model import LoadedModel as LoadedModel
     from finetune.tasks.causal_lm import causal_lm_logits as causal_lm_logits
     from finetune.tasks.task import Batch as Batch
-    from finetune.tasks.task import Rows as Rows
     from finetune.tasks.task import Task as Task
     from finetune.tasks.task import TaskData as TaskData
     from finetune.training.api import (
@@ -105,9 +105,10 @@ _PUBLIC = {
         "LogSection LoraSection ModelSection OptimSection OutputSection Recipe ResumeSection SampleSection "
         "ScheduleSection Source TaskSection TokenizerSection"
     ),
+    "finetune.data.rows.feed": "Rows",
     "finetune.export.load_model": "LoadedModel",
     "finetune.tasks.causal_lm": "causal_lm_logits",
-    "finetune.tasks.task": "Batch Rows Task TaskData",
+    "finetune.tasks.task": "Batch Task TaskData",
     "finetune.training.api": "Run Training launch load_recipe start train",
     "finetune.training.loop": "Step",
     "finetune.utils.errors": "FinetuneError",

@@ -64,12 +64,16 @@ class CheckpointManager:
         self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
-    def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
-        """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow."""
+    def open(self, step: int, order: dict[str, Any]) -> None:
+        """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow.
+
+        Args:
+            order: `Feed.describe` of that step.
+        """
         if self._backend.is_main:
             if step:
                 self._mend_ledger(step)
-            self._warn(self._ledger.write({"start": step, "position": position, **order}))
+            self._warn(self._ledger.write({"start": step, **order}))
 
     def _mend_ledger(self, step: int) -> None:
         try:

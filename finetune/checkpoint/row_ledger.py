@@ -1,4 +1,4 @@
-"""Which rows each step read, so that `finetune audit` can verify it, and which steps were skipped.
+"""The rows that each step read, for `finetune audit` to verify, and the steps that were skipped.
 
 `ledger.jsonl` has a line for each start of a run, which says how positions map to rows, and one for each step with
 a checksum over the rows that all ranks read for it. The checksum is a sum, so it rides on the step's all-reduce.
@@ -6,7 +6,7 @@ a checksum over the rows that all ranks read for it. The checksum is a sum, so i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.run_facts import INCIDENTS, read_facts, read_incidents
-from finetune.data.rows.row_order import mix, rows_at
+from finetune.data.rows.row_order import RowOrder, row_checksum
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
@@ -28,11 +28,6 @@ _DAMAGED = "damaged"
 _MOST_ROWS = 1 << 40
 
 
-def checksum(rows: npt.NDArray[np.integer]) -> int:
-    """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
-    return int((mix(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
-
-
 @dataclass(frozen=True)
 class Skipped:
     """A step that changed no weight."""
@@ -42,11 +37,11 @@ class Skipped:
     kind: str
     """`nonfinite`: a loss or gradient was not finite; `overflow`: fp16's loss scale was too large."""
     rows: list[int]
-    """That it read, in the order of positions."""
+    """Rows that it read, in the order of positions."""
 
     @classmethod
     def of(cls, incident: dict[str, Any]) -> "Skipped":
-        """What a line of `incidents.jsonl` tells."""
+        """Reads a line of `incidents.jsonl`."""
         rows = [row for part in incident["micro_batches"] for row in part["rows"]]
         return cls(incident["step"], incident["kind"], rows)
 
@@ -72,22 +67,22 @@ def skipped(directory: Path) -> list[Skipped]:
 
 @dataclass(frozen=True)
 class Used:
-    """What one step used."""
+    """Rows that one step used."""
 
     step: int
     position: int
     rows: npt.NDArray[np.int64]
-    """In the order of positions: micro-batches, ranks, rows."""
+    """Row numbers in the order of positions: micro-batches, ranks, rows."""
     proved: bool
-    """Whether the checksum that the ranks wrote is that of these rows."""
-    order: dict[str, Any]
+    """True if the checksum that the ranks wrote is that of these rows."""
+    order: RowOrder
 
 
 def used(directory: Path) -> Iterator[Used]:
-    """What each step used that the run's weights have learned from, in order; steps without a readable line are left
-    out.
+    """The rows of each step that the run's weights have learned from, in order.
 
-    Where a resume took steps again, the later time counts: the earlier one was lost with the weights.
+    Steps without a readable line are left out. Where a resume took steps again, the later time counts: the earlier one
+    was lost with the weights.
 
     Raises:
         CheckpointError: If there is no ledger, or a step is there twice.
@@ -152,10 +147,10 @@ class _Line(NamedTuple):
     """A step's line, and the start that it belongs to."""
 
     position: int
-    order: dict[str, Any]
-    rows: int
+    order: RowOrder
+    checksum: int
     sure: bool
-    """Whether no damaged line between the two can have been another start."""
+    """True if no damaged line between the two can have been another start."""
 
 
 def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
@@ -180,27 +175,23 @@ def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
             if sure:
                 raise CheckpointError(f"{file} has two lines for step {step + 1}, and no start between them.")
             steps = {number: value for number, value in steps.items() if number < step}
-        position = start["position"] + (step - start["start"]) * start["global_size"]
-        steps[step] = _Line(position, start, line["rows"], sure)
+        order = RowOrder(**{field.name: start[field.name] for field in fields(RowOrder)})
+        position = start["position"] + (step - start["start"]) * order.global_size
+        steps[step] = _Line(position, order, line["rows"], sure)
     return first, steps
 
 
 def _used(steps: dict[int, _Line]) -> Iterator[Used]:
     for step in sorted(steps):
-        position, order, written, sure = steps[step]
-        rows = rows_at(
-            np.arange(position, position + order["global_size"]),
-            num_rows=order["num_rows"],
-            seed=order["seed"],
-            epoch_rows=order["epoch_rows"],
-        )
-        proved = checksum(rows) == written
-        if proved or sure:
-            yield Used(step, position, rows, proved, order)
+        line = steps[step]
+        rows = line.order.step_rows(line.position)
+        proved = row_checksum(rows) == line.checksum
+        if proved or line.sure:
+            yield Used(step, line.position, rows, proved, line.order)
 
 
 def _is_line(line: dict[str, Any]) -> bool:
-    """Whether a run writes such a line."""
+    """True if a run writes such a line."""
     keys = _START if "start" in line else (_DAMAGED,) if _DAMAGED in line else ("step", "rows")
     if not all(type(line.get(key)) is int and 0 <= line[key] < 1 << 63 for key in keys):
         return False
@@ -213,7 +204,7 @@ def _is_line(line: dict[str, Any]) -> bool:
 
 @dataclass
 class Epoch:
-    """How often an epoch's rows were used."""
+    """Counts of an epoch's rows, by how often they were used."""
 
     number: int
     rows: int
@@ -230,13 +221,13 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the ledger proves."""
+    """Facts that the ledger proves."""
 
     first: int
     """The first step, counted from 1: another than that of a run that began from another one's checkpoint."""
     num_steps: int
     lost: str | None
-    """What the ledger does not reach, though the run did."""
+    """Sentence on steps that the run has taken and the ledger does not have; None if it has all."""
     epochs: list[Epoch]
     unproved: list[int]
     """Steps, counted from 1, whose checksum is not that of the rows they should have read."""
@@ -254,7 +245,7 @@ class Audit:
         return exact and not any(found) and self.num_steps > 0
 
     def lines(self) -> list[str]:
-        """What people read."""
+        """Lines for people."""
         begin = f", from step {self.first} on," if self.first > 1 else ""
         lines = [f"{self.num_steps:,} steps{begin or ','} each with the checksum of the rows that its ranks read"]
         for epoch in self.epochs:
@@ -296,7 +287,7 @@ def _brief(numbers: list[int], most: int = 10) -> str:
 
 
 def _no_line(steps: list[int]) -> str:
-    """Of which steps no line can be read, in ranges."""
+    """Names steps of which no line can be read, in ranges."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and ranges[-1][1] == step - 1:
@@ -335,12 +326,12 @@ def audit(directory: Path) -> Audit:
         if expected is not None and entry.position != expected:
             gaps.append(entry.step + 1)
         expected = entry.position + len(entry.rows)
-        epoch_rows = entry.order["epoch_rows"]
+        epoch_rows = entry.order.epoch_rows
         numbers = np.arange(entry.position, expected) // epoch_rows
         for number in np.unique(numbers).tolist():
-            key = (str(entry.order["data"]), number)
+            key = (entry.order.data, number)
             sizes[key] = epoch_rows
-            seen = counts.setdefault(key, np.zeros(entry.order["num_rows"], np.uint8))
+            seen = counts.setdefault(key, np.zeros(entry.order.num_rows, np.uint8))
             np.add.at(seen, entry.rows[numbers == number], 1)
     epochs = [
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))

@@ -16,8 +16,7 @@ from typing import Any
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.tasks.task import TaskData
-from finetune.tasks.training_length import Length
+from finetune.data.rows.row_order import RowOrder
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest, digest_of, write_json
 from finetune.utils.compat import torch_private
@@ -55,10 +54,11 @@ def _drops(values: dict[str, Any]) -> bool:
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
-def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:
+def identify(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) -> dict[str, Any]:
     """The identity of a run.
 
     Args:
+        order: Of the training rows.
         base: Of the pretrained model, as `base_of` gives it.
     """
     tree = recipe.model_dump(mode="json")
@@ -76,7 +76,7 @@ def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any
         "batch.global_size": recipe.batch.global_size,
         "precision": recipe.precision,
         "seed": recipe.seed,
-        "data": digest_of([data.digest, len(data.train) if data.train is not None else 0, length.epoch_rows]),
+        "data": digest_of([order.data, order.num_rows, order.epoch_rows]),
     }
     return facts
 

@@ -20,7 +20,7 @@ from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import DataReport, SplitReport, check, split_report
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.rows import packing
-from finetune.data.rows.row_dataset import Classes, Rows
+from finetune.data.rows.row_dataset import RowClasses, TokenRows
 from finetune.data.sources.corpus import Corpus, open_source
 from finetune.data.sources.documents import Rules
 from finetune.data.stratified_split import held_out_digests
@@ -38,13 +38,13 @@ _HELD = "held.npy"
 class PreparedData:
     """All that training and evaluation read."""
 
-    train: Rows | None
+    train: TokenRows | None
     """None if the recipe names no training source."""
-    validation: Rows | None
+    validation: TokenRows | None
     """None if no document is for validation."""
     tokenizer: PreTrainedTokenizerBase
     num_labels: int | None
-    """Classes of a sequence classification; None for other tasks."""
+    """RowClasses of a sequence classification; None for other tasks."""
     label_names: tuple[str, ...]
     report: DataReport
     digest: str
@@ -325,15 +325,15 @@ class _Preparation:
         def build(folder: Path) -> dict[str, Any]:
             file = self._token_file(entry, side)
             if self._labelled:
-                packed = packing.truncate(file.offsets, room)
+                packed = packing.truncate_documents(file.offsets, room)
             elif data.packing == "wrapped":
                 keep = data.remainder == "keep"
-                packed = packing.wrap(file.tokens.size, data.sequence_length, keep_remainder=keep)
+                packed = packing.wrap_stream(file.tokens.size, data.sequence_length, keep_remainder=keep)
             elif data.packing == "padded":
-                packed = packing.pad(file.offsets, data.sequence_length, data.long_documents)
+                packed = packing.pad_documents(file.offsets, data.sequence_length, data.long_documents)
             else:
-                packed = packing.fill(file.offsets, data.sequence_length, data.long_documents)
-            return packing.save(packed, folder, file.mask)
+                packed = packing.pack_documents(file.offsets, data.sequence_length, data.long_documents)
+            return packing.save_rows(packed, folder, file.mask)
 
         digest = digest_of(key)
         return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
@@ -342,26 +342,26 @@ class _Preparation:
         masked = self._recipe.chat is not None
         return token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
 
-    def _rows(self, side: _Side, classes: ClassList | None) -> Rows:
+    def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
         file = self._token_file(side.entry, side.side)
         numbers = None
         if classes is not None:
             assert file.labels is not None
-            numbers = Classes(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
-        return Rows(
+            numbers = RowClasses(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
+        return TokenRows(
             tokens=file.tokens,
-            packed=packing.load(side.rows_entry.folder),
+            packed=packing.load_rows(side.rows_entry.folder),
             row_length=self._data.sequence_length,
             padding_id=build_tokenizer.padding_id(self._tokenizer),
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
             mask=file.mask,
-            row_targets=packing.load_targets(side.rows_entry.folder) if file.mask else None,
+            row_targets=packing.load_row_targets(side.rows_entry.folder) if file.mask else None,
         )
 
     def _report(
-        self, side: _Side, rows: Rows | None, classes: ClassList | None, against: _Side | None = None
+        self, side: _Side, rows: TokenRows | None, classes: ClassList | None, against: _Side | None = None
     ) -> SplitReport:
         own = self._token_file(side.entry, side.side).digests
         shared = 0

@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.feed import Window
 from finetune.diagnostics.parity.launch_runs import FAULTS
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.strategies import sequence, tensor
@@ -48,10 +50,10 @@ def planted(fault: str) -> Iterator[None]:
 
 
 def _average_means() -> None:
-    def factors(run: Run, micro_batches: list[Any], sync: torch.Tensor) -> list[float]:
+    def factors(run: Run, window: Window, sync: torch.Tensor) -> list[float]:
         assert run.data.train is not None
-        means = run.backend.world * len(micro_batches)
-        return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in micro_batches]
+        means = run.backend.world * len(window.rows)
+        return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
 
     _scale_losses(loop._all_reduce_sync, factors)
 
@@ -62,8 +64,10 @@ def _lose_rank() -> None:
 
     exchange = loop._all_reduce_sync
     _scale_losses(
-        lambda run, micro_batches: exchange(run, [] if lost(run) else micro_batches),
-        lambda run, micro_batches, sync: [0.0 if lost(run) else 1.0] * len(micro_batches),
+        lambda run, window: exchange(
+            run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost(run) else window
+        ),
+        lambda run, window, sync: [0.0 if lost(run) else 1.0] * len(window.rows),
     )
 
 
@@ -72,14 +76,14 @@ def _scale_losses(exchange: Any, factors: Any) -> None:
 
     Args:
         exchange: Stands in for `loop._all_reduce_sync`.
-        factors: What to multiply this rank's losses by, of the run, its micro_batches and what was exchanged.
+        factors: What to multiply this rank's losses by, of the run, its window and what was exchanged.
     """
     waiting: list[float] = []
     forward = ForwardWrapper.forward
 
-    def exchanged(run: Run, micro_batches: list[Any]) -> torch.Tensor:
-        sync: torch.Tensor = exchange(run, micro_batches)
-        waiting[:] = factors(run, micro_batches, sync)
+    def exchanged(run: Run, window: Window) -> torch.Tensor:
+        sync: torch.Tensor = exchange(run, window)
+        waiting[:] = factors(run, window, sync)
         return sync
 
     def scaled(self: ForwardWrapper, function: Any, *args: Any) -> Any:
@@ -111,14 +115,14 @@ def _round() -> None:
 
 
 def _leak() -> None:
-    def edges_of_rows(batch: Any) -> dict[str, Any]:
+    def cu_seqlens_of_rows(batch: Any) -> dict[str, Any]:
         rows, length = batch["input_ids"].shape
-        edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
-        return {**batch, "cu_seqlens": edges}
+        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
+        return {**batch, "cu_seqlens": cu_seqlens}
 
     split = sequence.split
     # What is verified before the first step has no gradients.
-    sequence.split = lambda batch, rows: split(edges_of_rows(batch) if torch.is_grad_enabled() else batch, rows)
+    sequence.split = lambda batch, rows: split(cu_seqlens_of_rows(batch) if torch.is_grad_enabled() else batch, rows)
 
 
 def _lose_targets() -> None:

@@ -18,12 +18,12 @@ from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
 from finetune.optim import lr_schedule
-from finetune.training import evaluation
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder
+from finetune.utils.to_device import batch_to_device
 
 # What a step may run of the code that a recipe leads to; metrics are left out.
 _RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
@@ -240,7 +240,7 @@ def _row(run: Run, number: int) -> Row:
     batch = rows.batch(np.array([number]))
     run.model.eval()
     with torch.no_grad():
-        loss = run.model(run.task.loss_sum, evaluation.to_device(batch, run.backend.device)).item()
+        loss = run.model(run.task.loss_sum, batch_to_device(batch, run.backend.device)).item()
     run.model.train()
     return Row(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
 

@@ -13,11 +13,13 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.data.progress_bar import rows_bar
+from finetune.data.rows.feed import evaluation_batches
 from finetune.export.load_model import LoadedModel
 from finetune.models import lora_adapters
 from finetune.tasks import causal_checks
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils.errors import DataError, RecipeError
+from finetune.utils.to_device import batch_to_device
 
 _LONGEST = 1024
 
@@ -98,10 +100,8 @@ def score(opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro
     loss, targets = 0.0, rows.num_targets(np.arange(len(rows)))
     say(f"Evaluating {len(rows):,} rows of {recipe.data.sequence_length} tokens, {targets:,} targets.")
     with torch.no_grad(), rows_bar("evaluating", len(rows)) as advance:
-        for begin in range(0, len(rows), micro_size):
-            share = np.arange(begin, min(begin + micro_size, len(rows)))
-            batch = {name: tensor.to(opened.device) for name, tensor in rows.batch(share).items()}
-            loss += float(CAUSAL_LM.loss_sum(opened.network, batch).double())
+        for share, batch in evaluation_batches(rows, micro_size):
+            loss += float(CAUSAL_LM.loss_sum(opened.network, batch_to_device(batch, opened.device)).double())
             advance(share.size)
     mean = loss / max(1, targets)
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "targets": targets}

@@ -2,9 +2,9 @@
 
 Letters: B rows, T tokens a row, D documents of a batch, H heads (K of keys), E a head's width.
 
-What tells documents apart goes where architectures take a mask: a whole number for each edge between them, which
-transformers passes on as it is. So every architecture that asks transformers' `AttentionInterface` for its attention
-can be packed, and what it recomputes in the backward pass is told the same.
+What tells documents apart, `cu_seqlens` of the batch, goes where architectures take a mask: transformers passes it on
+as it is. So every architecture that asks transformers' `AttentionInterface` for its attention can be packed, and what
+it recomputes in the backward pass is told the same.
 """
 
 import inspect
@@ -28,10 +28,6 @@ from finetune.utils.errors import BackendError, RecipeError
 
 NAME = "packed"
 """What transformers calls it; nothing of it is written into a model's files."""
-
-EDGES = "cu_seqlens"
-"""The batch's key of edges: where documents begin in a batch that is read row by row, and its end, (D + 1,) int32;
-(N, D + 1), N times the same, where rows are split into N parts."""
 
 # What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
 _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
@@ -74,21 +70,21 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
 def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tensor]:
     """The arguments that tell a network its documents apart; none where it looks at positions.
 
-    Of rows that are a document each there are no edges to tell, but that there are none: else transformers looks for
-    documents in the positions, for which the host has to wait for the device.
+    Of rows that are a document each it is told that nothing is to be told apart: else transformers looks for documents
+    in the positions, for which the host has to wait for the device.
     """
     if network is None or transformers_private.attention_implementation(network.config) != NAME:
-        if EDGES in batch and batch[EDGES].ndim > 1:
+        if "cu_seqlens" in batch and batch["cu_seqlens"].ndim > 1:
             kind = "This network" if network is None else type(network).__name__
             raise BackendError(
                 f"{kind} does not attend by `{NAME}` attention, which alone can attend rows that are split over ranks "
                 "(sp_size of the launch file). Take a launch config without sequence parallelism."
             )
         return {}
-    if EDGES in batch:
+    if "cu_seqlens" in batch:
         # Once, or once for each part of rows that are split over ranks.
-        edges = torch.atleast_2d(batch[EDGES])  # type: ignore[no-untyped-call]
-        return {"attention_mask": edges[None, None]}
+        cu_seqlens = torch.atleast_2d(batch["cu_seqlens"])  # type: ignore[no-untyped-call]
+        return {"attention_mask": cu_seqlens[None, None]}
     ids, window = batch["input_ids"], getattr(network.config.get_text_config(), "sliding_window", None)
     if "position_ids" in batch or (window is not None and window < ids.shape[1]):
         return {}
@@ -121,7 +117,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """What the interface calls: `query` (B, H, T, E), `key` and `value` (B, K, T, E) to (B, T, H, E).
 
-    Without edges it is transformers' own.
+    Without `cu_seqlens` it is transformers' own.
     """
     if attention_mask is not None and not attention_mask.numel():
         attention_mask = None
@@ -150,21 +146,21 @@ def _attend(
         whole = attention_mask[:, :, :1]
         found, _ = _attend(here, query, key, value, whole, dropout, scaling, sliding_window, **others)
         return sequence.gather_heads(found, rows), None
-    edges = attention_mask.view(-1)
+    cu_seqlens = attention_mask.view(-1)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
     if others.get("position_bias") is not None or not _has_kernel(query, value, dropout):
-        mask = _mask(edges, query.shape[0], query.shape[2], sliding_window)
+        mask = _mask(cu_seqlens, query.shape[0], query.shape[2], sliding_window)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **others
         )
     # One document behind the other: (B T, heads, E).
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda:
-        found = _by_kernel(q, k, v, edges, query.shape[2], scaling, sliding_window)
+        found = _by_kernel(q, k, v, cu_seqlens, query.shape[2], scaling, sliding_window)
     else:
-        found = _by_document(q, k, v, edges, dropout, scaling, sliding_window)
+        found = _by_document(q, k, v, cu_seqlens, dropout, scaling, sliding_window)
     return found.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -175,7 +171,7 @@ def _divisible(heads: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """CPUs take one document at a time. On a GPU that would make the host wait for the edges.
+    """CPUs take one document at a time. On a GPU that would make the host wait for `cu_seqlens`.
 
     Source: torch, `mha_varlen_fwd` in `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`.
     """
@@ -191,12 +187,12 @@ def _by_document(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    edges: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     dropout: float,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    lengths = [query.shape[0]] if _one_document else edges.diff().tolist()
+    lengths = [query.shape[0]] if _one_document else cu_seqlens.diff().tolist()
     # Split and joined, not cut out: the gradient of a cut is as large as what it was cut from.
     documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
     found = []
@@ -221,7 +217,7 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    edges: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     longest: int,
     scaling: float | None,
     window: int | None,
@@ -237,8 +233,8 @@ def _by_kernel(
         query,
         key,
         value,
-        edges,
-        edges,
+        cu_seqlens,
+        cu_seqlens,
         longest,
         longest,
         scale=scaling,
@@ -255,12 +251,12 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
     return whole.tril().triu(1 - window)
 
 
-def _mask(edges: torch.Tensor, rows: int, length: int, window: int | None) -> torch.Tensor:
+def _mask(cu_seqlens: torch.Tensor, rows: int, length: int, window: int | None) -> torch.Tensor:
     """The mask of all pairs, for what no kernel can do: (B, 1, T, T) bool."""
-    places = torch.arange(rows * length, device=edges.device, dtype=edges.dtype)
-    document = torch.searchsorted(edges[1:].contiguous(), places, right=True).view(rows, 1, length)
+    places = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(rows, 1, length)
     same = document.transpose(1, 2) == document
-    return (same & _band(length, length if window is None else window, edges.device))[:, None]
+    return (same & _band(length, length if window is None else window, cu_seqlens.device))[:, None]
 
 
 _one_document = False

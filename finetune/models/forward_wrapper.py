@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.models.lora_adapters import transformer
+from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.compat import accelerate_private, transformers_private
 
 
@@ -56,9 +57,9 @@ class ForwardWrapper(nn.Module):
         if known is None:
             return None
         module: nn.Module | None = getattr(known, getter)()
-        # Tied, both ends are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
-        ends = [end for end in (known.get_input_embeddings(), known.get_output_embeddings()) if end is not None]
-        return None if id(module) in self._inside_units or _shares(_owners(self.network), ends) else module
+        # Tied, both are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
+        both = [one for one in embeddings_and_head(known) if one is not None]
+        return None if id(module) in self._inside_units or _shares(_owners(self.network), both) else module
 
     def tie_weights(self) -> None:
         known = transformer(self.network)

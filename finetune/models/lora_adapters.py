@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, Recipe
-from finetune.models.module_matching import matching
+from finetune.models.module_matching import embeddings_and_head, matching
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -242,7 +242,7 @@ def _is_adapted(network: nn.Module) -> bool:
 def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
     """Full names of the linear modules that get an adapter."""
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
-    kind, wanted, outputs = type(network).__name__, section.targets, _ends_of(network)[1:]
+    kind, wanted, outputs = type(network).__name__, section.targets, _embeddings_and_head(network)[1:]
     if not linear:
         raise RecipeError(
             f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
@@ -276,11 +276,11 @@ def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     """Full names of the modules that are trained whole."""
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
     found = matching("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
-    ends = _ends_of(network)
-    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in ends):
+    both = _embeddings_and_head(network)
+    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
         raise RecipeError(
-            f"lora.save_modules: {' and '.join(ends)} of this {type(network).__name__} are one weight "
+            f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
             "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
             "section), or take a model whose ends are two."
         )
@@ -294,14 +294,14 @@ def _new_parts(network: PreTrainedModel) -> list[str]:
     return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
 
 
-def _ends_of(network: PreTrainedModel) -> list[str]:
+def _embeddings_and_head(network: PreTrainedModel) -> list[str]:
     """Full names of the input embedding and, if there is one, the output head."""
-    ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    return [name for end in ends for name, module in network.named_modules() if module is end]
+    both = embeddings_and_head(network)
+    return [name for one in both for name, module in network.named_modules() if module is one]
 
 
 def _tied(network: PreTrainedModel) -> bool:
-    one, other = network.get_input_embeddings(), network.get_output_embeddings()
+    one, other = embeddings_and_head(network)
     return other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
 
 

@@ -58,7 +58,7 @@ def resolve_model_config(
     head: Head = "causal_lm" if num_labels is None else "sequence_classification"
     _check_kind(config, section, head)
     if section.name is not None:
-        _untie_separate_ends(config, section, head)
+        _untie_embeddings(config, section, head)
     text = config.get_text_config()
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
@@ -171,20 +171,20 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
         ) from error
 
 
-def _untie_separate_ends(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
+def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
     """Has a configuration say that embedding and head are two tensors where the files hold two that differ.
 
     What is left of merging an adapter that trained one of them whole. transformers would load two and write one, and a
     network that is sharded as it loads would have one.
     """
     known = model_mapping(AUTO_CLASSES[head])
-    if not pretrained_files.ties_ends(config) or type(config) not in known:
+    if not pretrained_files.ties_embeddings(config) or type(config) not in known:
         return
     try:
         folder = pretrained_files.weights_folder(section)
     except OSError:  # a hub's model of which only the configuration is here
         return
-    if pretrained_files.separate_ends(folder, known[type(config)]):
+    if pretrained_files.untied_tensors(folder, known[type(config)]):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 

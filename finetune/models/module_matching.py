@@ -1,7 +1,10 @@
-"""Which modules of a network the names of a recipe match."""
+"""Modules of a network: those that the names of a recipe match, and those at its two ends."""
 
 import re
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from finetune.config.recipe import hint
 from finetune.utils.errors import RecipeError
@@ -42,3 +45,8 @@ def matching(
             )
         found += named
     return sorted(set(found), key=names.index)
+
+
+def embeddings_and_head(network: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the output head of one of transformers' networks, as far as it has them."""
+    return network.get_input_embeddings(), network.get_output_embeddings()

@@ -138,8 +138,8 @@ def load(
     lines = []
     if drawn:
         lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
-    if ties_ends(type(config).from_pretrained(folder)) and (ends := separate_ends(folder, type(network))):
-        lines.append(f"weights: {ends[0]} and {ends[1]} of {folder} differ, and are trained as two tensors")
+    if ties_embeddings(type(config).from_pretrained(folder)) and (pair := untied_tensors(folder, type(network))):
+        lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
     left_out = told["unexpected_keys"]
     if left_out:
         lines.append(f"weights: the network does not use {len(left_out)} tensors of {folder}: {_some(left_out)}")
@@ -195,12 +195,12 @@ def weights_folder(section: ModelSection) -> Path:
     return _folder(str(section.name), section.revision)
 
 
-def ties_ends(config: PretrainedConfig) -> bool:
+def ties_embeddings(config: PretrainedConfig) -> bool:
     """Whether a configuration says that embedding and head are one tensor."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
-def separate_ends(folder: Path, network_class: Any) -> tuple[str, str] | None:
+def untied_tensors(folder: Path, network_class: Any) -> tuple[str, str] | None:
     """Two tensors of a folder, of which a network's class would make one, that are not equal; None without any.
 
     Args:
@@ -209,8 +209,8 @@ def separate_ends(folder: Path, network_class: Any) -> tuple[str, str] | None:
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
-        ends = [".".join(key.split(".")[-2:]) for key in pair]
-        found = [[name for name in places if name == end or name.endswith(f".{end}")] for end in ends]
+        short = [".".join(key.split(".")[-2:]) for key in pair]
+        found = [[name for name in places if f".{name}".endswith(f".{key}")] for key in short]
         if all(len(names) == 1 for names in found):
             (one,), (other,) = found
             if not torch.equal(_read(places[one], one), _read(places[other], other)):

@@ -24,6 +24,7 @@ from finetune.distributed.strategies.tensor import SharedInputs
 from finetune.models import chunked_loss, quantization
 from finetune.models.frozen_weights import StoredLinear
 from finetune.models.lora_adapters import transformer
+from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.errors import BackendError
 
 _COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
@@ -113,11 +114,11 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     Those of the head; where it is the embedding as well, also those of the embedding. None at all if other modules hold
     one of them.
     """
-    embedding, head = (set() if end is None else set(map(id, end.parameters())) for end in _ends(inner))
-    ends = head | embedding if head & embedding else head
-    inside = {id(part) for end in _ends(inner) if end is not None for part in end.modules()}
+    embedding, head = (set() if m is None else set(map(id, m.parameters())) for m in embeddings_and_head(inner))
+    found = head | embedding if head & embedding else head
+    inside = {id(part) for m in embeddings_and_head(inner) if m is not None for part in m.modules()}
     outside = [module for module in network.modules() if id(module) not in inside]
-    return set() if any(id(p) in ends for m in outside for p in m.parameters(recurse=False)) else ends
+    return set() if any(id(p) in found for m in outside for p in m.parameters(recurse=False)) else found
 
 
 def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss.LossHead, group: Group) -> None:
@@ -125,7 +126,7 @@ def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss
 
     An embedding that is the head as well then gets the gradients of that part of the tokens only, as the head does.
     """
-    parameters, (embedding, _) = _loss_parameters(network, inner), _ends(inner)
+    parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)
     head.token_group = group if parameters else None
     if embedding is not None and any(id(parameter) in parameters for parameter in embedding.parameters()):
         embedding.register_forward_hook(lambda _, __, values: tensor.split_gradients(values, group))
@@ -134,8 +135,9 @@ def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
     inner = transformer(network)
     plan: dict[str, str] = {} if inner is None else dict(inner.tp_plan)
-    ends = set() if inner is None else {_generic(name) for name, m in inner.named_modules() if m in _ends(inner)}
-    if inner is None or not plan.keys() - ends:
+    both = () if inner is None else embeddings_and_head(inner)
+    whole = set() if inner is None else {_generic(name) for name, m in inner.named_modules() if m in both}
+    if inner is None or not plan.keys() - whole:
         who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
         raise BackendError(
             "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
@@ -148,12 +150,8 @@ def _styled(inner: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[s
     """Modules that a plan names, each with how it is split; embedding and head stay whole."""
     for name, module in inner.named_modules():
         style = plan.get(_generic(name))
-        if style is not None and module not in _ends(inner):
+        if style is not None and module not in embeddings_and_head(inner):
             yield name, module, style
-
-
-def _ends(inner: PreTrainedModel) -> list[nn.Module | None]:
-    return [inner.get_input_embeddings(), inner.get_output_embeddings()]
 
 
 def _generic(name: str) -> str:

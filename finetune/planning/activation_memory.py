@@ -32,7 +32,7 @@ class Activations:
 
     kept: int = 0
     """What the layers keep until the backward pass comes to them."""
-    ends: int = 0
+    norm_and_head: int = 0
     """What the last norm and the head keep, until the backward pass begins with these."""
     layer: int = 0
     """What one layer keeps: recomputed, where activations are checkpointed."""
@@ -132,16 +132,16 @@ def activations(
         # Masks of both sublayers' outputs: of a byte, or as CPUs make them.
         layer += 2 * tokens * s.h * (1 if device == "cuda" else c)
     # The residual stream; what a norm's own weight needs; what the head is given.
-    ends = 4 + (4 if variant.norms_trained else 0)
+    norm_and_head = 4 + (4 if variant.norms_trained else 0)
     head_trained = bool(variant.linears and variant.linears[-1][1])
     fused = computes_in_chunks(recipe, variant.config)
     if whole and not fused:
-        ends += 4
+        norm_and_head += 4
     elif head_trained and not fused:
-        ends += c
+        norm_and_head += c
     kept = (4 * tokens * s.h if checkpointed else layer) * s.layers
     # Of both factors of a gated product, and of the residual stream, also in 16 bit. An adapter's is made in fp32.
-    last = _ends_kept(variant, s)
+    last = _keeps_last_inputs(variant, s)
     cast = half and last and variant.adapters is not None
     stream = (6 if half else 4) * s.h
     if s.parts > 1:
@@ -154,7 +154,8 @@ def activations(
     given = (c if whole else c + 4) if cast else 0 if last else c
     outputs = tokens * (given * s.f + stream) + _norms_of_dora(variant, c)
     forward, scores = _loss(recipe, s, tokens, c, head_trained, fused, device)
-    return Activations(kept, ends * tokens * s.h, layer, norms // 2 + attention, gradients, outputs, scores, forward)
+    norm_and_head *= tokens * s.h
+    return Activations(kept, norm_and_head, layer, norms // 2 + attention, gradients, outputs, scores, forward)
 
 
 def _loss(
@@ -210,7 +211,7 @@ def _inputs(variant: Variant, s: Shape) -> int:
     return 2 * (sum(inside) - head) // s.layers
 
 
-def _ends_kept(variant: Variant, s: Shape) -> bool:
+def _keeps_last_inputs(variant: Variant, s: Shape) -> bool:
     """Whether what MLPs' last modules are given is kept."""
     return any(inputs == s.f * s.parts and kept for inputs, kept, _ in variant.linears)
 
@@ -218,7 +219,7 @@ def _ends_kept(variant: Variant, s: Shape) -> bool:
 def _mlp(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
     """What goes into the activation and into the product, and what comes out."""
     c = 2 if half else 4
-    kept = _ends_kept(variant, s)
+    kept = _keeps_last_inputs(variant, s)
     last = c * s.f if kept else 0
     if whole and half:
         # A frozen module keeps it as well, unless it is packed; an adapter is given it in fp32.

@@ -203,9 +203,9 @@ def _peak(
     again = layer if setting.checkpointed else 0
     moments = [
         moment("layer", resting, layer + outputs, 0, lent.begins, 0),
-        moment("kept", resting, kept + outputs + (layer - attention) * setting.checkpointed, 0, lent.ends, 0),
-        moment("scores", resting, kept + found.ends, found.scores_forward, lent.scores, 0),
-        moment("returns", resting, kept + found.ends, found.scores, lent.returns, 0),
+        moment("kept", resting, kept + outputs + (layer - attention) * setting.checkpointed, 0, lent.last_layer, 0),
+        moment("scores", resting, kept + found.norm_and_head, found.scores_forward, lent.scores, 0),
+        moment("returns", resting, kept + found.norm_and_head, found.scores, lent.returns, 0),
         # The last layer runs once more,
         moment("backward", early, kept + again + outputs, 0, lent.backward, lent.products),
         # its MLP runs backwards, then its attention; then the first layer's.

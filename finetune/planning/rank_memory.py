@@ -17,6 +17,7 @@ from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.split_parameters import UNSPLIT, Split, Splits
 from finetune.distributed.tensor_facts import width_of
+from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.compat.accelerate_private import unsplit_classes
 
 
@@ -90,17 +91,17 @@ def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0, split
         splits: How its layers are split where they are.
     """
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    both = embeddings_and_head(model)
     unit_of: dict[int, str] = {}
     plain: set[int] = set()
     for name, module in model.named_modules():
         layer = type(module).__name__ in unsplit_classes(model)
-        if layer or any(module is end for end in ends):
+        if layer or module in both:
             for parameter in module.parameters():
                 unit_of.setdefault(id(parameter), name)
         if isinstance(module, nn.Embedding):
             plain |= {id(p) for p in module.parameters(recurse=False)}
-    head = ends[1]
+    head = both[1]
     plain -= {id(p) for p in head.parameters()} if head is not None else set()
     weights = tuple(
         Weight(
@@ -116,7 +117,7 @@ def outline(model: Any, groups: Sequence[dict[str, Any]], scales: int = 0, split
         for name, p in model.named_parameters()
     )
     # A head may be without weights of its own, such as one that a task adds.
-    units = [unit_of.get(id(next(iter(end.parameters()), None)), "") if end is not None else "" for end in ends]
+    units = [unit_of.get(id(next(iter(end.parameters()), None)), "") if end is not None else "" for end in both]
     return Outline(weights, scales + sum(b.nbytes for b in model.buffers()), width_of(model), *units)
 
 

@@ -23,7 +23,7 @@ class TransientMemory:
 
     begins: int = 0
     """Weights of other ranks when the forward pass begins."""
-    ends: int = 0
+    last_layer: int = 0
     """The same when it comes to its last layer."""
     scores: int = 0
     """The same while the loss is computed."""
@@ -125,10 +125,10 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
         every = sum(layers) + tail
         forward, scores, returns, backward = every + max(layers), every + tail, every, every
     # As they run backwards: a unit's gradients are scattered while the next one's are made.
-    ends = [apart, ""] if apart else [""]
+    embeddings_and_head = [apart, ""] if apart else [""]
     units = outline.by_unit()
-    order = [[w for name in ends for w in units.get(name, [])]]
-    order += [unit for name, unit in reversed(units.items()) if name not in ends]
+    order = [[w for name in embeddings_and_head for w in units.get(name, [])]]
+    order += [unit for name, unit in reversed(units.items()) if name not in embeddings_and_head]
     made = [[4 * w.elements for w in unit if w.group is not None] for unit in order]
     steps = list(zip(made, made[1:], order[1:], strict=False)) or [([], made[0], order[0])]
     products = max(sum(last) + max(own, default=0) for last, own, _ in steps)
@@ -136,7 +136,7 @@ def _fsdp(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     copied = max(sum(last) + _bytes(unit) for last, _, unit in steps) if device == "cpu" and launch.reshard else 0
     return TransientMemory(
         begins=forward,
-        ends=forward,
+        last_layer=forward,
         scores=scores,
         returns=returns,
         backward=backward,
@@ -190,7 +190,7 @@ def _zero3(launch: Launch, outline: Outline, device: Device) -> TransientMemory:
     masters = math.ceil(sum(w.elements for w in outline.trained) / launch.averaged_ranks)
     return TransientMemory(
         begins=live + (max(map(_bytes, units.values())) if device == "cpu" else 0),
-        ends=max(held, min(live, scores + largest)),
+        last_layer=max(held, min(live, scores + largest)),
         scores=scores,
         returns=scores,
         backward=max(held - own, min(live, whole - own, scores + largest)),

@@ -1,5 +1,6 @@
 """What a model is trained to do. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
 
-from finetune.tasks.task import Batch, Rows, Task, TaskData
+from finetune.data.rows.feed import Rows
+from finetune.tasks.task import Batch, Task, TaskData
 
 __all__ = ["Batch", "Rows", "Task", "TaskData"]

@@ -51,8 +51,8 @@ def sees_documents(
     length = max(1, min(8, sequence_length // 2))
     ids = ordinary_tokens(network, 2 * length, device)
     changed = torch.cat([_other(ids, length), ids[:, length:]], 1)
-    edges = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-    boundaries = {"position_ids": torch.arange(length, device=device).repeat(2)[None], "cu_seqlens": edges}
+    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+    boundaries = {"position_ids": torch.arange(length, device=device).repeat(2)[None], "cu_seqlens": cu_seqlens}
     one, two = (scores({"input_ids": x, **boundaries}, causal_lm_logits)[:, length:] for x in (ids, changed))
     yield _apart(one, two)
     if network is not None:

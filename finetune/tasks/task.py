@@ -8,31 +8,15 @@ Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.feed import Rows
 
 Batch = Mapping[str, torch.Tensor]
-
-
-class Rows(Protocol):
-    """Training rows, read by position."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The given rows as CPU tensors, first dimension `B`."""
-        ...
-
-    def num_targets(self, rows: np.ndarray) -> int:
-        """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
-        ...
-
-    # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
 
 
 @dataclass(frozen=True)

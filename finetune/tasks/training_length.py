@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from finetune.config.recipe_schema import Recipe
-from finetune.tasks.task import Rows
+from finetune.config.recipe_schema import DataSection, LengthSection
 from finetune.utils.errors import DataError, RecipeError
 from finetune.utils.exact import exact_product
 
 
 @dataclass(frozen=True)
 class Length:
-    """How far a run goes, and how an epoch maps to positions."""
+    """Length of a run, and of an epoch."""
 
     num_steps: int
     epoch_rows: int
@@ -19,25 +18,28 @@ class Length:
     """Rows of an epoch that are not used."""
 
 
-def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
+def measure_length(length: LengthSection, size: int, data: DataSection, num_rows: int | None) -> Length:
     """Settles the number of steps.
+
+    Args:
+        size: Of the global batch.
+        num_rows: Training rows that there are; None without any.
 
     Raises:
         DataError: If the training rows do not fill one global batch.
         RecipeError: If there is nothing to train on.
     """
-    length, size = recipe.length, recipe.batch.global_size
     if length.steps == 0:
         return Length(num_steps=0, epoch_rows=0, left_out=0)
-    if rows is None:
+    if num_rows is None:
         raise RecipeError("There are no training rows, but the length of the run is not 0 steps. Name data.train.")
-    if len(rows) < size:
+    if num_rows < size:
         raise DataError(
-            f"The training data fills {len(rows)} rows, fewer than one global batch of {size}. Lower "
-            f"batch.global_size to at most {len(rows)}, lower data.sequence_length, or add data."
+            f"The training data fills {num_rows} rows, fewer than one global batch of {size}. Lower "
+            f"batch.global_size to at most {num_rows}, lower data.sequence_length, or add data."
         )
-    left_out = len(rows) % size if recipe.data.last_batch == "drop" else 0
-    epoch_rows = len(rows) - left_out
+    left_out = num_rows % size if data.last_batch == "drop" else 0
+    epoch_rows = num_rows - left_out
     if length.steps is not None:
         steps = length.steps
     elif length.epochs is not None:
@@ -46,5 +48,5 @@ def measure_length(recipe: Recipe, rows: Rows | None) -> Length:
             raise RecipeError(f"length.epochs {length.epochs} is less than one step of {size} rows. Raise it.")
     else:
         assert length.tokens is not None
-        steps = -(-length.tokens // (size * recipe.data.sequence_length))
+        steps = -(-length.tokens // (size * data.sequence_length))
     return Length(num_steps=steps, epoch_rows=epoch_rows, left_out=left_out)

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,8 @@ from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
 from finetune.config.recipe_schema import Recipe
-from finetune.data.rows.row_sampler import Prefetcher, RowSampler
+from finetune.data.rows.feed import Feed, TokenFileFeed
+from finetune.data.rows.row_order import RowOrder
 from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
@@ -47,7 +48,7 @@ from finetune.optim import optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
-from finetune.tasks.task import Rows, Task, TaskData
+from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import check_task_weights, find_task
 from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
@@ -131,9 +132,7 @@ class Run:
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
     optimizer: Any
     state: TrainState
-    sampler: RowSampler
-    prefetcher: Prefetcher | None
-    """Of the training rows; None where there are none."""
+    feed: Feed
     directory: RunDirectory
     reporter: Reporter
     resume: ResumePoint
@@ -152,25 +151,11 @@ class Run:
     """Bytes of weights on this rank before the first step."""
     results: dict[str, Any] = field(default_factory=dict)
 
-    def read_from(self, rows: Rows) -> None:
-        """Takes the training rows from somewhere else."""
-        self.data, self.prefetcher = replace(self.data, train=rows), Prefetcher(rows.batch)
-
     def validation(self) -> dict[str, float] | None:
         """The figures of the evaluation at this step, if there was one."""
         if self.state.last_evaluation.get("step") != self.state.step:
             return None
         return {key: value for key, value in self.results.items() if key.startswith("validation_")}
-
-    def row_order(self) -> dict[str, Any]:
-        """How positions map to rows, for the ledger."""
-        return {
-            "seed": self.recipe.seed,
-            "num_rows": self.sampler.num_rows,
-            "epoch_rows": self.length.epoch_rows,
-            "global_size": self.recipe.batch.global_size,
-            "data": self.data.digest,
-        }
 
 
 @dataclass(frozen=True)
@@ -183,6 +168,8 @@ class _Inputs:
     prompts: tuple[Prompt, ...]
     metrics: dict[str, Metric]
     length: Length
+    order: RowOrder
+    """Of the training rows."""
     weights: Weights | None
     """The files of the pretrained model."""
     base: dict[str, Any] | None
@@ -232,7 +219,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.verify(model, optimizer, lambda: preflight.forward_once(backend, model, inputs.task, data))
+    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(model, inputs.task, data, backend.device))
     if whole_loss is not None:
         preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
@@ -292,8 +279,16 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         state=TrainState.at(
             resume.step, resume.tokens, backend.device, BestEvaluation.resumed(recipe, resume.state.get("best"))
         ),
-        sampler=_build_sampler(recipe, backend, data, length, resume),
-        prefetcher=Prefetcher(data.train.batch) if data.train is not None else None,
+        feed=TokenFileFeed(
+            data.train,
+            inputs.order,
+            first_step=resume.step,
+            first_position=resume.position,
+            num_steps=length.num_steps,
+            micro_size=recipe.batch.rows,
+            data_size=backend.mesh.data_size,
+            data_rank=backend.mesh.data_rank,
+        ),
         directory=directory,
         reporter=reporter,
         resume=resume,
@@ -333,13 +328,15 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
         sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
     prompts = read_prompts(recipe, data.tokenizer)
     metrics = build_metrics(recipe, task, data, prompts)
-    length = measure_length(recipe, data.train)
+    num_rows = None if data.train is None else len(data.train)
+    length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
+    order = RowOrder(recipe.seed, num_rows or 0, length.epoch_rows, recipe.batch.global_size, data.digest)
     weights = check_task_weights(recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
-    identity = identify(recipe, data, length, base)
+    identity = identify(recipe, order, base)
     resume_point.compare(recipe, directory, identity)
-    return _Inputs(task, directory, data, prompts, metrics, length, weights, base, identity)
+    return _Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 
 def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:
@@ -378,22 +375,6 @@ def _build_profiler(
         return None
     folder = directory.path / "profile"
     return Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=length.num_steps)
-
-
-def _build_sampler(recipe: Recipe, backend: Backend, data: TaskData, length: Length, resume: ResumePoint) -> RowSampler:
-    return RowSampler(
-        num_rows=len(data.train) if data.train is not None else 0,
-        epoch_rows=length.epoch_rows,
-        seed=recipe.seed,
-        first_step=resume.step,
-        first_position=resume.position,
-        num_steps=length.num_steps,
-        global_size=recipe.batch.global_size,
-        micro_size=recipe.batch.rows,
-        accumulation=backend.accumulation,
-        world=backend.mesh.data_size,
-        rank=backend.mesh.data_rank,
-    )
 
 
 def _check_values(weights: Weights, backend: Backend) -> None:

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import nn
 
+from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
-from finetune.tasks.task import Rows, Task
+from finetune.tasks.task import Task
 from finetune.utils.errors import RecipeError
+from finetune.utils.to_device import batch_to_device
 
 # Forward passes between two questions whether to give up; each makes the host wait for the device.
 _ASK_EVERY = 16
@@ -44,17 +45,14 @@ def evaluate(
     # Loss, hits. In float64: hundreds of millions of targets are beyond fp32's whole numbers.
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
-    stride = micro_size * backend.mesh.data_size
+    batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
     with without_training(model):
-        for number, start in enumerate(range(0, len(rows), stride)):
+        for number, (share, batch) in enumerate(batches):
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
-            first = start + backend.mesh.data_rank * micro_size
-            share = np.arange(first, min(first + micro_size, len(rows)))
-            empty = len(share) == 0
-            batch = to_device(rows.batch(share if not empty else np.arange(1)), backend.device)
+            batch = batch_to_device(batch, backend.device)
             found = model(task.loss_and_correct or task.loss_sum, batch)
-            if not empty and backend.mesh.counts_loss:
+            if share.size and backend.mesh.counts_loss:
                 found = found.reshape(-1)
                 sums[: len(found[:2])] += found[:2].double()
                 if classes is not None:
@@ -84,19 +82,3 @@ def without_training(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on the device, sent as `send` does."""
-    return {key: send(value, device) for key, value in batch.items()}
-
-
-def send(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device.
-
-    To a GPU it goes from pinned memory and without waiting: a copy from other memory stops the host until the GPU has
-    come to it. The caching allocator of pinned memory keeps what is sent until it has arrived.
-    """
-    if device.type == "cpu":
-        return value
-    return value.pin_memory().to(device, non_blocking=True)

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.data.rows.feed import Rows
 from finetune.distributed.backend import Backend
 from finetune.tasks import metrics
 from finetune.tasks.causal_lm import next_token
-from finetune.tasks.task import Rows
 from finetune.training.build_run import Run
-from finetune.training.evaluation import send, without_training
+from finetune.training.evaluation import without_training
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
+from finetune.utils.to_device import tensor_to_device
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -60,7 +61,7 @@ def generate(
                 if not unfinished:
                     break
                 # Who has finished goes along with the others.
-                ids = send(torch.tensor([row or prompts[0][:1]]), backend.device)
+                ids = tensor_to_device(torch.tensor([row or prompts[0][:1]]), backend.device)
                 token = int(model(partial(next_token, kept=kept if row else {}), {"input_ids": ids}).item())
                 if not row:
                     continue

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.checkpoint import best_evaluation, integrity, row_ledger
+from finetune.checkpoint import best_evaluation, integrity
 from finetune.data.class_labels import some
+from finetune.data.rows.feed import Window
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
@@ -25,6 +26,7 @@ from finetune.training.build_run import Run
 from finetune.training.peak_memory import PeakMemoryMonitor
 from finetune.training.step_metrics import log_step, rising_loss
 from finetune.training.weight_check import WeightCheck
+from finetune.utils.to_device import batch_to_device, tensor_to_device
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def steps(run: Run) -> Iterator[Step]:
         return
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
-        run.checkpoints.open(step=state.step, position=run.sampler.position(state.step), order=run.row_order())
+        run.checkpoints.open(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)
         stopped = False
         if run.resume.evaluation_is_due(last):
@@ -151,9 +153,9 @@ def train_step(run: Run, step: int) -> StepOutput:
     backend, timer = run.backend, run.timer
     if run.profiler is not None:
         run.profiler.before(step)
-    micro_batches = run.sampler.micro_batches(step)
+    window = run.feed.step(step)
     timer.mark("data")
-    sync = _all_reduce_sync(run, micro_batches)
+    sync = _all_reduce_sync(run, window)
     targets = sync[0]
     # Backends average over ranks and `backward` divides by the accumulation; both are undone here.
     scale = (backend.mesh.average_size * backend.accumulation / targets.clamp(min=1)).float()
@@ -163,7 +165,7 @@ def train_step(run: Run, step: int) -> StepOutput:
         timer.mark("backward")
         return spread_nonfinite(loss_sum, scale)
 
-    losses = backend.forward_backward(run.model, run.task.loss_sum, _batches(run, step, micro_batches), scaled)
+    losses = backend.forward_backward(run.model, run.task.loss_sum, _batches(run, step, window), scaled)
     timer.mark("optimizer")
     norm = backend.clip(run.model, run.recipe.optim.clip_norm)
     backend.step(run.optimizer, norm)
@@ -171,19 +173,16 @@ def train_step(run: Run, step: int) -> StepOutput:
     timer.mark("other")
     run.state.tokens += targets
     return StepOutput(
-        step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=micro_batches
+        step=step, sync=read_later, norm=AsyncScalar(norm.reshape(1)), losses=torch.stack(losses), rows=window.rows
     )
 
 
-def _batches(run: Run, step: int, micro_batches: list[np.ndarray]) -> Iterator[Batch]:
+def _batches(run: Run, step: int, window: Window) -> Iterator[Batch]:
     """This rank's micro-batches of a step on its device, each seeded when it is asked for."""
     mesh, timer = run.backend.mesh, run.timer
-    for index, rows in enumerate(micro_batches):
+    for index in range(len(window.rows)):
         timer.mark("data")
-        last = index == len(micro_batches) - 1
-        following = run.sampler.first_after(step) if last else micro_batches[index + 1]
-        assert run.prefetcher is not None
-        batch = evaluation.to_device(run.prefetcher.batch(rows, following), run.backend.device)
+        batch = batch_to_device(next(window.batches), run.backend.device)
         timer.mark("forward")
         # Dropout depends on where in the global batch a micro-batch stands, not on who computes it or what came before.
         seed_torch(run.recipe.seed, step, index * mesh.average_size + mesh.average_rank)
@@ -202,20 +201,17 @@ def seed_torch(*parts: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def _all_reduce_sync(run: Run, micro_batches: list[np.ndarray]) -> torch.Tensor:
+def _all_reduce_sync(run: Run, window: Window) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
-    train = run.data.train
-    assert train is not None
-    num_computed = getattr(train, "num_computed", train.num_targets)
-    counted = micro_batches if run.backend.mesh.counts_rows else []
+    counts = run.backend.mesh.counts_rows
     sync = StepSync(
-        targets=sum(train.num_targets(rows) for rows in counted),
-        computed=sum(num_computed(rows) for rows in counted),
-        rows=sum(row_ledger.checksum(rows) for rows in counted),
+        targets=counts * window.num_targets,
+        computed=counts * window.num_computed,
+        rows=counts * window.checksum,
         stop=float(run.shutdown.requested),
         **run.checkpoints.sync_flags(),
     )
-    return run.backend.sum(evaluation.send(torch.tensor(astuple(sync), dtype=torch.float64), run.backend.device))
+    return run.backend.sum(tensor_to_device(torch.tensor(astuple(sync), dtype=torch.float64), run.backend.device))
 
 
 def look_at_profile(run: Run) -> None:
@@ -335,7 +331,7 @@ def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
     """
     state = {
         **run.state.to_dict(),
-        "position": run.sampler.position(run.state.step),
+        **run.feed.state_dict(run.state.step),
         "scaler": run.backend.scaler_state(),
         "skipped": run.nonfinite.state,
         "looked_at": evaluated,

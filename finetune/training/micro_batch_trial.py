@@ -2,12 +2,15 @@
 
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from finetune.config.recipe import load_recipe
+from finetune.data.rows.feed import TokenFileFeed
 from finetune.distributed import device_selection
 from finetune.monitoring.out_of_memory import explain_out_of_memory
 from finetune.training.build_run import build_run
@@ -19,21 +22,13 @@ from finetune.utils.errors import FinetuneError, MemoryFullError
 from finetune.utils.library_imports import silence_libraries
 
 
-class LongestRows:
+def longest(rows: Any) -> Any:
     """Training rows in whose place the longest are read."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows, self._longest = rows, rows.longest()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def batch(self, rows: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._rows.batch(self._longest[: len(rows)])
-        return found
-
-    def num_targets(self, rows: Any) -> int:
-        return int(self._rows.num_targets(self._longest[: len(rows)]))
+    order = rows.longest()
+    return SimpleNamespace(
+        batch=lambda numbers: rows.batch(order[: len(numbers)]),
+        num_targets=lambda numbers: rows.num_targets(order[: len(numbers)]),
+    )
 
 
 def main(file: str, report: str) -> int:
@@ -41,8 +36,8 @@ def main(file: str, report: str) -> int:
     recipe = load_recipe(file, ())
     room = device_selection.room()
     run = build_run(recipe, quiet=True)
-    if hasattr(run.data.train, "longest"):
-        run.read_from(LongestRows(run.data.train))
+    if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
+        run.feed = replace(run.feed, rows=longest(run.feed.rows))
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)

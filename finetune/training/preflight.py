@@ -21,20 +21,16 @@ from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training import evaluation
 from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
-
-
-def forward_once(backend: Backend, model: nn.Module, task: Task, data: TaskData) -> torch.Tensor:
-    """The loss of one row, without gradients. Every rank must call it."""
-    return loss_of_row(model, task, data, backend.device)
+from finetune.utils.to_device import batch_to_device
 
 
 def loss_of_row(model: nn.Module, task: Task, data: TaskData, device: torch.device) -> torch.Tensor:
-    """`forward_once`, of a model that may not be prepared yet."""
+    """The loss of one row, without gradients. Every rank must call it of a prepared model."""
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
     with evaluation.without_training(model), _by_name(model):
-        loss: torch.Tensor = model(task.loss_sum, evaluation.to_device(rows.batch(np.arange(1)), device))
+        loss: torch.Tensor = model(task.loss_sum, batch_to_device(rows.batch(np.arange(1)), device))
     return loss
 
 
@@ -226,7 +222,7 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
     Raises:
         BackendError: If they do not.
     """
-    found = _of_all(backend, forward_once(backend, model, task, data))
+    found = _of_all(backend, loss_of_row(model, task, data, backend.device))
     apart = abs(found - whole) / max(abs(whole), 1e-6)
     if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
         inner = lora_adapters.transformer(unwrap(model))

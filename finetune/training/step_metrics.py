@@ -68,7 +68,7 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
 
     return {
         "step": state.step,
-        "epoch": run.sampler.position(state.step) / max(1, run.length.epoch_rows),
+        "epoch": run.feed.epoch(state.step),
         "loss": loss_sum / max(1.0, output.sync.read()[0]),
         "lr": lr,
         "grad_norm": output.norm.read()[0],

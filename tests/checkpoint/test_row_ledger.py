@@ -17,8 +17,8 @@ from inside import Done, at_step, copy, mlp, run_here, stop_after
 
 from finetune.checkpoint import row_ledger
 from finetune.cli import main
+from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import rows_at
-from finetune.data.rows.row_sampler import RowSampler
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -124,15 +124,15 @@ def test_two_ranks_and_one_in_turn(fork_server: ForkServer, tmp_path: Path) -> N
 
 def test_rows_that_another_process_read_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is of what was read. A loop that reads other rows than it should is found out."""
-    micro_batches = RowSampler.micro_batches
+    micro_batches = TokenFileFeed.micro_batches
 
-    def wrong(sampler: RowSampler, step: int) -> list[np.ndarray]:
-        rows = micro_batches(sampler, step)
+    def wrong(feed: TokenFileFeed, step: int) -> list[np.ndarray]:
+        rows = micro_batches(feed, step)
         if step == 6:
             rows[-1] = (rows[-1] + 1) % ROWS
         return rows
 
-    monkeypatch.setattr(RowSampler, "micro_batches", wrong)
+    monkeypatch.setattr(TokenFileFeed, "micro_batches", wrong)
     found = row_ledger.audit(run_here(mlp(tmp_path / "run")).directory)
     assert found.unproved == [7]
     assert not found.holds

@@ -21,6 +21,7 @@ from testdata import BPE
 from finetune.checkpoint import run_fingerprint
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.row_order import RowOrder
 from finetune.tasks.task_lookup import find_task
 from finetune.tasks.training_length import measure_length
 from finetune.utils import atomic_files
@@ -242,13 +243,10 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     tree["data"]["train"] = [source]
     recipe = validate_recipe(tree)
     ready = find_task(recipe).build_data(recipe, True)
-    return json.loads(
-        json.dumps(
-            run_fingerprint.identify(
-                recipe, ready, measure_length(recipe, ready.train), run_fingerprint.base_of(recipe)
-            )
-        )
-    )
+    num_rows, size = len(ready.train), recipe.batch.global_size
+    length = measure_length(recipe.length, size, recipe.data, num_rows)
+    order = RowOrder(recipe.seed, num_rows, length.epoch_rows, size, ready.digest)
+    return json.loads(json.dumps(run_fingerprint.identify(recipe, order, run_fingerprint.base_of(recipe))))
 
 
 def check(folder: Path, mathematical: list[str], free: list[str]) -> None:

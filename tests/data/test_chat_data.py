@@ -18,7 +18,7 @@ from finetune.config import recipe_schema
 from finetune.config.recipe import dump_recipe, validate_recipe
 from finetune.data.chat.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.rows.row_dataset import IGNORED, TokenRows
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.utils import exit_codes
@@ -68,7 +68,7 @@ def prepared(folder: Path, sources: Any, chat: dict[str, Any] | None = None, **k
     return prepare_data(recipe(folder, sources, chat, **keys), quiet=True)
 
 
-def targets_of(rows: Rows) -> int:
+def targets_of(rows: TokenRows) -> int:
     return rows.num_targets(np.arange(len(rows)))
 
 
@@ -85,7 +85,7 @@ def pairs(number: int) -> list[Any]:
     return [[("user", f"What is {n}?"), ("assistant", f"The answer is {n * n}.")] for n in range(number)]
 
 
-def learned_runs(data: PreparedData, rows: Rows) -> list[str]:
+def learned_runs(data: PreparedData, rows: TokenRows) -> list[str]:
     """What the batches teach, run by run; a new document begins a new run."""
     found = []
     for row in range(len(rows)):
@@ -451,7 +451,7 @@ def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     from finetune.data.show_examples import examples
 
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(2))])
-    _, _, line = list(examples(data, 1, coloured=True))
+    _, _, line = list(examples(data.train, data.tokenizer, data.label_names, 1, coloured=True))
     green = "".join(line.plain[span.start : span.end] for span in line.spans if "green" in str(span.style))
     assert green == "The answer is 0.<|im_end|>"
 

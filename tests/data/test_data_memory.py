@@ -127,7 +127,7 @@ def test_packing_takes_some_bytes_a_document(long_documents: packing.LongDocumen
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tracemalloc.start()
     try:
-        packing.fill(offsets, 1024, long_documents)
+        packing.pack_documents(offsets, 1024, long_documents)
         assert tracemalloc.get_traced_memory()[1] < 72 * lengths.size
     finally:
         tracemalloc.stop()

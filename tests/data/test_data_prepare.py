@@ -19,7 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.data_report import check
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.rows.row_dataset import IGNORED, Rows
+from finetune.data.rows.row_dataset import IGNORED, TokenRows
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoder, batched
 from finetune.utils.errors import DataError
@@ -70,15 +70,15 @@ def jsonl(path: Path, records: list[Any]) -> dict[str, Any]:
     return {"path": str(path)}
 
 
-def all_rows(rows: Rows) -> dict[str, torch.Tensor]:
+def all_rows(rows: TokenRows) -> dict[str, torch.Tensor]:
     return rows.batch(np.arange(len(rows)))
 
 
-def targets_of(rows: Rows) -> int:
+def targets_of(rows: TokenRows) -> int:
     return rows.num_targets(np.arange(len(rows)))
 
 
-def texts_of_rows(data: PreparedData, rows: Rows) -> list[str]:
+def texts_of_rows(data: PreparedData, rows: TokenRows) -> list[str]:
     """The documents of packed or padded rows, read back from inputs and targets."""
     batch = all_rows(rows)
     found = []
@@ -124,10 +124,10 @@ def test_packed_rows_restart_and_never_cross(tmp_path: Path, word_tokenizer: str
     source = jsonl(tmp_path / "a.jsonl", documents)
     data = prepared(tmp_path / "c", tokenizer=word_tokenizer, train=[source], sequence_length=16)
     batch = all_rows(data.train)
-    edges = batch.pop("cu_seqlens")
-    assert edges.dtype == torch.int32
-    assert torch.equal(edges[:-1], (batch["position_ids"].flatten() == 0).nonzero()[:, 0].int())
-    assert edges[-1] == batch["input_ids"].numel()
+    cu_seqlens = batch.pop("cu_seqlens")
+    assert cu_seqlens.dtype == torch.int32
+    assert torch.equal(cu_seqlens[:-1], (batch["position_ids"].flatten() == 0).nonzero()[:, 0].int())
+    assert cu_seqlens[-1] == batch["input_ids"].numel()
     assert set(batch) == {"input_ids", "targets", "position_ids"}
     assert all(value.dtype == torch.int64 and value.shape[1] == 16 for value in batch.values())
     bos, eos = data.tokenizer.bos_token_id, data.tokenizer.eos_token_id

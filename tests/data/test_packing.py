@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.rows import packing
-from finetune.data.rows.packing import Packed
+from finetune.data.rows.packing import PackedRows
 
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -18,15 +18,15 @@ def offsets_of(lengths: list[int]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def pairs_of(packed: Packed) -> list[int]:
+def pairs_of(packed: PackedRows) -> list[int]:
     """The stream position of every input, in the order of rows."""
     segments = zip(packed.starts.tolist(), packed.lengths.tolist(), strict=True)
     return [start + i for start, length in segments for i in range(length)]
 
 
-def row_sizes(packed: Packed) -> list[int]:
-    edges = packed.row_starts.tolist()
-    return [int(packed.lengths[a:b].sum()) for a, b in pairwise(edges)]
+def row_sizes(packed: PackedRows) -> list[int]:
+    row_starts = packed.row_starts.tolist()
+    return [int(packed.lengths[a:b].sum()) for a, b in pairwise(row_starts)]
 
 
 def within_documents(lengths: list[int]) -> list[int]:
@@ -36,7 +36,7 @@ def within_documents(lengths: list[int]) -> list[int]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(Lengths, st.integers(1, 40), st.sampled_from([packing.fill, packing.pad]))
+@given(Lengths, st.integers(1, 40), st.sampled_from([packing.pack_documents, packing.pad_documents]))
 def test_split_reads_every_pair_once(lengths: list[int], row_length: int, pack: object) -> None:
     packed = pack(offsets_of(lengths), row_length, "split")  # type: ignore[operator]
     assert sorted(pairs_of(packed)) == within_documents(lengths)
@@ -49,7 +49,7 @@ def test_split_reads_every_pair_once(lengths: list[int], row_length: int, pack: 
 @given(Lengths, st.integers(1, 40))
 def test_truncate_and_drop(lengths: list[int], row_length: int) -> None:
     offsets = offsets_of(lengths)
-    cut = packing.fill(offsets, row_length, "truncate")
+    cut = packing.pack_documents(offsets, row_length, "truncate")
     starts = dict(zip(cut.starts.tolist(), cut.lengths.tolist(), strict=True))
     kept = {
         start: min(length - 1, row_length)
@@ -58,7 +58,7 @@ def test_truncate_and_drop(lengths: list[int], row_length: int) -> None:
     }
     assert starts == kept
     assert cut.truncated == cut.over_long
-    dropped = packing.fill(offsets, row_length, "drop")
+    dropped = packing.pack_documents(offsets, row_length, "drop")
     assert dropped.dropped == dropped.over_long
     assert dropped.starts.size == sum(2 <= length <= row_length + 1 for length in lengths)
 
@@ -66,7 +66,7 @@ def test_truncate_and_drop(lengths: list[int], row_length: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 40), st.booleans())
 def test_wrapped_cuts_the_stream(num_tokens: int, row_length: int, keep: bool) -> None:
-    packed = packing.wrap(num_tokens, row_length, keep_remainder=keep)
+    packed = packing.wrap_stream(num_tokens, row_length, keep_remainder=keep)
     rows, rest = divmod(max(0, num_tokens - 1), row_length)
     assert packed.num_rows == rows + (keep and rest > 0)
     assert pairs_of(packed) == list(range(rows * row_length + (rest if keep else 0)))
@@ -102,4 +102,4 @@ def test_a_million_documents_take_no_time() -> None:
 
 @pytest.mark.parametrize("mode", ["split", "truncate", "drop"])
 def test_no_documents_make_no_rows(mode: packing.LongDocuments) -> None:
-    assert packing.fill(offsets_of([1, 1]), 8, mode).num_rows == 0
+    assert packing.pack_documents(offsets_of([1, 1]), 8, mode).num_rows == 0

@@ -45,11 +45,11 @@ def test_heads_that_do_not_divide_are_refused(compared: list[dict[str, Any]]) ->
 def test_parts_of_a_batch(packed: bool) -> None:
     ids = torch.arange(16).view(2, 8)
     batch = {"input_ids": ids, "targets": ids + 1}
-    positions, edges = torch.arange(8).expand(2, 8), torch.tensor([0, 8, 16], dtype=torch.int32)
+    positions, cu_seqlens = torch.arange(8).expand(2, 8), torch.tensor([0, 8, 16], dtype=torch.int32)
     if packed:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]])
-        edges = torch.tensor([0, 3, 8, 9, 16], dtype=torch.int32)
-        batch |= {"position_ids": positions, "cu_seqlens": edges}
+        cu_seqlens = torch.tensor([0, 3, 8, 9, 16], dtype=torch.int32)
+        batch |= {"position_ids": positions, "cu_seqlens": cu_seqlens}
     assert sequence.split(batch, None) is batch
     for rank in range(4):
         network = nn.Sequential(nn.Linear(1, 1))
@@ -59,7 +59,7 @@ def test_parts_of_a_batch(packed: bool) -> None:
         assert torch.equal(part["input_ids"], ids[:, own])
         assert torch.equal(part["targets"], ids[:, own] + 1), "targets are shifted before rows are split"
         assert torch.equal(part["position_ids"], positions[:, own]), "positions are those of whole rows"
-        assert torch.equal(part["cu_seqlens"], edges.expand(4, -1))
+        assert torch.equal(part["cu_seqlens"], cu_seqlens.expand(4, -1))
         with sequence.whole_rows(network):
             assert sequence.split(batch, rows) is batch
 

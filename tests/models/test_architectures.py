@@ -56,13 +56,13 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     network.eval()
     lengths = (13, 21, 30)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    edges = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     ids = torch.randint(0, 512, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     changed = ids.clone()
     changed[:, 13:34] = (changed[:, 13:34] + 5) % 512
     with torch.no_grad():
         one, two = (
-            causal_lm_logits(network, {"input_ids": x, "position_ids": positions, "cu_seqlens": edges})
+            causal_lm_logits(network, {"input_ids": x, "position_ids": positions, "cu_seqlens": cu_seqlens})
             for x in (ids, changed)
         )
         alone = causal_lm_logits(network, {"input_ids": ids[:, 34:], "position_ids": torch.arange(30)[None]})

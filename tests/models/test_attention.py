@@ -47,8 +47,8 @@ def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 512, (2, WIDTH), generator=generator)
     rows = (LENGTHS, LENGTHS[::-1])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    edges = torch.tensor([0, *(n for row in rows for n in row)]).cumsum(0).to(torch.int32)
-    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, attention.EDGES: edges}
+    cu_seqlens = torch.tensor([0, *(n for row in rows for n in row)]).cumsum(0).to(torch.int32)
+    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, "cu_seqlens": cu_seqlens}
 
 
 def learn(network: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -91,7 +91,7 @@ def test_packed_attention_is_the_masked_one(name: str) -> None:
 def test_a_wrong_edge_is_seen() -> None:
     network = network_of(DECODERS["llama_tied"], "auto")
     moved = batch()
-    moved[attention.EDGES][1] += 1
+    moved["cu_seqlens"][1] += 1
     loss, wrong = (CAUSAL_LM.loss_sum(network, b) for b in (batch(), moved))
     assert abs(wrong - loss) / loss > 1e-5
 
@@ -175,18 +175,23 @@ def test_the_kernel_is_given_groups_as_it_takes_them(monkeypatch: pytest.MonkeyP
     told: list[bool] = []
 
     def kernel(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, *_: object, **options: object
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        *_: object,
+        **options: object,
     ) -> torch.Tensor:
         told.append("enable_gqa" in options)
         assert takes_groups or query.shape[1] == key.shape[1]
-        return attention._by_document(query, key, value, edges, 0.0, None, None)
+        return attention._by_document(query, key, value, cu_seqlens, 0.0, None, None)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "varlen_takes_groups", lambda: takes_groups)
     torch.manual_seed(0)
     query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    edges = torch.tensor([0, 4, 9])
-    found = attention._by_kernel(query, key, value, edges, 5, None, None)
-    expected = attention._by_document(query, key, value, edges, 0.0, None, None)
+    cu_seqlens = torch.tensor([0, 4, 9])
+    found = attention._by_kernel(query, key, value, cu_seqlens, 5, None, None)
+    expected = attention._by_document(query, key, value, cu_seqlens, 0.0, None, None)
     assert torch.allclose(found, expected)
     assert told == [takes_groups]

@@ -241,7 +241,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda t: known[id(t)] if id(t) in known else up(t), found)
 
 
-def _varlen(query, key, value, edges, edges_k, longest, longest_k, causal, scale, *_):
+def _varlen(query, key, value, cu_seqlens, cu_seqlens_k, longest, longest_k, causal, scale, *_):
     """Attention by document: the forward pass of flash attention's kernel, and what that refuses."""
     width = query.shape[2]
     assert query.dtype in (torch.bfloat16, torch.float16)
@@ -249,19 +249,19 @@ def _varlen(query, key, value, edges, edges_k, longest, longest_k, causal, scale
     assert width in range(8, 257, 8)
     assert width == key.shape[2] == value.shape[2]
     assert causal
-    assert edges is edges_k
-    assert edges.dtype == torch.int32
-    assert isinstance(edges, OnDevice)
+    assert cu_seqlens is cu_seqlens_k
+    assert cu_seqlens.dtype == torch.int32
+    assert isinstance(cu_seqlens, OnDevice)
     found = torch.empty_like(down(query))
-    for _q, _k, v, weights, at in _documents(query, key, value, edges, scale):
+    for _q, _k, v, weights, at in _documents(query, key, value, cu_seqlens, scale):
         found[at] = torch.einsum("hij,jhe->ihe", weights, v).to(found.dtype)
     return up(found), up(torch.zeros(query.shape[1], query.shape[0])), up(torch.zeros(2, dtype=torch.uint64))
 
 
-def _varlen_backward(gradient, query, key, value, out, lse, edges, *rest):
+def _varlen_backward(gradient, query, key, value, out, lse, cu_seqlens, *rest):
     *_, scale, _ = rest
     found = [torch.zeros_like(down(t)) for t in (query, key, value)]
-    for q, k, v, weights, at in _documents(query, key, value, edges, scale):
+    for q, k, v, weights, at in _documents(query, key, value, cu_seqlens, scale):
         given = down(gradient)[at].float()
         scores = torch.einsum("ihe,jhe->hij", given, v)
         scores = weights * (scores - (scores * weights).sum(-1, keepdim=True)) * scale
@@ -272,9 +272,9 @@ def _varlen_backward(gradient, query, key, value, out, lse, edges, *rest):
     return tuple(map(up, found))
 
 
-def _documents(query, key, value, edges, scale):
+def _documents(query, key, value, cu_seqlens, scale):
     """Of each document queries, keys and values in fp32, a head each, the weights, and its place."""
-    places = down(edges).tolist()
+    places = down(cu_seqlens).tolist()
     for begin, end in itertools.pairwise(places):
         at = slice(begin, end)
         q, k, v = (down(t)[at].float() for t in (query, key, value))

@@ -25,7 +25,7 @@ from inside import mlp
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring import step_sync
-from finetune.training import evaluation, loop
+from finetune.training import loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
 from finetune.utils.library_imports import silence_libraries
@@ -80,9 +80,9 @@ def _timed(*arguments, **options):
 # What is put in the place of what. Each is a line that somebody might write; none shows on a CPU.
 FAULTS = {
     "none": [],
-    "the batch stays on the host": [(evaluation, "to_device", _left_on_the_host)],
-    "a copy from pageable memory": [(evaluation, "send", _pageable)],
-    "a copy that blocks": [(evaluation, "send", _blocking)],
+    "the batch stays on the host": [(loop, "batch_to_device", _left_on_the_host)],
+    "a copy from pageable memory": [(loop, "tensor_to_device", _pageable)],
+    "a copy that blocks": [(loop, "tensor_to_device", _blocking)],
     "item": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.item()))],
     "bool": [(Backend, "clip", _after(Backend.clip, lambda norm: bool(norm > 1)))],
     "tolist": [(Backend, "clip", _after(Backend.clip, lambda norm: norm.tolist()))],

@@ -19,7 +19,7 @@ from finetune.utils.compat import torch_private
 
 ROWS, LENGTH, WIDTH = 2, 24, 8
 # Documents begin and end within parts, and one lies on several of them.
-EDGES = torch.tensor([0, 5, 7, 24, 41, 48], dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 5, 7, 24, 41, 48], dtype=torch.int32)
 
 # Heads, heads of keys and values, window, and whether the kernel takes one document at a time.
 CASES: dict[str, tuple[int, int, int | None, bool]] = {
@@ -45,11 +45,11 @@ def differences(case: str, group: Group) -> list[float]:
         return values.tensor_split(group.size, dim)[group.rank]
 
     whole = {name: values.clone().requires_grad_() for name, values in given.items()}
-    mask = EDGES[None, None, None]
+    mask = CU_SEQLENS[None, None, None]
     result, _ = attention._attend(module, **whole, attention_mask=mask, sliding_window=window)
     (result * wanted).sum().backward()
     part = {name: own(values, 2).clone().requires_grad_() for name, values in given.items()}
-    mask = EDGES.expand(group.size, -1)[None, None]
+    mask = CU_SEQLENS.expand(group.size, -1)[None, None]
     found, _ = attention._attend(module, **part, attention_mask=mask, sliding_window=window)
     (found * own(wanted, 1)).sum().backward()
     pairs = [(found, own(result, 1)), *((part[name].grad, own(whole[name].grad, 2)) for name in given)]

@@ -15,8 +15,9 @@ from harness import Launcher
 from test_fake_device import recipe
 
 from finetune.config.recipe import validate_recipe
-from finetune.training import evaluation, loop
+from finetune.training import loop
 from finetune.training.build_run import Run, build_run
+from finetune.utils.to_device import tensor_to_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +81,7 @@ def test_a_step_makes_the_host_wait_for_nothing(made: Run) -> None:
         with pytest.raises(RuntimeError, match="synchronizing"):
             taken.losses.sum().item()
         # Copies from pageable memory wait as well, and are not all seen by that check.
-        sent = evaluation.send(torch.ones(3), made.backend.device)
+        sent = tensor_to_device(torch.ones(3), made.backend.device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sent.tolist() == [1, 1, 1]

@@ -14,7 +14,6 @@ from forkserver import ForkServer
 from harness import ROOT, Launcher, environment
 from hypothesis import example, given
 from hypothesis import strategies as st
-from own_task import Points
 from recipes_for_tests import base
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,8 +26,7 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, parameter_groups
-from finetune.tasks.training_length import Length
-from finetune.tasks.training_length import measure_length as length_of
+from finetune.tasks.training_length import Length, measure_length
 from finetune.training.loop import seed_torch
 from finetune.utils.errors import DataError, RecipeError
 
@@ -132,11 +130,13 @@ def test_a_frozen_model_is_refused() -> None:
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), recipe())
 
 
-def test_length_in_steps_epochs_and_tokens() -> None:
-    rows = Points(100, 0)
+def length_of(asked: Recipe, num_rows: int) -> Length:
+    return measure_length(asked.length, asked.batch.global_size, asked.data, num_rows)
 
+
+def test_length_in_steps_epochs_and_tokens() -> None:
     def measure(length: dict, **data) -> Length:
-        return length_of(recipe(length=length, batch={"global_size": 16, "micro_size": 4}, data=data), rows)
+        return length_of(recipe(length=length, batch={"global_size": 16, "micro_size": 4}, data=data), 100)
 
     assert measure({"steps": 7}).num_steps == 7
     assert measure({"epochs": 2}).num_steps == 12  # 200 rows, the last 8 of which fill no batch
@@ -148,7 +148,7 @@ def test_length_in_steps_epochs_and_tokens() -> None:
     with pytest.raises(RecipeError, match="less than one step"):
         measure({"epochs": 0.1})
     with pytest.raises(DataError, match="fills 100 rows, fewer than one global batch of 128"):
-        length_of(recipe(batch={"global_size": 128, "micro_size": 4}), rows)
+        length_of(recipe(batch={"global_size": 128, "micro_size": 4}), 100)
 
 
 @given(hundredths=st.integers(1, 1000), rows=st.integers(1, 400), size=st.integers(1, 8))
@@ -157,10 +157,10 @@ def test_epochs_are_decimals(hundredths: int, rows: int, size: int) -> None:
     steps, rows = hundredths * rows * size // (100 * size), rows * size
     length = recipe(length={"epochs": float(f"{hundredths}e-2")}, batch={"global_size": size, "micro_size": size})
     if steps:
-        assert length_of(length, Points(rows, 0)).num_steps == steps
+        assert length_of(length, rows).num_steps == steps
     else:
         with pytest.raises(RecipeError, match="less than one step"):
-            length_of(length, Points(rows, 0))
+            length_of(length, rows)
 
 
 def test_shares_of_the_steps_are_decimals() -> None:

@@ -20,11 +20,11 @@ _COUNTS = ("empty", "over_long", "truncated", "dropped", "remainder_rows")
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedRows:
     """Rows of segments, and what was left out to make them."""
 
     starts: Int64s
-    """Of each segment, in the stream; the segments of a row are neighbours."""
+    """First pair of each segment, in the stream; the segments of a row are neighbours."""
     lengths: Int64s
     """Pairs of each segment."""
     row_starts: Int64s
@@ -46,14 +46,14 @@ class Packed:
         return self.row_starts.size - 1
 
 
-def wrap(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Packed:
+def wrap_stream(num_tokens: int, row_length: int, *, keep_remainder: bool) -> PackedRows:
     """Cuts the stream every `row_length` pairs, through documents."""
     pairs = max(0, num_tokens - 1)
     rows, rest = divmod(pairs, row_length)
     lengths = np.full(rows, row_length, np.int64)
     if rest and keep_remainder:
         lengths = np.append(lengths, rest)
-    return Packed(
+    return PackedRows(
         starts=np.arange(lengths.size, dtype=np.int64) * row_length,
         lengths=lengths,
         row_starts=np.arange(lengths.size + 1, dtype=np.int64),
@@ -61,7 +61,7 @@ def wrap(num_tokens: int, row_length: int, *, keep_remainder: bool) -> Packed:
     )
 
 
-def pad(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+def pad_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """One segment a row, in the order of the documents.
 
     Args:
@@ -72,29 +72,29 @@ def pad(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Pack
     return _segments(offsets[:-1], np.diff(offsets) - 1, row_length, long_documents)
 
 
-def truncate(offsets: Int64s, row_length: int) -> Packed:
+def truncate_documents(offsets: Int64s, row_length: int) -> PackedRows:
     """One document a row without targets, for classifiers: lengths are tokens here, not pairs."""
     return _segments(offsets[:-1], np.diff(offsets), row_length, "truncate")
 
 
-def fill(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+def pack_documents(offsets: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """Whole documents, best-fit decreasing: the longest first, each into the fullest row that still has room.
 
-    The arguments are those of `pad`. Time is linear in the documents plus the number of pairs (length, room)
+    The arguments are those of `pad_documents`. Time is linear in the documents plus the number of pairs (length, room)
     that occur, because documents of one length are placed together.
 
     Source: Johnson, "Near-optimal bin packing algorithms", 1973; for rows of text Ding et al., "Fewer
     Truncations Improve Language Modeling", 2024.
     """
-    loose = pad(offsets, row_length, long_documents)
+    loose = pad_documents(offsets, row_length, long_documents)
     rows = best_fit_decreasing(loose.lengths, row_length)
     order = np.argsort(rows, kind="stable")
     counts = np.bincount(rows, minlength=int(rows.max()) + 1 if rows.size else 0)
-    edges = np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])
-    return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=edges)
+    row_starts = np.concatenate([np.array([0], np.int64), np.cumsum(counts, dtype=np.int64)])
+    return replace(loose, starts=loose.starts[order], lengths=loose.lengths[order], row_starts=row_starts)
 
 
-def save(packed: Packed, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
+def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) -> dict[str, Any]:
     """Writes the arrays to a folder and returns the rest as JSON-able facts for reports.
 
     With a mask, how many targets each row has is written too: a step must know before it reads.
@@ -111,15 +111,15 @@ def save(packed: Packed, folder: Path, mask: MaskFile | None = None) -> dict[str
     return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **counts}
 
 
-def load_targets(folder: Path) -> Int64s:
-    """Targets of each row, as `save` has written them."""
+def load_row_targets(folder: Path) -> Int64s:
+    """Targets of each row, as `save_rows` has written them."""
     return map_array(folder / "targets.npy")
 
 
-def load(folder: Path) -> Packed:
-    """Opens the rows that `save` has written, memory-mapped, without what was counted."""
+def load_rows(folder: Path) -> PackedRows:
+    """Opens the rows that `save_rows` has written, memory-mapped, without what was counted."""
     starts, lengths, row_starts = (map_array(folder / f"{name}.npy") for name in _ARRAYS)
-    return Packed(starts, lengths, row_starts)
+    return PackedRows(starts, lengths, row_starts)
 
 
 def best_fit_decreasing(lengths: Int64s, room: int) -> Int64s:
@@ -192,7 +192,7 @@ class _Shelves:
             self._present |= 1 << room
 
 
-def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: LongDocuments) -> Packed:
+def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: LongDocuments) -> PackedRows:
     """The segments of each document, in order, each as a row of its own."""
     empty = int((pairs < 1).sum())
     starts, pairs = starts[pairs >= 1], pairs[pairs >= 1]
@@ -208,7 +208,7 @@ def _segments(starts: Int64s, pairs: Int64s, row_length: int, long_documents: Lo
         pairs = np.minimum(pairs, row_length)
     else:
         starts, pairs = starts[~long], pairs[~long]
-    return Packed(
+    return PackedRows(
         starts=np.ascontiguousarray(starts, np.int64),
         lengths=np.ascontiguousarray(pairs, np.int64),
         row_starts=np.arange(pairs.size + 1, dtype=np.int64),

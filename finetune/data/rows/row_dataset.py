@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from finetune.data.rows.packing import Packed
+from finetune.data.rows.packing import PackedRows
 from finetune.data.tokenization.build_tokenizer import Wrapping
 from finetune.data.tokenization.memmap import Int64s, MaskFile
 from finetune.data.tokenization.token_files import Tokens
@@ -22,31 +22,31 @@ _MULTIPLE = 8
 
 
 @dataclass(frozen=True)
-class Classes:
-    """What makes rows into documents with a class."""
+class RowClasses:
+    """Classes of rows that are a document each."""
 
     numbers: Int64s
-    """Of each row: (rows,)."""
+    """The class of each row: (rows,)."""
     wrapping: Wrapping
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TokenRows:
     """Rows of tokens, read by position. Reading neither changes nor copies anything but the batch."""
 
     tokens: Tokens
-    packed: Packed
+    packed: PackedRows
     row_length: int
     """T."""
     padding_id: int
     restarts: bool
-    """Whether documents share rows and each counts its positions from 0."""
+    """True if documents share rows and each counts its positions from 0."""
     fixed: bool
-    """Whether batches are always T wide; else as wide as their longest row, in steps of 8."""
-    classes: Classes | None = None
+    """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
+    classes: RowClasses | None = None
     """None for language modelling."""
     mask: MaskFile | None = None
-    """Which tokens are targets; None where all are."""
+    """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
     """With a mask: targets of each row, (rows,)."""
 
@@ -104,11 +104,11 @@ class Rows:
             batch["position_ids"][place] = within
         found = {name: torch.from_numpy(values).view(rows.size, width) for name, values in batch.items()}
         if self.restarts:
-            edges = np.append(np.flatnonzero(batch["position_ids"] == 0), rows.size * width)
-            found["cu_seqlens"] = torch.from_numpy(edges.astype(np.int32))
+            cu_seqlens = np.append(np.flatnonzero(batch["position_ids"] == 0), rows.size * width)
+            found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         return found
 
-    def _class_batch(self, rows: npt.NDArray[np.integer], classes: Classes) -> dict[str, torch.Tensor]:
+    def _class_batch(self, rows: npt.NDArray[np.integer], classes: RowClasses) -> dict[str, torch.Tensor]:
         before, behind = classes.wrapping
         around = len(before) + len(behind)
         width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around))

@@ -5,6 +5,8 @@ A Feistel network over the smallest even number of bits that holds `num_rows`, w
 random generator, so that a library update cannot change what an old run would have read next.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,31 @@ _MASK = (1 << 64) - 1
 _ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
 UInt64s = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows by their positions in a run. The ledger keeps it with each start."""
+
+    seed: int
+    num_rows: int
+    """Rows that there are."""
+    epoch_rows: int
+    """Rows of an epoch that are used."""
+    global_size: int
+    """Rows of a step, over all ranks."""
+    data: str
+    """The digest of the rows."""
+
+    def step_rows(self, position: int) -> npt.NDArray[np.int64]:
+        """The rows of the step that begins at a position, over all ranks: (global_size,)."""
+        positions = np.arange(position, position + self.global_size)
+        return rows_at(positions, num_rows=self.num_rows, seed=self.seed, epoch_rows=self.epoch_rows)
+
+
+def row_checksum(rows: npt.NDArray[np.integer]) -> int:
+    """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
+    return int((splitmix64(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
 
 
 def rows_at(
@@ -44,7 +71,7 @@ def rows_at(
         raise ValueError(f"Positions count from 0, got {int(where.min())}.")
     where = where.astype(np.uint64)
     epochs, index = np.divmod(where, np.uint64(epoch_rows))
-    keys = mix(epochs + np.uint64(_mix_int(seed & _MASK)))
+    keys = splitmix64(epochs + np.uint64(_mix_int(seed & _MASK)))
     half_bits = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     rows = _permute(index, keys, half_bits)
     outside = rows >= num_rows
@@ -59,13 +86,13 @@ def _permute(values: UInt64s, keys: UInt64s, half_bits: int) -> UInt64s:
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & mask
     # The keys of all rounds at once: for few values a call of NumPy costs more than what it computes.
-    for key in mix(keys[None] ^ _ROUND_KEYS.reshape(-1, *[1] * keys.ndim)):
-        left, right = right, left ^ (mix(right ^ key) & mask)
+    for key in splitmix64(keys[None] ^ _ROUND_KEYS.reshape(-1, *[1] * keys.ndim)):
+        left, right = right, left ^ (splitmix64(right ^ key) & mask)
     return (left << bits) | right
 
 
-def mix(values: UInt64s) -> UInt64s:
-    """Splitmix64: every output bit depends on every input bit (Steele, Lea and Flood 2014)."""
+def splitmix64(values: UInt64s) -> UInt64s:
+    """Mixes bits: every output bit depends on every input bit (Steele, Lea and Flood 2014)."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -73,4 +100,4 @@ def mix(values: UInt64s) -> UInt64s:
 
 
 def _mix_int(value: int) -> int:
-    return int(mix(np.array([value], dtype=np.uint64))[0])
+    return int(splitmix64(np.array([value], dtype=np.uint64))[0])

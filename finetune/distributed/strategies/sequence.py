@@ -65,7 +65,7 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
     """This rank's part of a language model's batch, whose targets are shifted already.
 
     Args:
-        batch: As `data.rows.row_dataset.Rows.batch` has it. Rows must divide into N parts.
+        batch: As `data.rows.row_dataset.TokenRows.batch` has it. Rows must divide into N parts.
 
     Returns:
         `input_ids`, `targets` and `position_ids`, (B, T / N); positions are those of the whole row. `cu_seqlens`, where
@@ -76,15 +76,15 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
     group = rows.group
     ids = batch["input_ids"]
     count, length = ids.shape
-    edges, positions = batch.get("cu_seqlens"), batch.get("position_ids")
-    if edges is None:
-        edges = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=ids.device)
+    cu_seqlens, positions = batch.get("cu_seqlens"), batch.get("position_ids")
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=ids.device)
     if positions is None:
         positions = torch.arange(length, device=ids.device).expand(count, length)
     parts = {"input_ids": ids, "targets": batch["targets"], "position_ids": positions}
     return {
         **{name: values.tensor_split(group.size, 1)[group.rank] for name, values in parts.items()},
-        "cu_seqlens": edges.expand(group.size, -1),
+        "cu_seqlens": cu_seqlens.expand(group.size, -1),
     }
 
 
