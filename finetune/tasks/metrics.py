@@ -58,7 +58,7 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     known = []
     if data.validation is not None:
         known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
-        known += ["recall_macro"] if recipe.task.name == "sequence_classification" and task.loss_and_correct else []
+        known += ["recall_macro"] if task.labelled and task.loss_and_correct else []
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")

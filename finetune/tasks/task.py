@@ -1,22 +1,25 @@
 """What a model is trained to do. The loop knows only a module and a `loss_sum`.
 
-A task is four functions. A custom one is named in the recipe as `package.module:object`, a `Task` or a function of
-`task.args` that returns one.
+A task is a few functions, and what it says of itself: nothing outside asks for its name. A custom one is named in the
+recipe as `package.module:object`, a `Task` or a function of `task.args` that returns one. This module imports no torch.
 
 Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.recipe_schema import Recipe
 
-Batch = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from finetune.models.heads import Head
+
+Batch = Mapping[str, "torch.Tensor"]
 
 
 class Rows(Protocol):
@@ -24,11 +27,11 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def batch(self, rows: "np.ndarray") -> dict[str, "torch.Tensor"]:
         """The given rows as CPU tensors, first dimension `B`."""
         ...
 
-    def num_targets(self, rows: np.ndarray) -> int:
+    def num_targets(self, rows: "np.ndarray") -> int:
         """How many targets `loss_sum` sums over for these rows; must be known before the forward pass."""
         ...
 
@@ -46,6 +49,8 @@ class TaskData:
     """What is written into `run.json`."""
     report_lines: tuple[str, ...] = ()
     """What people read at the start."""
+    full_report: tuple[str, ...] = ()
+    """What `finetune data` prints; if nothing, `report_lines`."""
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
     digest: str = ""
@@ -60,15 +65,24 @@ class Task:
 
     build_data: Callable[[Recipe, bool], TaskData]
     """`(recipe, quiet)` to data. Runs before any process group exists, on every process."""
-    build_model: Callable[[Recipe, TaskData], nn.Module]
+    build_model: Callable[[Recipe, TaskData], "nn.Module"]
     """To a network with the same weights on every process; it may be on the meta device."""
-    loss_sum: Callable[[nn.Module, Batch], torch.Tensor]
+    loss_sum: Callable[["nn.Module", Batch], "torch.Tensor"]
     """The loss summed over the batch's targets, a scalar in fp32."""
-    loss_and_correct: Callable[[nn.Module, Batch], torch.Tensor] | None = None
+    loss_and_correct: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
     """What `loss_sum` returns and how many targets were predicted right, (2,) in fp32, by one forward pass: evaluation
     then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
     of these, and of the batch's `targets`."""
-    build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
+    build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False
     """Whether the network writes text, token by token."""
+    labelled: bool = False
+    """Whether a row is one document that has a class, with an attention mask: `padded`, without samples and chats."""
+    splits_rows: bool = False
+    """Whether `loss_sum` takes rows that are split over ranks, as `sequence_parallel` does."""
+    head: "Head | None" = None
+    """The head of its networks, which are transformers' by `model`, `tokenizer` and `data` of the recipe: such a task
+    takes quantized weights, is planned without its data, and is exported. None: only the task can open its network."""
+    build_config: Callable[[Recipe, TaskData | None], Any] | None = None
+    """The configuration of the network; every task with a `head` has it."""

@@ -16,6 +16,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed import sequence_parallel
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
+from finetune.tasks.task_lookup import check_task_splits
 from finetune.utils.errors import BackendError
 
 ASKED = Launch(kind="ddp", num_processes=4, sequence=2)
@@ -93,7 +94,8 @@ def test_other_tasks_are_refused() -> None:
     recipe = validate_recipe(base())
     other = recipe.model_copy(update={"task": recipe.task.model_copy(update={"name": "sequence_classification"})})
     with pytest.raises(BackendError, match=r"Set task\.name to causal_lm"):
-        check_split_rows(other, ASKED)
+        check_task_splits(other, ASKED)
+    check_task_splits(recipe, ASKED)
 
 
 @pytest.mark.xdist_group("split")

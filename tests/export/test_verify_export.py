@@ -167,7 +167,7 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
     probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
-    about = {"head": "causal_lm", "base": None, "trust_remote_code": False}
+    about = {"auto": "AutoModelForCausalLM", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
         verify_export.fresh(tmp_path, probe, about)
 

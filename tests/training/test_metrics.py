@@ -25,6 +25,7 @@ from finetune.tasks.causal_lm import next_token
 from finetune.tasks.metrics import check_metrics, find_metrics
 from finetune.tasks.metrics import scores as scores_of
 from finetune.tasks.prompt_set import read_prompts
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import generation_metrics
 from finetune.utils.errors import DataError, RecipeError
 
@@ -164,7 +165,7 @@ def classes(**section: Any) -> dict[str, Any]:
 )
 def test_what_contradicts_is_said(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        validate_recipe(tree)
+        validate_recipe(tree, tasks=BUILT_IN)
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "validation_loss"), (False, None)])
