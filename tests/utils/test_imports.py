@@ -188,6 +188,22 @@ def test_only_two_packages_name_backends(file: Path) -> None:
     assert not found
 
 
+TASK_NAME = re.compile(r"(?<!tasks\.)\b(causal_lm|sequence_classification)\b")
+# Their own modules, where they are looked up, and the recipe's default with what is said of it.
+NAMES_TASKS = {"tasks/causal_lm.py", "tasks/classification.py", "tasks/task_lookup.py", "config/recipe_schema.py"}
+
+
+def test_no_task_is_named_elsewhere() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for file in FILES
+        if file.relative_to(PACKAGE).as_posix() not in NAMES_TASKS
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and TASK_NAME.search(node.value)
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_what_is_not_done(file: Path) -> None:
     tree = tree_of(file)
