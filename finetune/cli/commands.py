@@ -97,11 +97,13 @@ def data(parsed: argparse.Namespace) -> None:
     rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
     lines = prepared.full_report or prepared.report_lines or rows
     print("\n".join([*lines, *without_validation(recipe, prepared)]))
-    if parsed.show and (prepared.train is not None or prepared.validation is not None):
+    shown = prepared.train if prepared.train is not None else prepared.validation
+    if parsed.show and shown is not None:
         from finetune.data.show_examples import examples
 
         console = plain_console()
-        for line in examples(prepared, parsed.show, coloured=console.is_terminal and not console.no_color):
+        coloured = console.is_terminal and not console.no_color
+        for line in examples(shown, prepared.tokenizer, prepared.label_names, parsed.show, coloured=coloured):
             console.print(line)
 
 

@@ -1,7 +1,7 @@
 """Examples as tokens, with the learned ones marked."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -13,32 +13,14 @@ _READ = "dim"
 _SHOWN = 8
 
 
-class Shown(Protocol):
-    """Rows with what is needed to show them: `PreparedData`, or what a custom task has built."""
-
-    @property
-    def train(self) -> Any | None: ...
-
-    @property
-    def validation(self) -> Any | None: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def label_names(self) -> tuple[str, ...]: ...
-
-
-def examples(data: Shown, count: int, *, coloured: bool) -> Iterator[Text]:
-    """The first examples of the training rows, or of the validation rows where there are no others.
+def examples(rows: Any, tokenizer: Any, label_names: Sequence[str], count: int, *, coloured: bool) -> Iterator[Text]:
+    """The first examples of some rows: of this toolkit, or a custom task's own.
 
     Args:
-        data: What was prepared.
+        label_names: Names of the classes, if there are any.
         count: How many to show.
         coloured: Tell learned tokens by colour; else by brackets around each.
     """
-    rows = data.train if data.train is not None else data.validation
-    assert rows is not None
     bold = "bold" if coloured else ""
     if not isinstance(rows, Rows):
         for number in range(min(count, len(rows))):
@@ -52,16 +34,16 @@ def examples(data: Shown, count: int, *, coloured: bool) -> Iterator[Text]:
         for number in range(min(count, len(rows))):
             batch = {name: values[0] for name, values in rows.batch(np.array([number])).items()}
             ids = batch["input_ids"][batch["attention_mask"] == 1].tolist()
-            name = data.label_names[int(batch["targets"])]
+            name = label_names[int(batch["targets"])]
             yield Text(f"\nexample {number + 1}: {len(ids):,} tokens, class ", style=bold).append(
                 name if coloured else f"[{name}]", style=_LEARNED if coloured else ""
             )
-            yield _line(data.tokenizer, ids, [False] * len(ids), coloured=coloured)
+            yield _line(tokenizer, ids, [False] * len(ids), coloured=coloured)
         return
     for number, (ids, targets) in enumerate(_segments(rows, count), start=1):
         total = int(targets.sum())
         yield Text(f"\nexample {number}: {ids.size:,} tokens, {total:,} learned", style=bold)
-        yield _line(data.tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
+        yield _line(tokenizer, ids.tolist(), targets.tolist(), coloured=coloured)
 
 
 def _tensor(name: str, values: Any) -> Text:

@@ -75,9 +75,6 @@ def resolve_model_config(
         if label_names:
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
-        if config.pad_token_id is None and tokenizer is not None:
-            # Decoders classify at the last token that is not padding.
-            config.pad_token_id = tokenizer.pad_token_id
     return config
 
 

@@ -43,7 +43,7 @@ def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
         label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
     )
     if tokenizer is not None and tokenizer.pad_token_id is not None:
-        # What fills the rows, and not what a model's config may say.
+        # Decoders classify at the last token that does not fill the row, whatever a model's config says.
         config.pad_token_id = tokenizer.pad_token_id
     elif tokenizer is not None and config.pad_token_id is None:
         raise RecipeError(

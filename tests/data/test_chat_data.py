@@ -452,7 +452,7 @@ def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     from finetune.data.show_examples import examples
 
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(2))])
-    _, _, line = list(examples(data, 1, coloured=True))
+    _, _, line = list(examples(data.train, data.tokenizer, (), 1, coloured=True))
     green = "".join(line.plain[span.start : span.end] for span in line.spans if "green" in str(span.style))
     assert green == "The answer is 0.<|im_end|>"
 

@@ -97,7 +97,7 @@ def test_outside_the_package_it_is_planned_the_same(
     assert [line.split() for line in said[0]] == [line.split() for line in said[1]]
     machines = Machines(find("h100-80gb"), 2, 1, 50.0, 0.4)
     plans = [planner.make(recipe, machines, stored="bf16") for recipe in recipes]
-    assert plans[0].candidates == plans[1].candidates
+    assert repr(plans[0].candidates) == repr(plans[1].candidates).replace(outside, classification.NAME)
     batches = [trace_step.batch(recipe) for recipe in recipes]
     assert {k: v.shape for k, v in batches[0].items()} == {k: v.shape for k, v in batches[1].items()}
 
