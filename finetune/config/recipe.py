@@ -42,14 +42,14 @@ SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 
 @dataclass(frozen=True)
 class TaskTraits:
-    """What a recipe is checked against that names a task."""
+    """Facts about a task that recipes are checked for."""
 
     place: str = ""
     """Where a built-in one is, as `package.module:object`."""
     text: bool = False
-    """Whether its networks write text."""
+    """True if its networks write text."""
     labelled: bool = False
-    """Whether a row is one document that has a class."""
+    """True if a row is one document with a class."""
 
 
 class _Loader(yaml.SafeLoader):

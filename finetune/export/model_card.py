@@ -12,24 +12,26 @@ from finetune.config.recipe import dump_recipe
 from finetune.export import loss_plot
 from finetune.export.find_weights import WeightSource
 from finetune.models.heads import Head
-from finetune.tasks.task_lookup import head_of
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
 
 
-def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None) -> None:
+def write(
+    folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None, head: Head | None
+) -> None:
     """Writes README.md, and a plot of the losses beside it.
 
     Args:
         kind: What the weights are exported as; `model` for what a run writes.
         proof: What was proved of the weights.
         base_folder: Where the base's own card would lie.
+        head: Of the network; None leaves out what the hub reads, for only the task can open it.
 
     Raises:
         OSError: If it cannot be written.
     """
-    recipe, facts, head = source.recipe, source.facts, head_of(source.recipe)
+    recipe, facts = source.recipe, source.facts
     front = [] if head is None else ["---", *_front_matter(source, kind, base_folder, head), "---", ""]
     lines = [*front, f"# {source.run.resolve().name}", ""]
     lines += [_origin(source, kind), ""]

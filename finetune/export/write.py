@@ -311,7 +311,7 @@ def _set_aside(staging: Path, target: Path) -> None:
 
 def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
     """Writes what describes the weights, and gives the folder its name."""
-    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe))
+    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), job.head)
     facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
     write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
     sync_files(staging)

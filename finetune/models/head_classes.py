@@ -1,4 +1,4 @@
-"""What the classes of a pretrained classifier are called."""
+"""Names of the classes of a pretrained classifier."""
 
 import re
 from typing import Any
@@ -73,7 +73,7 @@ def _made_up(names: tuple[str, ...]) -> bool:
 
 
 def _has_head(recipe: Recipe, config: PretrainedConfig, head: Head) -> bool:
-    """Whether the files hold the head; whatever else they lack is refused, as it is before a run."""
+    """Returns whether the files hold the head; whatever else they lack is refused, as it is before a run."""
     if type(config) not in model_mapping(head.auto) and not hasattr(config, "auto_map"):
         return False  # refused when the network is built
     if getattr(config, "quantization_config", None) is not None:

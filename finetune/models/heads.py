@@ -1,4 +1,4 @@
-"""Heads of transformers' networks: what is put out, and which of its classes opens such a network."""
+"""Heads of transformers' networks: the outputs, and the class of transformers that opens such a network."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class Head:
     pipeline_tag: str
     """The hub's word for what such networks are used for."""
     next_token: bool = False
-    """Whether it scores the token behind each one, as networks are pretrained to, and can compute its loss in chunks.
+    """True if it scores the token behind each one, as networks are pretrained to, and can compute its loss in chunks.
     Any other head may be new beside pretrained weights, and is then trained whole."""
 
     @property

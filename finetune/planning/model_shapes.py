@@ -59,9 +59,9 @@ class Variant:
     """Input and output features of each module that has an adapter."""
     config: PretrainedConfig | None
     next_token: bool
-    """Whether it is a language model."""
+    """True for a language model."""
     loss_by_head: bool
-    """Whether its head computes the loss, some tokens at a time."""
+    """True if its head computes the loss, some tokens at a time."""
     norms_trained: bool
     names: frozenset[str]
     """Of the modules."""

@@ -39,7 +39,7 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None)
 
 
 def without_validation(recipe: Recipe, data: TaskData) -> list[str]:
-    """What to say where training has nothing to be evaluated on that the recipe did not leave out itself."""
+    """Returns the lines that say why nothing is evaluated; none if something is, or the recipe asks for nothing."""
     if data.validation is not None or data.train is None:
         return []
     if "train" not in data.report:

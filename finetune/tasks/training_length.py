@@ -10,7 +10,7 @@ from finetune.utils.exact import exact_product
 
 @dataclass(frozen=True)
 class Length:
-    """How far a run goes, and how an epoch maps to positions."""
+    """The number of steps of a run, and of rows in an epoch."""
 
     num_steps: int
     epoch_rows: int
