@@ -177,11 +177,9 @@ def generation_of(recipe: Recipe) -> GenerationConfig:
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
     """The configuration of the network that is written."""
-    return (
-        task_config(recipe, ready)
-        if recipe.lora is not None
-        else resolve_model_config(_from(source, recipe), source_head(source))
-    )
+    if recipe.lora is not None:
+        return task_config(recipe, ready)
+    return resolve_model_config(_from(source, recipe), source_head(source))
 
 
 def base_folder(recipe: Recipe) -> Path | None:
