@@ -186,11 +186,12 @@ def network_of(model_type: str, **model: Any) -> Any:
     import torch
 
     from finetune.config.recipe import validate_recipe
+    from finetune.models.heads import NEXT_TOKEN
     from finetune.models.model_config import resolve_model_config
     from finetune.models.networks import build_model
 
     recipe = validate_recipe(recipe_of(model_type, model=model))
-    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), "causal_lm").eval()
+    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), NEXT_TOKEN).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in sorted(network.named_parameters()):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import recipe_paths
 from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, load_recipe
 from finetune.distributed.launch.launch_key_docs import OPTIONS
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
 from finetune.utils.compat.library_versions import untried
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def launch(parsed: argparse.Namespace) -> None:
     """`finetune launch`: the workers' launcher, once both files are checked."""
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     recipe_paths.check(recipe)
     if parsed.dry_run:
         from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -87,20 +88,14 @@ def doctor(parsed: argparse.Namespace) -> int:
 def data(parsed: argparse.Namespace) -> None:
     """`finetune data`."""
     recipe = load_checked(parsed)
-    from finetune.tasks.task_data import build_task_data, prepare_task_data, without_validation
+    from finetune.tasks.task_data import without_validation
     from finetune.tasks.task_lookup import find_task
 
     silence_libraries()
-    task = find_task(recipe)
-    prepared: Any
-    if task.build_data is build_task_data:
-        prepared = prepare_task_data(recipe)
-        lines = prepared.report.lines()
-    else:
-        prepared = task.build_data(recipe, False)
-        sides = {"train": prepared.train, "validation": prepared.validation}
-        rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
-        lines = list(prepared.report_lines) or rows
+    prepared = find_task(recipe).build_data(recipe, False)
+    sides = {"train": prepared.train, "validation": prepared.validation}
+    rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
+    lines = prepared.full_report or prepared.report_lines or rows
     print("\n".join([*lines, *without_validation(recipe, prepared)]))
     shown = prepared.train if prepared.train is not None else prepared.validation
     if parsed.show and shown is not None:
@@ -114,7 +109,7 @@ def data(parsed: argparse.Namespace) -> None:
 
 def show(parsed: argparse.Namespace) -> None:
     """`finetune show`."""
-    print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides)), end="")
+    print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)), end="")
 
 
 def audit(parsed: argparse.Namespace) -> int:
@@ -161,7 +156,7 @@ def _launched(parsed: argparse.Namespace) -> int:
         )
     if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
         raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Say how many with --steps.")
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare
 
@@ -292,7 +287,7 @@ def comms(parsed: argparse.Namespace) -> None:
 
 def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -25,11 +26,10 @@ from finetune.utils.file_formats import read_text
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
-METRICS = {
-    "causal_lm": ("exact_match", "f1", "rouge1", "rouge2", "rougeL"),
-    "sequence_classification": ("accuracy", "f1_macro"),
-}
-"""The names that `eval.metrics` may have, by task."""
+TEXT_METRICS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
+"""The names that `eval.metrics` may have for tasks that write texts."""
+CLASS_METRICS = ("accuracy", "f1_macro")
+"""Those for tasks that tell classes."""
 
 # Keys of earlier versions, and what to write instead.
 _RENAMED = {
@@ -38,6 +38,18 @@ _RENAMED = {
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 """What `json_schema` gives, as a file for editors to read where the package is installed."""
+
+
+@dataclass(frozen=True)
+class TaskTraits:
+    """Facts about a task that recipes are checked for."""
+
+    place: str = ""
+    """Where a built-in one is, as `package.module:object`."""
+    text: bool = False
+    """True if its networks write text."""
+    labelled: bool = False
+    """True if a row is one document with a class."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -73,14 +85,19 @@ for _kind_of_yaml in (_Loader, _Dumper):
     _kind_of_yaml.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789."))
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), tasks: Mapping[str, TaskTraits] | None = None
+) -> Recipe:
     """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
+
+    Args:
+        tasks: The built-in ones by name; None leaves what depends on the task to whoever looks it up.
 
     Raises:
         RecipeError: With every problem that was found, each with its key.
     """
     trees = recipe_layers(path, overrides)
-    return validate_recipe(trees[-1], origin=Origin(path, trees[0], overrides))
+    return validate_recipe(trees[-1], Origin(path, trees[0], overrides), tasks)
 
 
 def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -141,27 +158,32 @@ def _renewed(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def validate_recipe(tree: Mapping[str, Any], origin: Origin | str | None = None) -> Recipe:
+def validate_recipe(
+    tree: Mapping[str, Any], origin: Origin | str | None = None, tasks: Mapping[str, TaskTraits] | None = None
+) -> Recipe:
     """Turns plain keys and values into a recipe.
 
     Args:
         origin: Where they come from; a text names it.
+        tasks: The built-in ones by name; None leaves what depends on the task to whoever looks it up.
 
     Raises:
         RecipeError: With every problem that was found, each with its key and its place.
     """
-    recipe, problems = _checked(tree)
+    recipe, problems = _checked(tree, tasks)
     if recipe is not None and not problems:
         return recipe
     if not isinstance(origin, Origin):
         said = [f"{origin}: {problem}" if origin else problem for _, problem in problems]
         raise RecipeError.of(origin or "The recipe", said)
-    in_file = [problem for _, problem in _checked(origin.tree)[1]] if origin.overrides else []
+    in_file = [problem for _, problem in _checked(origin.tree, tasks)[1]] if origin.overrides else []
     said = [f"{origin.of(key, problem, in_file)}: {problem}" for key, problem in problems]
     raise RecipeError.of(str(origin.path), said)
 
 
-def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, str]]]:
+def _checked(
+    tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
+) -> tuple[Recipe | None, list[tuple[str, str]]]:
     """The recipe, if it is one, and its problems, each with its key."""
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
@@ -169,7 +191,7 @@ def _checked(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[tuple[str, st
     except ValidationError as error:
         found = error.errors(include_url=False)
         return None, [(".".join(map(str, item["loc"])), _problem(item)) for item in found]
-    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe)]
+    return recipe, [(problem.partition(":")[0], problem) for problem in _conflicts(recipe, tasks)]
 
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
@@ -235,27 +257,17 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _conflicts(recipe: Recipe) -> Iterable[str]:
+def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterable[str]:
     """Problems between sections, which no single section can see."""
     own_task = ":" in recipe.task.name
-    if recipe.task.name not in ("causal_lm", "sequence_classification") and not own_task:
-        known = ["causal_lm", "sequence_classification"]
+    if tasks is not None and recipe.task.name not in tasks and not own_task:
+        known = [*tasks]
         yield (
             f"task.name: there is no task '{recipe.task.name}'{hint(recipe.task.name, known)}; allowed are "
             f"{', '.join(known)}, or your own as package.module:object"
         )
     if not own_task:
-        if recipe.model.name is None and recipe.model.config is None:
-            yield "model: give `name` (pretrained weights) or `config` (random weights)"
-        if not recipe.data.train and recipe.length.steps != 0:
-            yield "data.train: name at least one source"
-        if recipe.length.steps == 0 and not (recipe.data.train or recipe.data.validation):
-            yield "data.validation: name at least one source"
-        if recipe.model.config is not None and not (recipe.tokenizer.name or recipe.tokenizer.vocab_size):
-            yield (
-                "tokenizer: a model from `model.config` brings none; give `tokenizer.name`, or "
-                "`tokenizer.vocab_size` to train one"
-            )
+        yield from source_conflicts(recipe)
     given = [key for key in ("steps", "epochs", "tokens") if getattr(recipe.length, key) is not None]
     if len(given) != 1:
         yield f"length: give exactly one of steps, epochs and tokens (got {', '.join(given) or 'none'})"
@@ -267,18 +279,36 @@ def _conflicts(recipe: Recipe) -> Iterable[str]:
             f"batch.micro_size: {recipe.batch.micro_size} does not divide batch.global_size "
             f"{recipe.batch.global_size}; sizes that do: {allowed}"
         )
-    if recipe.data.packing != "padded" and recipe.task.name == "sequence_classification":
-        yield "data.packing: sequence_classification reads one document a row; set `padded`"
-    if recipe.sample is not None and recipe.task.name == "sequence_classification":
-        yield "sample: a classifier writes no text; remove the section"
-    yield from _evaluation_conflicts(recipe)
+    yield from task_conflicts(recipe, (tasks or {}).get(recipe.task.name, TaskTraits()))
     yield from _chat_conflicts(recipe)
 
 
-def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
-    """Problems between metrics, prompts and what the best is told by."""
-    section, best_by, task = recipe.eval, recipe.checkpoint.keep_best_by, recipe.task.name
-    known = METRICS.get(task, (*METRICS["causal_lm"], *METRICS["sequence_classification"]))
+def source_conflicts(recipe: Recipe) -> Iterable[str]:
+    """Problems of a recipe whose task trains its model on its data."""
+    if recipe.model.name is None and recipe.model.config is None:
+        yield "model: give `name` (pretrained weights) or `config` (random weights)"
+    if not recipe.data.train and recipe.length.steps != 0:
+        yield "data.train: name at least one source"
+    if recipe.length.steps == 0 and not (recipe.data.train or recipe.data.validation):
+        yield "data.validation: name at least one source"
+    if recipe.model.config is not None and not (recipe.tokenizer.name or recipe.tokenizer.vocab_size):
+        yield (
+            "tokenizer: a model from `model.config` brings none; give `tokenizer.name`, or "
+            "`tokenizer.vocab_size` to train one"
+        )
+
+
+def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
+    """Problems of a recipe with its task, as far as that says what it is."""
+    if task.labelled and recipe.data.packing != "padded":
+        yield f"data.packing: {recipe.task.name} reads one document a row; set `padded`"
+    if task.labelled and recipe.sample is not None:
+        yield "sample: a classifier writes no text; remove the section"
+    if task.labelled and recipe.chat is not None:
+        yield "chat: a classifier reads no conversations; remove the section"
+    section, best_by = recipe.eval, recipe.checkpoint.keep_best_by
+    both = task.text == task.labelled
+    known = (*(TEXT_METRICS if both or task.text else ()), *(CLASS_METRICS if both or task.labelled else ()))
     own = [name for name in section.metrics if ":" in name]
     for name in section.metrics:
         if name not in known and name not in own:
@@ -286,9 +316,9 @@ def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
                 f"eval.metrics: there is no metric '{name}'{hint(name, known)}; allowed are {', '.join(known)}, "
                 "or your own function as package.module:function or file.py:function"
             )
-    if section.metrics and not section.prompts and task == "causal_lm":
+    if section.metrics and not section.prompts and task.text:
         yield "eval.metrics: they are computed of texts that are generated for prompts; name a source in `eval.prompts`"
-    if section.prompts and task == "sequence_classification":
+    if section.prompts and task.labelled:
         yield "eval.prompts: a classifier writes no text, its metrics are of the validation rows; remove it"
     elif section.prompts and not section.metrics:
         yield f"eval.prompts: without `eval.metrics` nothing is generated; name some of {', '.join(known)}"
@@ -299,8 +329,8 @@ def _evaluation_conflicts(recipe: Recipe) -> Iterable[str]:
         yield "eval.patience: checkpoint.keep_best_by is null, so that no evaluation is better than another; name a key"
     if section.patience is not None and section.every_steps is None:
         yield "eval.patience: nothing is evaluated before the end of the run; give `eval.every_steps`"
-    if best_by is not None and not own and task in METRICS:
-        also = ("perplexity",) if task == "causal_lm" else ("accuracy", "recall_macro")
+    if best_by is not None and not own and not both:
+        also = ("perplexity",) if task.text else ("accuracy", "recall_macro")
         keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
         if ranking(best_by)[0] not in keys:
             yield (
@@ -317,8 +347,6 @@ def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
                 if source.format != "auto" or source.fields:
                     yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
         return
-    if recipe.task.name == "sequence_classification":
-        yield "chat: a classifier reads no conversations; remove the section"
     if recipe.data.packing == "wrapped":
         yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
     if recipe.data.lowercase:

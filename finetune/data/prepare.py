@@ -61,7 +61,9 @@ class _Side:
     digest: str
 
 
-def prepare_data(recipe: Recipe, *, head: KnownClasses | None = None, quiet: bool = False) -> PreparedData:
+def prepare_data(
+    recipe: Recipe, *, labelled: bool = False, known: KnownClasses | None = None, quiet: bool = False
+) -> PreparedData:
     """Prepares the recipe's data, or finds it prepared.
 
     Any number of processes may call this at once: one works, the others wait and then read. Call it before
@@ -69,24 +71,25 @@ def prepare_data(recipe: Recipe, *, head: KnownClasses | None = None, quiet: boo
 
     Args:
         recipe: What to prepare.
-        head: The classes of the pretrained classifier that the recipe starts from, if it does.
+        labelled: Whether documents have classes.
+        known: The classes of the pretrained classifier that the recipe starts from, if it does.
         quiet: Show no progress and do not say when this process waits.
 
     Raises:
         DataError: If data or tokenizer cannot be used as the recipe says.
     """
-    return _Preparation(recipe, head, quiet=quiet).run()
+    return _Preparation(recipe, labelled, known, quiet=quiet).run()
 
 
 class _Preparation:
     """The steps for one recipe, with what they share."""
 
-    def __init__(self, recipe: Recipe, head: KnownClasses | None, *, quiet: bool) -> None:
+    def __init__(self, recipe: Recipe, labelled: bool, known: KnownClasses | None, *, quiet: bool) -> None:
         self._recipe = recipe
-        self._head = head
+        self._known = known
         self._data: DataSection = recipe.data
         self._quiet = quiet
-        self._labelled = recipe.task.name == "sequence_classification"
+        self._labelled = labelled
         self._cache = Cache(Path(recipe.data.cache_dir), quiet=quiet)
         self._reused = True
         self._tolerance = Tolerance(lenient=recipe.checks.max_broken > 0)
@@ -165,7 +168,7 @@ class _Preparation:
         )
 
     def _classes(self, first: _Side, corpora: Sequence[Corpus]) -> ClassList:
-        known = [self._head] if self._head is not None else []
+        known = [self._known] if self._known is not None else []
         known += [KnownClasses(corpus.classes, corpus.name) for corpus in corpora if corpus.classes][:1]
         return ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
 

@@ -15,10 +15,10 @@ _SHOWN = 8
 
 
 def examples(rows: Rows, tokenizer: Any, label_names: Sequence[str], count: int, *, coloured: bool) -> Iterator[Text]:
-    """The first examples of some rows.
+    """The first examples of some rows: of this toolkit, or a custom task's own.
 
     Args:
-        label_names: Of classes, by number.
+        label_names: Names of the classes, if there are any.
         count: How many to show.
         coloured: Tell learned tokens by colour; else by brackets around each.
     """

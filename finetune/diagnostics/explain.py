@@ -17,6 +17,7 @@ from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_values
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.resolve_config import agree
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
 
@@ -41,7 +42,7 @@ def explain_values(
         FinetuneError: As a run would.
     """
     trees = recipe_layers(recipe_file, overrides)
-    recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides))
+    recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides), BUILT_IN)
     foreseen, here = read_launch_environment(config_file, options, env), device_selection.of_driver()
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": launch_values.precision(settled, here)} if recipe.precision == "auto" else {}

@@ -262,7 +262,6 @@ def check_split_rows(recipe: Recipe, launch: Launch) -> None:
     if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
         raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
     refused = {
-        f"task.name {recipe.task.name}": (recipe.task.name != "causal_lm", "causal_lm"),
         f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),
         "model.compile": (model.compile, "false"),
         "model.fp8": (bool(model.fp8), "false"),

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
 from finetune.export import find_weights, merge, stop_tokens
 from finetune.models import lora_adapters, pretrained_files
+from finetune.models.heads import NEXT_TOKEN
 from finetune.tasks import causal_checks
 from finetune.tasks.task import Batch, TaskData
+from finetune.tasks.task_lookup import head_of
 from finetune.utils.errors import CheckpointError, RecipeError
 
 
@@ -106,9 +109,10 @@ def load_model(
 
 
 def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
-    found = find_weights.find_weights(place, step, trusted=trusted)
+    found = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with found.held:
-        _check_head(found.recipe.task.name == "causal_lm", f"{place} (task {found.recipe.task.name})")
+        head = head_of(found.recipe)
+        _check_head(head is not None and head.next_token, f"{place} (task {found.recipe.task.name})")
         folder = str(found.weights)
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
@@ -119,7 +123,7 @@ def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> Load
 
 def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
     facts = path_kinds.adapter_config(place)
-    _check_head(facts.get("task_type") in (None, "CAUSAL_LM"), f"{place} (task {facts.get('task_type')})")
+    _check_head(facts.get("task_type") in (None, NEXT_TOKEN.peft_type), f"{place} (task {facts.get('task_type')})")
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
@@ -139,7 +143,7 @@ def _plain(
     kinds = config.architectures or []
     _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
     model, weights = pretrained_files.load(
-        AutoModelForCausalLM, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
+        NEXT_TOKEN.auto, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
     )
     weights.check_values()
     return model, weights

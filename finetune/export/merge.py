@@ -15,12 +15,12 @@ from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters
-from finetune.models.lora_adapters import Head
+from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_base_model, build_model
 from finetune.models.pretrained_files import stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
-from finetune.tasks.task_lookup import find_task, head_of, task_config
+from finetune.tasks.task_lookup import BUILT_IN, find_task, head_of, task_config
 from finetune.utils.compat import transformers_private
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
@@ -37,7 +37,7 @@ def source_head(source: WeightSource) -> Head:
     if head is None:
         raise RecipeError(
             f"task.name is '{source.recipe.task.name}', a custom task, and nothing but its code can open its "
-            f"network in a fresh process. Exports are for causal_lm and sequence_classification; the weights lie in "
+            f"network in a fresh process. Exports are for {' and '.join(BUILT_IN)}; the weights lie in "
             f"{source.weights}."
         )
     return head
@@ -177,7 +177,9 @@ def generation_of(recipe: Recipe) -> GenerationConfig:
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
     """The configuration of the network that is written."""
-    return task_config(recipe, ready) if recipe.lora is not None else resolve_model_config(_from(source, recipe))
+    if recipe.lora is not None:
+        return task_config(recipe, ready)
+    return resolve_model_config(_from(source, recipe), source_head(source))
 
 
 def base_folder(recipe: Recipe) -> Path | None:
@@ -203,7 +205,7 @@ def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype)
     """A network of which everything was trained, from the folder that has it all."""
     recipe = _from(source, recipe)
     try:
-        network = build_base_model(recipe, resolve_model_config(recipe), head, dtype=dtype)
+        network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
     except RecipeError as error:
         # The folder is the run's, and no name in a recipe.
         reason = str(error).removeprefix("model.name: ")

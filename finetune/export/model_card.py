@@ -11,25 +11,29 @@ from finetune.checkpoint import row_ledger
 from finetune.config.recipe import dump_recipe
 from finetune.export import loss_plot
 from finetune.export.find_weights import WeightSource
+from finetune.models.heads import Head
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
 
 
-def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None) -> None:
+def write(
+    folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None, head: Head | None
+) -> None:
     """Writes README.md, and a plot of the losses beside it.
 
     Args:
         kind: What the weights are exported as; `model` for what a run writes.
         proof: What was proved of the weights.
         base_folder: Where the base's own card would lie.
+        head: Of the network; None leaves out what the hub reads, for only the task can open it.
 
     Raises:
         OSError: If it cannot be written.
     """
     recipe, facts = source.recipe, source.facts
-    head = [] if ":" in recipe.task.name else ["---", *_head(source, kind, base_folder), "---", ""]
-    lines = [*head, f"# {source.run.resolve().name}", ""]
+    front = [] if head is None else ["---", *_front_matter(source, kind, base_folder, head), "---", ""]
+    lines = [*front, f"# {source.run.resolve().name}", ""]
     lines += [_origin(source, kind), ""]
     lines += ["## Data", "", *[f"- {_place(s)}" for s in recipe.data.train], ""]
     lines += [f"- {key}: {value}" for key, value in _counts(facts).items()]
@@ -49,7 +53,7 @@ def write(folder: Path, source: WeightSource, kind: str, proof: list[str], base_
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str]:
+def _front_matter(source: WeightSource, kind: str, base_folder: Path | None, head: Head) -> list[str]:
     adapter = kind == "adapter" or (kind == "model" and source.recipe.lora is not None)
     facts: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     name, notes = source.recipe.model.name, []
@@ -58,7 +62,7 @@ def _head(source: WeightSource, kind: str, base_folder: Path | None) -> list[str
         facts["base_model"] = name
     elif name is not None:
         notes.append("# base_model: say which; the run took it from a folder")
-    facts["pipeline_tag"] = "text-generation" if source.recipe.task.name == "causal_lm" else "text-classification"
+    facts["pipeline_tag"] = head.pipeline_tag
     licence = _licence(base_folder)
     if not licence:
         notes.append("# license: say which" + ("; the base's card names none" if name is not None else ""))

@@ -30,7 +30,6 @@ _ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**
 
 _PROBE = (2, 64)
 _NUM_ROWS = 8
-_AUTO = {"causal_lm": "AutoModelForCausalLM", "sequence_classification": "AutoModelForSequenceClassification"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
     """What a new process reports that opens the folder with transformers and peft only.
 
     Args:
-        about: `head`, `base` and what else `finetune.export.fresh_process` is to know.
+        about: `auto`, `base` and what else `finetune.export.fresh_process` is to know.
 
     Raises:
         CheckpointError: If it cannot open it.
@@ -147,7 +146,6 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
             "folder": str(folder.resolve()),
             "tensors": str(place / "tensors.safetensors"),
             "answer": str(place / "answer.json"),
-            "auto": _AUTO[about["head"]],
             "rows": probe.rows,
             "options": probe.options,
             **about,

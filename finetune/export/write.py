@@ -20,7 +20,7 @@ from finetune.export import find_weights, merge, model_card, stop_tokens, valida
 from finetune.export.find_weights import WeightSource
 from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
-from finetune.models.lora_adapters import Head
+from finetune.models.heads import Head
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
@@ -99,7 +99,7 @@ def export(
         FinetuneError: If it cannot be written, or is not what was trained: then no folder has the name.
     """
     merge.return_memory_at_once()
-    code = (trusted_code.SHIPPED, "task.loss")
+    code = (trusted_code.SHIPPED, "task.name", "task.loss")
     found = find_weights.find_weights(place, step, runs=code, trusted=trust_remote_code)
     target = to if to is not None else found.run / "exports" / kind
     with found.held, _only_writer(target):
@@ -169,7 +169,7 @@ def _write_adapter(job: _Job, staging: Path, say: Say) -> _Written:
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
     lora_adapters.describe_adapter(weights, staging, base=str(section.name), revision=section.revision)
     stops: list[int] = []
-    if job.head == "causal_lm":
+    if job.head.next_token:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
         generation = merge.generation_of(job.recipe)
         stops = _stops(job, generation, say)
@@ -196,13 +196,12 @@ def _verify(job: _Job, staging: Path) -> verify_export.Figures:
     del model, expected
     gc.collect()
     adapter = job.kind == "adapter"
-    classifier = job.head == "sequence_classification"
     question = {
-        "head": job.head,
+        "auto": job.head.auto_class,
         "base": recipe.model.name if adapter else None,
         "revision": recipe.model.revision,
         "trust_remote_code": recipe.model.trust_remote_code,
-        "num_labels": job.config.num_labels if adapter and classifier else None,
+        "num_labels": job.config.num_labels if adapter and not job.head.next_token else None,
         "dequantize": job.quantized == "stored",
     }
     answer = verify_export.fresh(staging, probe, question)
@@ -312,7 +311,7 @@ def _set_aside(staging: Path, target: Path) -> None:
 
 def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
     """Writes what describes the weights, and gives the folder its name."""
-    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe))
+    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), job.head)
     facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
     write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
     sync_files(staging)

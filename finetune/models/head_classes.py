@@ -1,4 +1,4 @@
-"""What the classes of a pretrained classifier are called."""
+"""Names of the classes of a pretrained classifier."""
 
 import re
 from typing import Any
@@ -7,17 +7,21 @@ from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import KnownClasses
-from finetune.models.model_config import AUTO_CLASSES, read_pretrained_config
+from finetune.models.heads import Head
+from finetune.models.model_config import read_pretrained_config
 from finetune.models.networks import check_pretrained
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
 
 
-def head_classes(recipe: Recipe) -> KnownClasses | None:
+def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
     """The classes of the classifier that a recipe starts from; None if there is nothing that labels could mean by them.
 
     A trained head computes what it has learned, whatever its classes are called later: labels have to be its names or
     numbers. Names such as LABEL_0, which transformers makes up, say nothing.
+
+    Args:
+        head: Of the classifier.
 
     Raises:
         RecipeError: If there is no such model, its weights are not whole, or its names contradict each other.
@@ -33,7 +37,7 @@ def head_classes(recipe: Recipe) -> KnownClasses | None:
     names = _names(written, f"{section.name}, config.json")
     if names:
         config.num_labels = len(names)
-    trained = _has_head(recipe, config)
+    trained = _has_head(recipe, config, head)
     if not names and trained:
         names = tuple(config.id2label[number] for number in range(config.num_labels))
     if not names or (_made_up(names) and not trained):
@@ -68,11 +72,11 @@ def _made_up(names: tuple[str, ...]) -> bool:
     return all(re.fullmatch(rf"LABEL_\d+|{number}", name) for number, name in enumerate(names))
 
 
-def _has_head(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether the files hold the head; whatever else they lack is refused, as it is before a run."""
-    if type(config) not in model_mapping(AUTO_CLASSES["sequence_classification"]) and not hasattr(config, "auto_map"):
+def _has_head(recipe: Recipe, config: PretrainedConfig, head: Head) -> bool:
+    """Returns whether the files hold the head; whatever else they lack is refused, as it is before a run."""
+    if type(config) not in model_mapping(head.auto) and not hasattr(config, "auto_map"):
         return False  # refused when the network is built
     if getattr(config, "quantization_config", None) is not None:
-        return any("ForSequenceClassification" in name for name in config.architectures or [])
-    weights = check_pretrained(recipe, config, "sequence_classification")
+        return any(head.auto_class.removeprefix("AutoModel") in name for name in config.architectures or [])
+    weights = check_pretrained(recipe, config, head)
     return weights is not None and not weights.new

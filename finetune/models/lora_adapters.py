@@ -6,7 +6,7 @@ peft is imported where it is used: that takes a second, which a run without adap
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.models.heads import Head
 from finetune.models.module_matching import embeddings_and_head, matching
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -21,8 +22,6 @@ from finetune.utils.errors import CheckpointError, RecipeError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-Head = Literal["causal_lm", "sequence_classification"]
-_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", None: None}
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
 _LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
@@ -56,7 +55,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
             f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
     saved = _saved(network, section)
-    if head == "sequence_classification":
+    if head is not None and not head.next_token:
         saved += [name for name in _new_parts(network) if name not in saved]
     targets = _targets(network, section, saved)
     with without_bitsandbytes():
@@ -71,7 +70,7 @@ def _adapted(
     section = recipe.lora
     assert section is not None
     config = LoraConfig(
-        task_type=_TASK_TYPES[head],
+        task_type=head.peft_type if head is not None else None,
         r=section.rank,
         lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,

@@ -7,29 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models import pretrained_files, rope_scaling
-from finetune.models.lora_adapters import Head
+from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
-
-AUTO_CLASSES = {
-    "causal_lm": AutoModelForCausalLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-}
 
 
 def resolve_model_config(
     recipe: Recipe,
+    head: Head = NEXT_TOKEN,
     *,
     tokenizer: Any | None = None,
     vocab_size: int | None = None,
@@ -39,6 +30,7 @@ def resolve_model_config(
     """The network's configuration, checked against tokenizer and sequence length.
 
     Args:
+        head: Of the network.
         tokenizer: Where special token ids and the vocabulary size come from; None while nothing is loaded.
         vocab_size: Stands in for a tokenizer that does not exist yet.
 
@@ -55,8 +47,7 @@ def resolve_model_config(
                     setattr(config, name, getattr(tokenizer, name))
     else:
         config = read_pretrained_config(section)
-    head: Head = "causal_lm" if num_labels is None else "sequence_classification"
-    _check_kind(config, section, head)
+    _check_kind(config, recipe, head)
     if section.name is not None:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
@@ -84,25 +75,22 @@ def resolve_model_config(
         if label_names:
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
-        if config.pad_token_id is None and tokenizer is not None:
-            # Decoders classify at the last token that is not padding.
-            config.pad_token_id = tokenizer.pad_token_id
     return config
 
 
-def _check_kind(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
+def _check_kind(config: PretrainedConfig, recipe: Recipe, head: Head) -> None:
     """Raises a `RecipeError` if there is no network of a kind to train for a head."""
-    if head == "causal_lm" and getattr(config, "is_encoder_decoder", False):
+    if head.next_token and getattr(config, "is_encoder_decoder", False):
         raise RecipeError(
             f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
-            "`causal_lm` trains decoders, which continue a text. Name a decoder-only model, such as llama, qwen3 or "
-            "gpt2 (docs/architectures.md lists those that were tried)."
+            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
+            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
         )
-    own_code = section.trust_remote_code and getattr(config, "auto_map", None)
-    if type(config) not in model_mapping(AUTO_CLASSES[head]) and not own_code:
+    own_code = recipe.model.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in model_mapping(head.auto) and not own_code:
         raise RecipeError(
-            f"model: transformers has no {head} network of a {config.model_type} model. Name a model of another "
-            "architecture (docs/architectures.md lists language models that were tried)."
+            f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
+            "another architecture (docs/architectures.md lists language models that were tried)."
         )
 
 
@@ -146,7 +134,7 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
 
     Published configurations have such keys: `head_dim` of Qwen3-MoE.
     """
-    known = model_mapping(AUTO_CLASSES["causal_lm"])
+    known = model_mapping(NEXT_TOKEN.auto)
     network = known.get(type(config), None)
     source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
@@ -177,7 +165,7 @@ def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Hea
     What is left of merging an adapter that trained one of them whole. transformers would load two and write one, and a
     network that is sharded as it loads would have one.
     """
-    known = model_mapping(AUTO_CLASSES[head])
+    known = model_mapping(head.auto)
     if not pretrained_files.ties_embeddings(config) or type(config) not in known:
         return
     try:

@@ -23,8 +23,9 @@ from finetune.models import (
     quantization,
     rope_scaling,
 )
-from finetune.models.lora_adapters import Head, transformer
-from finetune.models.model_config import AUTO_CLASSES, one_line
+from finetune.models.heads import Head
+from finetune.models.lora_adapters import transformer
+from finetune.models.model_config import one_line
 from finetune.utils.compat.transformers_private import from_config
 from finetune.utils.errors import RecipeError
 
@@ -51,7 +52,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     frozen_weights.cast_frozen(network, stored)
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
-    if head == "causal_lm" and recipe.loss_by_head:
+    if head.next_token and recipe.loss_by_head:
         chunked_loss.fuse(network)
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
@@ -126,13 +127,15 @@ def build_base_model(
     torch.manual_seed(recipe.seed)
     if section.name is not None:
         return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
-    kernel = attention.choose(section.attention, config, AUTO_CLASSES[head], told=head == "causal_lm")
+    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
     try:
-        network: PreTrainedModel = AUTO_CLASSES[head].from_config(
+        network: PreTrainedModel = head.auto.from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"model: no {head} network from '{config.model_type}': {one_line(error)}") from error
+        raise RecipeError(
+            f"model: no {recipe.task.name} network from '{config.model_type}': {one_line(error)}"
+        ) from error
     return network
 
 
@@ -158,13 +161,13 @@ def _pretrained(
     recipe: Recipe, config: PretrainedConfig, head: Head, **options: Any
 ) -> tuple[PreTrainedModel, pretrained_files.Weights]:
     section = recipe.model
-    kernel = attention.choose(section.attention, config, AUTO_CLASSES[head], told=head == "causal_lm")
+    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
     with _named_by_the_recipe(recipe):
         return pretrained_files.load(
-            AUTO_CLASSES[head],
+            head.auto,
             str(section.name),
             config,
-            new_head=head == "sequence_classification",
+            new_head=not head.next_token,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=kernel,
@@ -191,7 +194,7 @@ def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None
     """
     trusted = recipe is not None and recipe.model.trust_remote_code
     with torch.device("meta"):
-        network: nn.Module = AUTO_CLASSES[head].from_config(config, dtype=torch.float32, trust_remote_code=trusted)
+        network: nn.Module = head.auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
         if recipe is None:
             return network
         if recipe.model.freeze is not None:

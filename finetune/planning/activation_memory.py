@@ -12,10 +12,9 @@ values, `d` width of a head, `c` bytes that products are computed in (2 or 4), `
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.recipe_schema import Recipe
 from finetune.models import chunked_loss
 from finetune.monitoring import flops
-from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half
+from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.transient_memory import Device
 
 # What architectures call their dropout: of attention's weights, and of what is added to the residual stream.
@@ -122,7 +121,7 @@ def activations(
     tokens = micro * length
     c = 2 if half else 4
     norms = tokens * _norms(variant, s, half, whole)
-    attention = tokens * _attention(variant, s, half, whole) + _pairs(recipe, s, c) * micro * length**2
+    attention = tokens * _attention(variant, s, half, whole) + _pairs(variant, s, c) * micro * length**2
     if device == "cpu" and recipe.model.attention in ("auto", "packed", "sdpa") and _rate(variant, _ATTENTION_DROPOUT):
         # Without a fused kernel that has dropout: scores, mask and product, in fp32.
         attention += 12 * s.a * micro * length**2
@@ -134,7 +133,7 @@ def activations(
     # The residual stream; what a norm's own weight needs; what the head is given.
     norm_and_head = 4 + (4 if variant.norms_trained else 0)
     head_trained = bool(variant.linears and variant.linears[-1][1])
-    fused = computes_in_chunks(recipe, variant.config)
+    fused = variant.loss_by_head
     if whole and not fused:
         norm_and_head += 4
     elif head_trained and not fused:
@@ -153,16 +152,16 @@ def activations(
     # Autograd keeps what is given to a module that is trained, but an adapter's 16-bit copy of an fp32 one.
     given = (c if whole else c + 4) if cast else 0 if last else c
     outputs = tokens * (given * s.f + stream) + _norms_of_dora(variant, c)
-    forward, scores = _loss(recipe, s, tokens, c, head_trained, fused, device)
+    forward, scores = _loss(variant, s, tokens, c, head_trained, fused, device)
     norm_and_head *= tokens * s.h
     return Activations(kept, norm_and_head, layer, norms // 2 + attention, gradients, outputs, scores, forward)
 
 
 def _loss(
-    recipe: Recipe, s: Shape, tokens: int, c: int, head_trained: bool, fused: bool, device: Device
+    variant: Variant, s: Shape, tokens: int, c: int, head_trained: bool, fused: bool, device: Device
 ) -> tuple[int, int]:
     """Bytes of head and loss when the forward pass ends, and when the backward pass begins."""
-    if recipe.task.name != "causal_lm":
+    if not variant.next_token:
         return 0, 0
     half = c < 4
     if not fused:
@@ -191,7 +190,7 @@ def _norms(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
 def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
     c = 2 if half else 4
     # Where a mask is given, transformers repeats keys and values for each head.
-    keys = s.a if _pairs(variant.recipe, s, c) else s.k
+    keys = s.a if _pairs(variant, s, c) else s.k
     core = c * s.d * (s.a + 2 * keys + s.a) + 4 * s.a
     if whole:
         # An adapter is given the output in fp32.
@@ -264,9 +263,10 @@ def _rate(variant: Variant, names: tuple[str, ...]) -> float:
     return max((float(getattr(config, name, None) or 0.0) for name in names), default=0.0)
 
 
-def _pairs(recipe: Recipe, s: Shape, c: int) -> int:
+def _pairs(variant: Variant, s: Shape, c: int) -> int:
     """Bytes of a layer for a pair of tokens: scores, where attention writes them out, or a mask as kernels take it."""
+    recipe = variant.recipe
     if recipe.model.attention == "eager":
         return s.a * (4 + (c if c < 4 else 0))
     packed = recipe.data.packing == "documents" and recipe.model.attention == "sdpa"
-    return c if packed or (recipe.task.name != "causal_lm" and recipe.model.attention in ("auto", "sdpa")) else 0
+    return c if packed or (not variant.next_token and recipe.model.attention in ("auto", "sdpa")) else 0

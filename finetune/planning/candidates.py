@@ -12,7 +12,7 @@ from finetune.distributed.resolve_config import check_split_layers, check_split_
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, shape_of
-from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of, unpaged
+from finetune.planning.model_shapes import Variant, is_half, part_of, unpaged
 from finetune.planning.rank_memory import (
     adds_on_device,
     casts_weights,
@@ -28,6 +28,7 @@ from finetune.planning.transient_memory import (
     late_gradients,
     transient_memory,
 )
+from finetune.tasks.task_lookup import check_task_splits
 from finetune.utils.errors import BackendError, RecipeError
 
 Verdict = Literal["fits", "tight", "no", "refused"]
@@ -104,6 +105,7 @@ def assess(
         accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
         if launch.sequence > 1:
             check_split_rows(recipe, launch)
+            check_task_splits(recipe, launch)
         if launch.tensor > 1:
             check_split_layers(recipe, launch, _precision(recipe))
             variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
@@ -224,7 +226,7 @@ def _peak(
 def _copies(launch: Launch, variant: Variant, setting: Setting) -> dict[str, int]:
     """Bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
     outline, half = variant.outline, is_half(variant.recipe)
-    whole, fused = keeps_inputs_whole(launch), computes_in_chunks(variant.recipe, variant.config)
+    whole, fused = keeps_inputs_whole(launch), variant.loss_by_head
     # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
     read = max(
         (2 * w.packed if half else 4 * (w.packed or w.elements * (w.itemsize < 4)) for w in outline.weights), default=0

@@ -10,7 +10,7 @@ from typing import Literal
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.planning.activation_memory import shape_of
-from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half
+from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.rank_memory import Outline, fitted
 
 Window = Literal["all", "backward", "last backward", "none"]
@@ -144,7 +144,7 @@ def flows_of_layers(
     tokens = micro * variant.recipe.data.sequence_length // launch.sequence
     calls = (5 if checkpointed else 4) * accumulation * shape.layers
     found = [Flow("all_reduce", "parts of layers", round(ring * calls * 4 * tokens * shape.h), parts, "none", calls)]
-    if computes_in_chunks(variant.recipe, variant.config):
+    if variant.loss_by_head:
         joined = round(ring / 2 * accumulation * 4 * tokens * shape.h)
         found.append(Flow("all_gather", "gradients of tokens", joined, parts, "none", accumulation))
     if partial := sum(4 * w.elements for w in variant.outline.trained if w.partial):

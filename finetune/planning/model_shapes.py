@@ -58,6 +58,10 @@ class Variant:
     adapted: tuple[tuple[int, int], ...]
     """Input and output features of each module that has an adapter."""
     config: PretrainedConfig | None
+    next_token: bool
+    """True for a language model."""
+    loss_by_head: bool
+    """True if its head computes the loss, some tokens at a time."""
     norms_trained: bool
     names: frozenset[str]
     """Of the modules."""
@@ -168,7 +172,7 @@ def unpaged(recipe: Recipe) -> Recipe:
 def sized(recipe: Recipe) -> Recipe:
     """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
-    if recipe.tokenizer.name is None or config is None or "vocab_size" in config or ":" in recipe.task.name:
+    if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
         return recipe
     config = {**config, "vocab_size": len(load_tokenizer(recipe))}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
@@ -212,9 +216,12 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     known = lora_adapters.transformer(network)
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
     division: Division | str
-    config = known.config if known is not None else None
+    config, head = known.config if known is not None else None, head_of(recipe)
+    next_token = head is not None and head.next_token
+    fits = next_token and config is not None and not chunked_loss.changes_logits(config)
+    loss_by_head = fits and recipe.loss_by_head
     try:
-        division = split_layers.divide(network, loss_by_head=computes_in_chunks(recipe, config))
+        division = split_layers.divide(network, loss_by_head=loss_by_head)
     except BackendError as error:
         division = str(error)
     splits = division.splits if isinstance(division, Division) else UNSPLIT
@@ -237,16 +244,12 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
         config=config,
+        next_token=next_token,
+        loss_by_head=loss_by_head,
         norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
         names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
         division=division,
     )
-
-
-def computes_in_chunks(recipe: Recipe, config: PretrainedConfig | None) -> bool:
-    """Whether a language model's head computes the loss, some tokens at a time."""
-    fits = recipe.task.name == "causal_lm" and config is not None
-    return fits and recipe.loss_by_head and not chunked_loss.changes_logits(config)
 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:

@@ -5,6 +5,7 @@ import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,10 +14,12 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import recommendations
 from finetune.planning.planner import make
 from finetune.planning.step_time import Machines
+from finetune.tasks import classification
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped
 
@@ -164,7 +167,7 @@ def _recipe(project: Project, row_length: int) -> str:
         sections.append("chat:\n  template: plain  # leave it out for a model that brings its own")
     if project.task == "classify":
         # The built-in stories are of 7 kinds.
-        sections.insert(0, "task:\n  name: sequence_classification\n  num_labels: 7")
+        sections.insert(0, f"task:\n  name: {classification.NAME}\n  num_labels: 7")
     rate = "2.0e-4" if project.adapters else "2.0e-5" if pretrained else "1.0e-3"
     sections += [
         _batch(),
@@ -193,8 +196,11 @@ def _row_length(project: Project) -> int:
     if project.model is None:
         return 256
     data = {"train": [{"sample": 1}], "sequence_length": 2}
-    least = validate_recipe({"model": {"name": project.model}, "data": data, "length": {"steps": 1}})
-    config = resolve_model_config(least, num_labels=2 if project.task == "classify" else None)
+    least: dict[str, Any] = {"model": {"name": project.model}, "data": data, "length": {"steps": 1}}
+    head = NEXT_TOKEN
+    if project.task == "classify":
+        least["task"], head = classification.NAME, classification.HEAD
+    config = resolve_model_config(validate_recipe(least), head)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(1024, positions) if positions is not None and positions > 0 else 1024
 

@@ -7,7 +7,7 @@ from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning.candidates import Candidate
 from finetune.planning.communication_volume import Flow, flows, flows_of_layers, flows_of_rows
 from finetune.planning.link_speeds import LinkSpeeds
-from finetune.planning.model_shapes import Variant, computes_in_chunks, is_half, part_of
+from finetune.planning.model_shapes import Variant, is_half, part_of
 
 # Tokens a parameter, for the least loss at a given amount of training. Source: Hoffmann et al. 2022, table 3.
 CHINCHILLA = 20.0
@@ -117,7 +117,7 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
     variant = variant if candidate.launch.tensor == 1 else part_of(variant, candidate.launch.tensor)
-    if not computes_in_chunks(recipe, variant.config):
+    if not variant.loss_by_head:
         a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation

@@ -1,4 +1,4 @@
-"""What a model is trained to do. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
+"""Objectives that models are trained for. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
 
 from finetune.data.rows.feed import Rows
 from finetune.tasks.task import Batch, Task, TaskData

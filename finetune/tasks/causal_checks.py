@@ -1,4 +1,4 @@
-"""What a causal language model must not do, measured on scores of a few tokens: see ahead, or see other documents.
+"""Checks of a causal language model on the scores of a few tokens: it sees neither ahead nor other documents.
 
 Letters: T tokens, V vocabulary. Wherever a network is trained or scored, these say whether the figures mean anything.
 """
@@ -18,18 +18,18 @@ Scores = Callable[[Batch, Callable[[nn.Module, Batch], torch.Tensor]], torch.Ten
 
 
 def seen_tolerance(precision: str) -> float:
-    """How far scores move that should not. What is computed alike moves by nothing, but where tokens meet in experts:
-    measured at most 3e-7 in fp32, where the least leak was 3e-5."""
+    """Returns the most that scores may move that should not. Computed alike they move by nothing, but in experts, where
+    tokens meet: measured at most 3e-7 in fp32, where the least leak was 3e-5."""
     return 1e-5 if precision == "fp32" else 1e-3
 
 
 def alone_tolerance(precision: str) -> float:
-    """How far scores in a packed row may be from those of the document alone, which other kernels compute."""
+    """Returns the most that scores in a packed row may differ from those of the document alone, by other kernels."""
     return 1e-4 if precision == "fp32" else 5e-2
 
 
 def sees_ahead(network: PreTrainedModel, scores: Scores, device: torch.device) -> torch.Tensor:
-    """How far tokens move the scores of those before them, as a share of the largest score: (1,)."""
+    """Returns how far tokens move the scores of those before them, as a share of the largest score: (1,)."""
     ids = ordinary_tokens(network, 8, device)
     changed = torch.cat([ids[:, :4], _other(ids, 4)], 1)
     one, two = (scores({"input_ids": x}, causal_lm_logits) for x in (ids, changed))
@@ -62,7 +62,7 @@ def sees_documents(
 
 
 def ordinary_tokens(network: PreTrainedModel | None, count: int, device: torch.device) -> torch.Tensor:
-    """Some tokens that mean nothing special to a network: (1, count)."""
+    """Returns tokens that mean nothing special to a network: (1, count)."""
     known: dict[str, Any] = {} if network is None else network.config.to_dict()
     size = 7 if network is None else int(network.config.get_text_config().vocab_size)
     special = set(_special(known))
@@ -71,7 +71,7 @@ def ordinary_tokens(network: PreTrainedModel | None, count: int, device: torch.d
 
 
 def _other(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """One of some tokens again and again: in another order, they would be the same to attention without positions."""
+    """Repeats the last token and again: in another order, they would be the same to attention without positions."""
     return ids[:, -1:].expand(-1, count)
 
 
@@ -84,7 +84,7 @@ def _special(config: dict[Any, Any]) -> Iterator[int]:
 
 
 def _logits_of_tokens(network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Of tokens alone, by the network's own masks and positions."""
+    """Returns scores of tokens alone, by the network's own masks and positions."""
     return network(input_ids=batch["input_ids"], use_cache=False).logits  # type: ignore[no-any-return]
 
 

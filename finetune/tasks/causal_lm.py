@@ -4,28 +4,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.strategies import sequence
 from finetune.models import attention, chunked_loss, lora_adapters
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_meta_model, build_model
-from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_data import build_task_data
+from finetune.tasks.task_networks import transformers_task
 
 
-def _build_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
-    config = resolve_model_config(
-        recipe,
-        tokenizer=ready.tokenizer if ready else None,
-        vocab_size=recipe.tokenizer.vocab_size,
-    )
-    return build_meta_model(config, "causal_lm", recipe)
-
-
-def _build_model(recipe: Recipe, ready: TaskData) -> nn.Module:
-    config = resolve_model_config(recipe, tokenizer=ready.tokenizer)
-    return build_model(recipe, config, "causal_lm")
+def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
+    tokenizer = ready.tokenizer if ready else None
+    return resolve_model_config(recipe, tokenizer=tokenizer, vocab_size=recipe.tokenizer.vocab_size)
 
 
 def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -83,10 +76,6 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     return outputs.logits.reshape(()).clone()  # type: ignore[no-any-return]
 
 
-CAUSAL_LM = Task(
-    build_data=build_task_data,
-    build_model=_build_model,
-    loss_sum=_loss_sum,
-    build_skeleton=_build_skeleton,
-    text=True,
+CAUSAL_LM = transformers_task(
+    NEXT_TOKEN, _build_config, build_data=build_task_data, loss_sum=_loss_sum, text=True, splits_rows=True
 )

@@ -1,17 +1,24 @@
 """Sequence classification: one class a row. Letters as in `task`."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
+from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_meta_model, build_model
-from finetune.tasks.task import Batch, Task, TaskData
+from finetune.tasks.task import Batch, TaskData
 from finetune.tasks.task_data import build_task_data
+from finetune.tasks.task_networks import transformers_task
 from finetune.utils.errors import RecipeError
+
+NAME = "sequence_classification"
+"""Its name in recipes."""
+
+HEAD = Head("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification")
 
 
 def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
@@ -25,17 +32,18 @@ def _num_labels(recipe: Recipe, ready: TaskData | None) -> int:
     return found
 
 
-def classifier_config(recipe: Recipe, ready: TaskData | None) -> Any:
+def _build_config(recipe: Recipe, ready: TaskData | None) -> PretrainedConfig:
     tokenizer = ready.tokenizer if ready else None
     config = resolve_model_config(
         recipe,
+        HEAD,
         tokenizer=tokenizer,
         vocab_size=recipe.tokenizer.vocab_size,
         num_labels=_num_labels(recipe, ready),
         label_names=ready.label_names if ready and len(ready.label_names) == _num_labels(recipe, ready) else (),
     )
     if tokenizer is not None and tokenizer.pad_token_id is not None:
-        # What fills the rows, and not what a model's config may say.
+        # Decoders classify at the last token that does not fill the row, whatever a model's config says.
         config.pad_token_id = tokenizer.pad_token_id
     elif tokenizer is not None and config.pad_token_id is None:
         raise RecipeError(
@@ -43,14 +51,6 @@ def classifier_config(recipe: Recipe, ready: TaskData | None) -> Any:
             "classifies at the last token that is no padding. Name a tokenizer with one of them as tokenizer.name."
         )
     return config
-
-
-def _build_model(recipe: Recipe, ready: TaskData) -> nn.Module:
-    return build_model(recipe, classifier_config(recipe, ready), "sequence_classification")
-
-
-def _build_skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
-    return build_meta_model(classifier_config(recipe, ready), "sequence_classification", recipe)
 
 
 def _class_scores(network: nn.Module, batch: Batch) -> torch.Tensor:
@@ -73,10 +73,11 @@ def _loss_and_correct(network: nn.Module, batch: Batch) -> torch.Tensor:
     return torch.cat((sums, predicted.float()))
 
 
-SEQUENCE_CLASSIFICATION = Task(
-    build_data=build_task_data,
-    build_model=_build_model,
+SEQUENCE_CLASSIFICATION = transformers_task(
+    HEAD,
+    _build_config,
+    build_data=partial(build_task_data, classifier=HEAD),
     loss_sum=_loss_sum,
     loss_and_correct=_loss_and_correct,
-    build_skeleton=_build_skeleton,
+    labelled=True,
 )

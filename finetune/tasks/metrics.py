@@ -58,18 +58,18 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     known = []
     if data.validation is not None:
         known = ["loss", *(["perplexity"] if task.text else []), *(["accuracy"] if task.loss_and_correct else [])]
-        known += ["recall_macro"] if recipe.task.name == "sequence_classification" and task.loss_and_correct else []
+        known += ["recall_macro"] if task.labelled and task.loss_and_correct else []
     if metrics and task.text:
         if not prompts:
             raise RecipeError("eval.metrics: name a source in `eval.prompts`, for which texts are generated.")
-        known += [*rouge, *scores(tried, [prompts[0].references[0]], [prompts[0].references])]
+        known += [*rouge, *score_predictions(tried, [prompts[0].references[0]], [prompts[0].references])]
     elif metrics:
         if data.validation is None:
             raise RecipeError("eval.metrics: there are no validation rows to compute them of. Name data.validation.")
         if task.loss_and_correct is None:
             raise RecipeError("eval.metrics: the task neither writes text nor tells classes (`loss_and_correct`).")
         label = data.label_names[0] if data.label_names else "0"
-        known += scores(tried, [label], [label])
+        known += score_predictions(tried, [label], [label])
     keys = [f"validation_{name}" for name in known]
     # The default may name what a run without validation rows has not; nothing is kept by it then.
     meant = best_by is not None and (best_by != "validation_loss" or recipe.eval.patience is not None)
@@ -83,11 +83,11 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """What became of the rows of each class."""
+    """Counts of rows by class."""
 
     rows: tuple[int, ...]
     predicted: tuple[int, ...]
-    """How many rows were taken for it."""
+    """Rows that were taken for the class."""
     hits: tuple[int, ...]
 
     @staticmethod
@@ -122,7 +122,7 @@ def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
     }
 
 
-def scores(
+def score_predictions(
     metrics: Mapping[str, Metric],
     predictions: Sequence[str],
     references: Sequence[Sequence[str]] | Sequence[str],

@@ -29,7 +29,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given, and what it should answer."""
+    """A text that a model is to continue or answer, with references."""
 
     text: str
     """With a `chat` section as the template writes it."""

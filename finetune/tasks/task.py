@@ -1,35 +1,41 @@
-"""What a model is trained to do. The loop knows only a module and a `loss_sum`.
+"""The objective that a model is trained for. The loop knows only a module and a `loss_sum`.
 
-A task is four functions. A custom one is named in the recipe as `package.module:object`, a `Task` or a function of
-`task.args` that returns one.
+A task is a few functions and some facts about itself, so that nothing else asks for its name. A custom one is named in
+the recipe as `package.module:object`, a `Task` or a function of `task.args` that returns one. This module imports no
+torch.
 
 Letters: `B` rows, `T` tokens, `V` vocabulary, `C` classes.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.recipe_schema import Recipe
-from finetune.data.rows.feed import Rows
 
-Batch = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from finetune.data.rows.feed import Rows
+    from finetune.models.heads import Head
+
+Batch = Mapping[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task learns from and is evaluated on."""
+    """The rows that a task learns from and is evaluated on, with what is known of them."""
 
-    train: Rows | None
-    validation: Rows | None = None
+    train: "Rows | None"
+    validation: "Rows | None" = None
     tokenizer: Any | None = None
     report: dict[str, Any] = field(default_factory=dict)
-    """What is written into `run.json`."""
+    """Facts for `run.json`."""
     report_lines: tuple[str, ...] = ()
-    """What people read at the start."""
+    """Lines that a run prints at the start."""
+    full_report: tuple[str, ...] = ()
+    """Lines that `finetune data` prints; without any, `report_lines`."""
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
     digest: str = ""
@@ -40,19 +46,28 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Task:
-    """What the loop needs to know of a job."""
+    """An objective: data, network and loss."""
 
     build_data: Callable[[Recipe, bool], TaskData]
-    """`(recipe, quiet)` to data. Runs before any process group exists, on every process."""
-    build_model: Callable[[Recipe, TaskData], nn.Module]
-    """To a network with the same weights on every process; it may be on the meta device."""
-    loss_sum: Callable[[nn.Module, Batch], torch.Tensor]
+    """Prepares data, given `(recipe, quiet)`. Runs before any process group exists, on every process."""
+    build_model: Callable[[Recipe, TaskData], "nn.Module"]
+    """Returns a network with the same weights on every process; it may be on the meta device."""
+    loss_sum: Callable[["nn.Module", Batch], "torch.Tensor"]
     """The loss summed over the batch's targets, a scalar in fp32."""
-    loss_and_correct: Callable[[nn.Module, Batch], torch.Tensor] | None = None
-    """What `loss_sum` returns and how many targets were predicted right, (2,) in fp32, by one forward pass: evaluation
+    loss_and_correct: Callable[["nn.Module", Batch], "torch.Tensor"] | None = None
+    """Returns `loss_sum` and the number of targets predicted right, (2,) in fp32, by one forward pass: evaluation
     then reports `accuracy`. Where a row has one class, its number for each row may follow, (2 + B,): `eval.metrics` are
     of these, and of the batch's `targets`."""
-    build_skeleton: Callable[[Recipe, TaskData | None], nn.Module] | None = None
+    build_skeleton: Callable[[Recipe, TaskData | None], "nn.Module"] | None = None
     """The network on the meta device, for dry runs and for writing it."""
     text: bool = False
-    """Whether the network writes text, token by token."""
+    """True if the network writes text, token by token."""
+    labelled: bool = False
+    """True if a row is one document with a class and an attention mask: `padded`, no samples, no conversations."""
+    splits_rows: bool = False
+    """True if `loss_sum` takes rows that are split over ranks, by `sequence_parallel.split`."""
+    head: "Head | None" = None
+    """The head of its networks, which are transformers' by `model`, `tokenizer` and `data` of the recipe: such a task
+    takes quantized weights, is planned without its data, and is exported. None: only the task can open its network."""
+    build_config: Callable[[Recipe, TaskData | None], Any] | None = None
+    """The configuration of the network; every task with a `head` has it."""

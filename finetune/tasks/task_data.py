@@ -1,19 +1,25 @@
-"""The data of the built-in tasks."""
+"""The data of tasks that learn from documents."""
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data import prepare
 from finetune.models.head_classes import head_classes
+from finetune.models.heads import Head
 from finetune.tasks.task import TaskData
 
 
-def prepare_task_data(recipe: Recipe, *, quiet: bool = False) -> prepare.PreparedData:
-    """The recipe's data, with classes numbered as the model has them that it starts from."""
-    head = head_classes(recipe) if recipe.task.name == "sequence_classification" else None
-    return prepare.prepare_data(recipe, head=head, quiet=quiet)
+def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None) -> TaskData:
+    """The recipe's data.
 
+    Args:
+        classifier: The head, where documents have classes: these are numbered as in the model that it starts from.
 
-def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
-    prepared = prepare_task_data(recipe, quiet=quiet)
+    Raises:
+        DataError: If data or tokenizer cannot be used as the recipe says.
+        RecipeError: If that model's classes cannot be read.
+    """
+    labelled = classifier is not None
+    known = head_classes(recipe, classifier) if classifier is not None else None
+    prepared = prepare.prepare_data(recipe, labelled=labelled, known=known, quiet=quiet)
     if prepared.num_labels is not None and prepared.tokenizer.pad_token_id is None:
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
@@ -24,6 +30,7 @@ def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
         tokenizer=prepared.tokenizer,
         report=prepared.report.to_dict(),
         report_lines=tuple(prepared.report.start_lines()),
+        full_report=tuple(prepared.report.lines()),
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,
@@ -31,20 +38,20 @@ def build_task_data(recipe: Recipe, quiet: bool) -> TaskData:
     )
 
 
-def without_validation(recipe: Recipe, data: prepare.PreparedData | TaskData) -> list[str]:
-    """What to say where training has nothing to be evaluated on that the recipe did not leave out itself."""
+def without_validation(recipe: Recipe, data: TaskData) -> list[str]:
+    """Returns the lines that say why nothing is evaluated; none if something is, or the recipe asks for nothing."""
     if data.validation is not None or data.train is None:
         return []
-    report = data.report if isinstance(data.report, dict) else data.report.to_dict()
-    if "train" not in report:
+    if "train" not in data.report:
         return ["no validation rows, so nothing is evaluated: the task's build_data returns none"]
     fraction = recipe.data.validation_fraction
     if not fraction:
         return []
-    if report["validation"] is not None:
+    if data.report["validation"] is not None:
         why = f"what is held out fills no row of {recipe.data.sequence_length} tokens"
     else:
-        why = f"none of {report['train']['documents']:,} documents is held out (data.validation_fraction {fraction:g})"
+        documents = data.report["train"]["documents"]
+        why = f"none of {documents:,} documents is held out (data.validation_fraction {fraction:g})"
     return [f"no validation rows, so nothing is evaluated: {why}", "Raise it, or name files in data.validation."]
 
 

@@ -1,29 +1,41 @@
-"""The task that a recipe names."""
+"""The task that a recipe names. Imports no torch before it is asked for one."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
+from finetune.config.recipe import TaskTraits, source_conflicts, task_conflicts
 from finetune.config.recipe_schema import Recipe
-from finetune.models import lora_adapters, pretrained_files
-from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import check_pretrained, init_weights
-from finetune.tasks.causal_lm import CAUSAL_LM
-from finetune.tasks.classification import SEQUENCE_CLASSIFICATION, classifier_config
 from finetune.tasks.task import Task, TaskData
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.import_object import import_object
+
+if TYPE_CHECKING:
+    from finetune.distributed.launch.launch_config import Launch
+    from finetune.models.heads import Head
+
+BUILT_IN = {
+    "causal_lm": TaskTraits("finetune.tasks.causal_lm:CAUSAL_LM", text=True),
+    "sequence_classification": TaskTraits("finetune.tasks.classification:SEQUENCE_CLASSIFICATION", labelled=True),
+}
+"""The built-in tasks by name, and what recipes are checked for before a task is imported."""
 
 
 def find_task(recipe: Recipe) -> Task:
     """The task that the recipe names, with the loss that it names.
 
     Raises:
-        RecipeError: If there is none, or it is not a `Task`.
+        RecipeError: If there is none, it is not a `Task`, or the recipe asks for what it does not do.
     """
-    task = _find(recipe)
+    task = named_task(recipe)
+    if task.head is not None:
+        own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
+        problems = [*own, *task_conflicts(recipe, TaskTraits(text=task.text, labelled=task.labelled))]
+        if problems:
+            raise RecipeError.of("The recipe", problems)
+    elif recipe.lora is not None:
+        from finetune.tasks.task_networks import adapted_task
+
+        task = adapted_task(task)
     if recipe.task.loss is None:
         return task
     loss = import_object(recipe.task.loss, "task.loss")
@@ -33,12 +45,16 @@ def find_task(recipe: Recipe) -> Task:
     return replace(task, loss_sum=loss, loss_and_correct=None)
 
 
-def _find(recipe: Recipe) -> Task:
+def named_task(recipe: Recipe) -> Task:
+    """The task that the recipe names, as it is.
+
+    Raises:
+        RecipeError: If there is none, or it is not a `Task`.
+    """
     name = recipe.task.name
-    if name == "causal_lm":
-        return CAUSAL_LM
-    if name == "sequence_classification":
-        return SEQUENCE_CLASSIFICATION
+    if name in BUILT_IN:
+        task: Task = import_object(BUILT_IN[name].place, "task.name")
+        return task
     found = import_object(name, "task.name")
     if not isinstance(found, Task) and callable(found):
         try:
@@ -49,47 +65,26 @@ def _find(recipe: Recipe) -> Task:
         raise RecipeError(
             f"task.name: '{name}' is {type(found).__name__}, not a finetune.tasks.Task or a function that returns one."
         )
-    return found if recipe.lora is None else _adapted(found)
+    return found
 
 
-def _adapted(task: Task) -> Task:
-    """A custom task whose networks get adapters; the built-in ones ask for theirs when they build."""
-    build_skeleton = task.build_skeleton
-
-    def model(recipe: Recipe, ready: TaskData) -> nn.Module:
-        # With weights first: adapters may be computed from them.
-        return lora_adapters.attach(init_weights(task.build_model(recipe, ready), recipe.seed), recipe)
-
-    def skeleton(recipe: Recipe, ready: TaskData | None) -> nn.Module:
-        assert build_skeleton is not None
-        network = build_skeleton(recipe, ready)
-        with torch.device("meta"):
-            return lora_adapters.attach(network, recipe)
-
-    return replace(task, build_model=model, build_skeleton=skeleton if build_skeleton is not None else None)
+def head_of(recipe: Recipe) -> "Head | None":
+    """The head of the networks of the recipe's task; None if only the task can open them."""
+    return named_task(recipe).head
 
 
-def head_of(recipe: Recipe) -> lora_adapters.Head | None:
-    """What a built-in task's network puts out; None for a custom task."""
-    found: dict[str, lora_adapters.Head] = {
-        "causal_lm": "causal_lm",
-        "sequence_classification": "sequence_classification",
-    }
-    return found.get(recipe.task.name)
-
-
-def check_task_weights(recipe: Recipe, ready: TaskData) -> pretrained_files.Weights | None:
-    """The files that a built-in task's network starts from, looked at; see `networks.check_pretrained`.
-
-    Raises:
-        RecipeError: If they do not hold all of it.
-    """
-    head = head_of(recipe)
-    return None if head is None else check_pretrained(recipe, task_config(recipe, ready), head)
+def check_task_splits(recipe: Recipe, launch: "Launch") -> None:
+    """Raises a `BackendError` if rows are to be split over ranks, and the recipe's task does not take them."""
+    if launch.sequence > 1 and not named_task(recipe).splits_rows:
+        raise BackendError(
+            f"{launch.file or 'The launch environment'} splits each row over {launch.sequence} ranks (sp_size), which "
+            f"is not offered with task.name {recipe.task.name}. Set task.name to causal_lm, or take a launch config "
+            "without sequence parallelism."
+        )
 
 
 def task_config(recipe: Recipe, ready: TaskData) -> Any:
-    """The configuration of the network that a built-in task builds."""
-    if head_of(recipe) == "sequence_classification":
-        return classifier_config(recipe, ready)
-    return resolve_model_config(recipe, tokenizer=ready.tokenizer)
+    """The configuration of the network that a task with a head builds."""
+    build_config = named_task(recipe).build_config
+    assert build_config is not None
+    return build_config(recipe, ready)

@@ -22,6 +22,7 @@ from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint,
 from finetune.config import recipe_paths
 from finetune.config.recipe import apply, dump_recipe, read, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import DataError, LaunchError, RecipeError
@@ -81,7 +82,7 @@ def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapp
         RecipeError: With every problem that was found, each with its key.
     """
     tree, origin = _tree_of(source, overrides, sections)
-    return validate_recipe(tree, origin)
+    return validate_recipe(tree, origin, BUILT_IN)
 
 
 def _tree_of(
@@ -332,7 +333,7 @@ def _with_objects(
         ):
             if given is not None:
                 apply(tree, f"{key}={json.dumps([{'path': str(_write_records(given, cache))}])}")
-        yield validate_recipe(tree, origin), names
+        yield validate_recipe(tree, origin, BUILT_IN), names
 
 
 def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:

@@ -49,7 +49,8 @@ from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
-from finetune.tasks.task_lookup import check_task_weights, find_task
+from finetune.tasks.task_lookup import check_task_splits, find_task
+from finetune.tasks.task_networks import check_task_weights
 from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
@@ -199,6 +200,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         warn(text)
     launch = read_launch()
     config = resolve_config(recipe, launch)
+    check_task_splits(recipe, launch)
     optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
     float8.check(recipe)
     inputs = _prepare_inputs(recipe, quiet)
@@ -331,7 +333,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     num_rows = None if data.train is None else len(data.train)
     length = measure_length(recipe.length, recipe.batch.global_size, recipe.data, num_rows)
     order = RowOrder(recipe.seed, num_rows or 0, length.epoch_rows, recipe.batch.global_size, data.digest)
-    weights = check_task_weights(recipe, data)
+    weights = check_task_weights(task, recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identify(recipe, order, base)
@@ -341,7 +343,9 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
 
 def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
-    sharded = recipe.model.name is not None and recipe.model.quantization is None and recipe.task.name == "causal_lm"
+    head = inputs.task.head
+    whole = head is None or not head.next_token or recipe.model.quantization is not None
+    sharded = recipe.model.name is not None and not whole
     with backend.loading(pretrained=sharded):
         network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
         products = float8.products(network, recipe.model.fp8)

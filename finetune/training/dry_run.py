@@ -13,7 +13,7 @@ from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule, optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning.model_shapes import sized
-from finetune.tasks.task_lookup import find_task
+from finetune.tasks.task_lookup import check_task_splits, find_task
 from finetune.utils.errors import RecipeError
 
 
@@ -28,6 +28,7 @@ def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
     """
     launch = foreseen.launch if foreseen else read_launch()
     config = resolve_config(recipe, launch, foreseen.env if foreseen else os.environ)
+    check_task_splits(recipe, launch)
     optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
     float8.check(recipe)
     task = find_task(recipe)

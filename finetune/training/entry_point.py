@@ -58,8 +58,9 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     """The recipe, once the models that it names can be had: this is known before the libraries are imported."""
     from finetune.config import recipe_paths
     from finetune.config.recipe import load_recipe
+    from finetune.tasks.task_lookup import BUILT_IN
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides)
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     recipe_paths.check(recipe)
     go_offline_if_unreachable()
     hub_access.require(recipe.model.name, "model.name")

@@ -140,7 +140,7 @@ def _scored(run: Run, predictions: Sequence[str], references: Any, lines: Iterab
     told: dict[str, Any] = {}
     if run.backend.is_main:
         try:
-            told = {"values": metrics.scores(run.metrics, predictions, references)}
+            told = {"values": metrics.score_predictions(run.metrics, predictions, references)}
         except FinetuneError as error:
             told = {"problem": str(error)}
         text = "".join(json.dumps({"step": run.state.step, **line}, ensure_ascii=False) + "\n" for line in lines)

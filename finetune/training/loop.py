@@ -279,7 +279,7 @@ def _evaluate(run: Run) -> bool:
     figures: dict[str, float] | None = {}
     if rows is not None:
         micro, classes = recipe.eval.micro_size or recipe.batch.rows, None
-        named = recipe.task.name == "sequence_classification" and run.task.loss_and_correct is not None
+        named = run.task.labelled and run.task.loss_and_correct is not None
         if named or (run.metrics and not run.task.text):
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         figures = evaluation.evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
@@ -359,4 +359,4 @@ def save_final_model(run: Run) -> None:
 def _write_card(run: Run, folder: Path) -> None:
     facts = {**run.directory.facts(), "results": run.results}
     source = WeightSource(run.directory.path, folder, run.state.step, run.recipe, facts)
-    model_card.write(folder, source, "model", [], merge.base_folder(run.recipe))
+    model_card.write(folder, source, "model", [], merge.base_folder(run.recipe), run.task.head)

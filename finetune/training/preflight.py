@@ -15,7 +15,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
 from finetune.models.forward_wrapper import unwrap
-from finetune.tasks import causal_checks
+from finetune.tasks import causal_checks, classification
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.task import Batch, Task, TaskData
 from finetune.training import evaluation
@@ -90,7 +90,7 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
             f"{_name(network)} is no causal language model as it is configured: tokens see those behind them, which "
-            f"they are to predict. {hint}, or set task.name to `sequence_classification`."
+            f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
         )
 
 

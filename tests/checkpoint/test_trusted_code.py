@@ -105,6 +105,9 @@ REPLAY = ("replay", "run", "--step", "1")
     ("words", "change"),
     [
         (EXPORT, {"task": {"loss": "evil.py:loss"}}),
+        (EXPORT, {"task": {"name": "evil.py:task"}}),
+        (GENERATE, {"task": {"name": "evil.py:task"}}),
+        (EVAL, {"task": {"name": "evil.py:task"}}),
         (REPLAY, {"task": {"loss": "evil.py:loss"}}),
         (REPLAY, {"task": {"name": "evil.py:task"}}),
         (REPLAY, {"task": {"name": "evil:task"}}),
@@ -124,7 +127,7 @@ def test_code_that_a_downloaded_recipe_names_runs_only_where_the_user_says_so(
     assert f"run/recipe.yaml says {section}.{key}: {name}" in said
     assert "--trust-remote-code" in said
     # What the run computes is another matter.
-    if name.endswith((".py:loss", ".py:Optimizer")):
+    if name.endswith((".py:loss", ".py:Optimizer")) or words != REPLAY:
         end(*words, "--trust-remote-code")
         assert ran.exists()
 

@@ -23,6 +23,7 @@ from finetune.config.recipe import divisors, dump_recipe, fields, json_schema, l
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed import deepspeed_config
 from finetune.distributed.launch import launch_file
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import api
 from finetune.utils.errors import BackendError, RecipeError
 
@@ -42,7 +43,7 @@ def written(folder: Path, text: str | dict[str, Any]) -> Path:
 
 def refusal(tree: dict[str, Any]) -> str:
     with pytest.raises(RecipeError) as caught:
-        validate_recipe({**WHOLE, **tree})
+        validate_recipe({**WHOLE, **tree}, tasks=BUILT_IN)
     return str(caught.value)
 
 

@@ -21,6 +21,7 @@ from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.row_dataset import IGNORED, TokenRows
 from finetune.data.tokenization.memmap import MaskFile, pack_mask
 from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import exit_codes
 from finetune.utils.errors import DataError, RecipeError
 
@@ -394,7 +395,7 @@ def test_recipes_that_cannot_be(folder: Path, tree: dict[str, Any], says: str) -
     for key, value in tree.items():
         whole[key] = {**whole[key], **value} if isinstance(value, dict) else value
     with pytest.raises(RecipeError, match=says.replace("{", r"\{")):
-        validate_recipe(whole)
+        validate_recipe(whole, tasks=BUILT_IN)
 
 
 # ---------------------------------------------------------------- cache
@@ -451,7 +452,7 @@ def test_show_is_coloured_on_a_terminal(folder: Path, tmp_path: Path) -> None:
     from finetune.data.show_examples import examples
 
     data = prepared(folder, [written(tmp_path / "a.jsonl", pairs(2))])
-    _, _, line = list(examples(data.train, data.tokenizer, data.label_names, 1, coloured=True))
+    _, _, line = list(examples(data.train, data.tokenizer, (), 1, coloured=True))
     green = "".join(line.plain[span.start : span.end] for span in line.spans if "green" in str(span.style))
     assert green == "The answer is 0.<|im_end|>"
 

@@ -18,6 +18,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.mesh import Group
 from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
 from finetune.distributed.strategies import sequence
+from finetune.tasks.task_lookup import check_task_splits
 from finetune.utils.errors import BackendError
 
 ASKED = Launch(kind="ddp", num_processes=4, sequence=2)
@@ -97,7 +98,8 @@ def test_other_tasks_are_refused() -> None:
     recipe = validate_recipe(base())
     other = recipe.model_copy(update={"task": recipe.task.model_copy(update={"name": "sequence_classification"})})
     with pytest.raises(BackendError, match=r"Set task\.name to causal_lm"):
-        check_split_rows(other, ASKED)
+        check_task_splits(other, ASKED)
+    check_task_splits(recipe, ASKED)
 
 
 @pytest.mark.xdist_group("split")

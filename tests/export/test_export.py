@@ -14,6 +14,7 @@ from finetune.export import save_model
 from finetune.export.validate_files import tensors_of
 from finetune.models import pretrained_files
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.networks import build_meta_model
 from finetune.utils.errors import CheckpointError
 
@@ -51,7 +52,7 @@ def tiny(model_type: str = "llama", **sizes: int) -> Any:
 
 
 def save(network: Any, directory: Path, without: str = "", backend: OneProcess | None = None) -> None:
-    skeleton = build_meta_model(network.config, "causal_lm")
+    skeleton = build_meta_model(network.config, NEXT_TOKEN)
     save_model.save_model(backend or OneProcess(without), ForwardWrapper(network), skeleton, None, directory)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from finetune.cli import main
 from finetune.export import find_weights, model_card, push_to_hub, stop_tokens, validate_files, verify_export
+from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import digest
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
@@ -134,7 +135,7 @@ def test_the_head_of_the_card_is_one_that_the_hub_takes(
     model = found.recipe.model.model_copy(update={"name": name})
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
     run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))
-    model_card.write(tmp_path, run, "merged", ["Proved"], tmp_path)
+    model_card.write(tmp_path, run, "merged", ["Proved"], tmp_path, NEXT_TOKEN)
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"---\nlibrary_name: transformers\n{said}---\n")
 
@@ -167,7 +168,7 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
     probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
-    about = {"head": "causal_lm", "base": None, "trust_remote_code": False}
+    about = {"auto": "AutoModelForCausalLM", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
         verify_export.fresh(tmp_path, probe, about)
 

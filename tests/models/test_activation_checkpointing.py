@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from finetune.config.recipe import validate_recipe
 from finetune.models import activation_checkpointing
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM
@@ -23,7 +24,7 @@ BATCH["cu_seqlens"] = torch.tensor([0, 48, 96], dtype=torch.int32)
 
 def network_of(**model: Any) -> Any:
     recipe = validate_recipe(base(model={**base()["model"], **model}))
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def learn(network: Any) -> dict[str, torch.Tensor]:

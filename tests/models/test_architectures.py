@@ -8,6 +8,7 @@ from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.recipe import validate_recipe
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model, init_weights
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
@@ -52,7 +53,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     """Perturbs one document of a packed row: the others' scores and gradients stay as they are."""
     job = ARCHITECTURES[name]
     recipe = validate_recipe(job)
-    network = build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    network = build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
     network.eval()
     lengths = (13, 21, 30)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]

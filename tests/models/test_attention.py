@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.models import attention
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM
@@ -38,7 +39,7 @@ def network_of(job: dict[str, Any], kernel: str) -> torch.nn.Module:
         else {**model["config"], "attention_dropout": 0.0}
     )
     recipe = validate_recipe({**job, "model": model})
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def batch() -> dict[str, torch.Tensor]:

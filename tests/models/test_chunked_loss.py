@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.models import chunked_loss, frozen_weights
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
@@ -133,7 +134,7 @@ def built(kind: str, way: str) -> nn.Module:
     config = {**base()["model"]["config"], "tie_word_embeddings": kind == "tied"}
     lora = {"lora": {"rank": 4, "save_modules": ["lm_head"]}} if kind == "saved whole" else {}
     recipe = validate_recipe(base(model={"config": config, "loss": way}, **lora))
-    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
     if kind == "adapted":
         if way == "chunked":
             chunked_loss.unfuse(network)

@@ -20,11 +20,13 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import _check_planes
 from finetune.export import verify_export
 from finetune.models import float8
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.planning import model_shapes, recommendations
 from finetune.planning.candidates import Setting
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
+from finetune.tasks.classification import HEAD
 from finetune.utils.errors import BackendError, RecipeError
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def recipe_of(how: Any = "emulated", model: dict[str, Any] | None = None, **sect
 
 def built(tree: dict[str, Any]) -> Any:
     recipe = validate_recipe(tree)
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def learn(network: Any, batch: dict[str, torch.Tensor] = BATCH) -> tuple[float, dict[str, torch.Tensor]]:
@@ -149,9 +151,7 @@ def test_a_classifier_keeps_its_head(head: str) -> None:
     sections = {key: value for key, value in ARCHITECTURES["bert"].items() if key in ("task", "data")}
     sections["task"] = {"name": "sequence_classification", "num_labels": 16}
     recipe = validate_recipe(base(**sections, precision="bf16", model={"config": config, "fp8": "emulated"}))
-    network = build_model(
-        recipe, resolve_model_config(recipe, vocab_size=512, num_labels=16), "sequence_classification"
-    )
+    network = build_model(recipe, resolve_model_config(recipe, HEAD, vocab_size=512, num_labels=16), HEAD)
     kinds = {name: type(m).__name__ for name, m in network.named_modules() if isinstance(m, nn.Linear)}
     left = [name for name, kind in kinds.items() if kind == "Linear"]
     assert len(left) == 2

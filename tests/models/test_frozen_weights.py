@@ -18,6 +18,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.export import verify_export
 from finetune.models import frozen_weights, networks, quantization
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_base_model, build_model
 from finetune.tasks.causal_lm import causal_lm_logits
@@ -33,7 +34,7 @@ def recipe_of(model: dict[str, Any], lora: dict[str, Any] | None = None) -> Reci
 
 
 def built(recipe: Recipe) -> Any:
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -20,10 +20,12 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_meta_model, build_model
 from finetune.optim.optimizers import parameter_groups
 from finetune.tasks.causal_lm import causal_lm_logits
+from finetune.tasks.classification import HEAD
 from finetune.tasks.task import Task, TaskData
 from finetune.tasks.task_lookup import find_task
 from finetune.training import dry_run
@@ -225,7 +227,7 @@ def test_answers_are_learned_and_nothing_else(launcher: Launcher, name: str) -> 
 
 
 def built(recipe: Recipe) -> nn.Module:
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def recipe_of(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -341,15 +343,15 @@ def test_parameters_of_llama_2(width: int, inner: int, layers: int, expected: in
     shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 32_000}
     config = {"model_type": "llama", **shape, "num_attention_heads": width // 128}
     recipe = recipe_of({"rank": 8, "targets": ["q_proj", "v_proj"]}, {"config": config})
-    network = build_meta_model(resolve_model_config(recipe), "causal_lm", recipe)
+    network = build_meta_model(resolve_model_config(recipe), NEXT_TOKEN, recipe)
     assert sum(p.numel() for p in trained(network).values()) == expected
     assert all(p.is_meta for p in network.parameters())
 
 
 def test_a_classifiers_head_is_trained_whole() -> None:
     recipe = validate_recipe(SOME["bert"])
-    config = resolve_model_config(recipe, vocab_size=512, num_labels=7)
-    names = trained(build_model(recipe, config, "sequence_classification"))
+    config = resolve_model_config(recipe, HEAD, vocab_size=512, num_labels=7)
+    names = trained(build_model(recipe, config, HEAD))
     assert "base_model.model.classifier.modules_to_save.default.weight" in names
     assert all("lora_" in name or ".classifier." in name for name in names)
     assert any(".pooler.dense.lora_A" in name for name in names)
@@ -364,7 +366,7 @@ def own() -> Task:
         build_data=lambda recipe, quiet: TaskData(train=None),
         build_model=lambda recipe, data: AutoModelForCausalLM.from_pretrained(MODEL),
         loss_sum=lambda network, batch: torch.zeros(()),
-        build_skeleton=lambda recipe, data: build_meta_model(AutoConfig.from_pretrained(MODEL), "causal_lm"),
+        build_skeleton=lambda recipe, data: build_meta_model(AutoConfig.from_pretrained(MODEL), NEXT_TOKEN),
     )
 
 

@@ -24,9 +24,11 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.export.load_model import load_model
 from finetune.models import lora_adapters, pretrained_files
+from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model, check_pretrained
 from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.tasks.classification import HEAD
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 Tensors = dict[str, torch.Tensor]
@@ -62,8 +64,8 @@ def recipe_of(folder: Path | str, **sections: Any) -> Recipe:
     return validate_recipe({**tree, **sections, "model": model})
 
 
-def checked(recipe: Recipe, head: Any = "causal_lm", **options: Any) -> pretrained_files.Weights:
-    found = check_pretrained(recipe, resolve_model_config(recipe, **options), head)
+def checked(recipe: Recipe, head: Head = NEXT_TOKEN, **options: Any) -> pretrained_files.Weights:
+    found = check_pretrained(recipe, resolve_model_config(recipe, head, **options), head)
     assert found is not None
     return found
 
@@ -80,7 +82,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 
 
 def built(recipe: Recipe) -> torch.nn.Module:
-    return build_model(recipe, resolve_model_config(recipe), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe), NEXT_TOKEN)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -149,12 +151,12 @@ def small(folder: Path) -> dict[str, Any]:
 
 def test_a_classifiers_head_may_be_new(tmp_path: Path) -> None:
     recipe = recipe_of(MODEL)
-    (new,) = checked(recipe, "sequence_classification", num_labels=3).lines
+    (new,) = checked(recipe, HEAD, num_labels=3).lines
     assert f"{MODEL} has no head for this task, its 1 tensors are new: score.weight" in new
     # But nothing below it.
     spoiled = spoil(MODEL, tmp_path / "spoiled", lambda tensors: tensors.pop(UP))
     with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {UP}"):
-        checked(recipe_of(spoiled), "sequence_classification", num_labels=3)
+        checked(recipe_of(spoiled), HEAD, num_labels=3)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "electra", "gpt2", "deberta-v2"])
@@ -163,21 +165,21 @@ def test_new_heads_of_many_kinds(tmp_path: Path, model_type: str) -> None:
     sizes |= {"distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}}.get(model_type, {})
     auto = transformers.AutoModelForMaskedLM if model_type != "gpt2" else AutoModelForCausalLM
     folder = made(tmp_path / "base", model_type, auto, **sizes, max_position_embeddings=64)
-    new = checked(recipe_of(folder), "sequence_classification", num_labels=2).lines[0]
+    new = checked(recipe_of(folder), HEAD, num_labels=2).lines[0]
     assert "has no head for this task" in new
     # A head that is there is read, and refused if it is not whole or has other classes.
     recipe = recipe_of(folder)
-    network = build_model(recipe, resolve_model_config(recipe, num_labels=2), "sequence_classification")
+    network = build_model(recipe, resolve_model_config(recipe, HEAD, num_labels=2), HEAD)
     network.save_pretrained(tmp_path / "head")
     recipe = recipe_of(tmp_path / "head")
-    assert checked(recipe, "sequence_classification", num_labels=2).lines == ()
+    assert checked(recipe, HEAD, num_labels=2).lines == ()
     with pytest.raises(RecipeError, match="a classifier needs as many classes as its head"):
-        checked(recipe, "sequence_classification", num_labels=5)
+        checked(recipe, HEAD, num_labels=5)
     heads = [name for name, _ in network.named_parameters() if not name.startswith(f"{network.base_model_prefix}.")]
     if len(heads) > 1:
         spoiled = spoil(tmp_path / "head", tmp_path / "half", lambda tensors: tensors.pop(heads[-1]))
         with pytest.raises(RecipeError, match=f"lacks 1 of the network's tensors: {heads[-1]}"):
-            checked(recipe_of(spoiled), "sequence_classification", num_labels=2)
+            checked(recipe_of(spoiled), HEAD, num_labels=2)
 
 
 def test_a_language_models_head_is_not_new(tmp_path: Path) -> None:
@@ -431,7 +433,7 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
     for lora in (None, {"rank": 2}):
         recipe = recipe_of(folder, lora=lora)
         with pytest.raises(RecipeError, match="a whole model and an adapter beside it"):
-            check_pretrained(recipe, resolve_model_config(recipe), "causal_lm")
+            check_pretrained(recipe, resolve_model_config(recipe), NEXT_TOKEN)
     # Where a model is opened, the adapter would be all that is meant.
     for base in (None, str(folder)):
         with pytest.raises(RecipeError, match="a whole model and an adapter beside it"):
@@ -466,4 +468,4 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) ->
     if name.startswith("g"):
         recipe = recipe_of(folder)
         with pytest.raises(FinetuneError, match="nested too deeply"):
-            check_pretrained(recipe, resolve_model_config(recipe), "causal_lm")
+            check_pretrained(recipe, resolve_model_config(recipe), NEXT_TOKEN)

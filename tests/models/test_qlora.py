@@ -9,6 +9,7 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters, quantization
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.monitoring.flops import flops_per_target
@@ -27,7 +28,7 @@ def recipe_of(kind: str | None = "nf4", *, double: bool = True, model: dict | No
 
 
 def built(recipe: Recipe) -> nn.Module:
-    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), "causal_lm")
+    return build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
 
 
 def packed(network: nn.Module) -> dict[str, bnb.nn.Linear4bit]:
@@ -70,7 +71,7 @@ def test_loading_packs_what_packing_in_place_does(kind: str) -> None:
     whole = built(recipe_of(None).model_copy(update={"lora": None}))
     recipe = recipe_of(kind)
     quantization.quantize(whole, recipe)  # type: ignore[arg-type]
-    ours = packed(lora_adapters.attach(whole, recipe, "causal_lm"))
+    ours = packed(lora_adapters.attach(whole, recipe, NEXT_TOKEN))
     assert read.keys() == ours.keys() != set()
     for name, module in read.items():
         assert torch.equal(module.weight.view(torch.uint8), ours[name].weight.view(torch.uint8))

@@ -13,6 +13,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSection
 from finetune.export import write
 from finetune.models import networks
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.rope_scaling import stretch
 from finetune.utils.errors import RecipeError
@@ -55,7 +56,7 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def built(recipe: Recipe) -> Any:
-    return networks.build_model(recipe, resolve_model_config(recipe, vocab_size=SIZES["vocab_size"]), "causal_lm")
+    return networks.build_model(recipe, resolve_model_config(recipe, vocab_size=SIZES["vocab_size"]), NEXT_TOKEN)
 
 
 def as_transformers_has_it(model: Path, kind: str) -> Any:

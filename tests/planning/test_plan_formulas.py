@@ -17,6 +17,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_environment import launch_of_file
 from finetune.models import quantization
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.monitoring import flops
@@ -167,7 +168,7 @@ def recipe(layers: int, half: bool, lora: bool, model: dict[str, Any] | None = N
 def saved(wanted: Recipe) -> tuple[int, int]:
     """Bytes that autograd keeps of a forward pass: of activations, and of copies of weights."""
     half = wanted.precision == "bf16"
-    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), NEXT_TOKEN)
     quantization.compute_in(network, torch.bfloat16 if half else torch.float32)
     own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
     shapes = {tuple(sorted(p.shape)) for p in network.parameters() if p.ndim == 2}
@@ -264,7 +265,7 @@ def test_arithmetic_is_that_of_a_counted_step(lora: bool, config: dict[str, Any]
     since a head in chunks computes its gradients in the forward pass. The first layer's inputs need no gradient.
     """
     wanted = recipe(4, False, lora, {"attention": "eager", "loss": "plain"}, **config)
-    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), NEXT_TOKEN)
     ids = torch.randint(3, 500, (ROWS, TOKENS))
     # Torch does not count the products of stacked experts either.
     network.set_experts_implementation("eager")

@@ -12,6 +12,7 @@ from finetune.distributed.launch.launch_environment import launch_of_file
 from finetune.distributed.mesh import Group
 from finetune.distributed.strategies import tensor
 from finetune.models import split_layers
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.planning import model_shapes
@@ -34,7 +35,7 @@ def test_a_rank_has_what_is_predicted(way: str, monkeypatch: pytest.MonkeyPatch)
     wanted = recipe(2, False, lora, model, **SIZES)
     variant: Any = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)]
     part = model_shapes.part_of(variant, 2)
-    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), "causal_lm")
+    network = build_model(wanted, resolve_model_config(wanted, vocab_size=512), NEXT_TOKEN)
     split_layers.split(network, Group(2, 0, None))
     assert [w.shape for w in part.outline.weights] == [tuple(p.shape) for p in network.parameters()]
     sent, joined = [], []

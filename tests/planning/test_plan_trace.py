@@ -20,6 +20,7 @@ from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
@@ -183,7 +184,7 @@ def test_a_real_step_allocates_as_much(more: dict[str, Any], again: bool) -> Non
     asked = sections(SMALL, micro=4, rows=4, model={"gradient_checkpointing": again}, **more)
     recipe = validate_recipe(asked)
     config = resolve_model_config(recipe, vocab_size=VOCABULARY)
-    caller = ForwardWrapper(build_model(recipe, config, "causal_lm"))
+    caller = ForwardWrapper(build_model(recipe, config, NEXT_TOKEN))
     caller.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     optimizer = build_optimizer(caller, recipe)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -55,7 +55,7 @@ def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any])
     """In place of `verify_export.fresh`: starting another process would take most of a test's time."""
     with tempfile.TemporaryDirectory() as place:
         save_file(probe.tensors, f"{place}/tensors")
-        ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": verify_export._AUTO[about["head"]]}
+        ask = {"folder": str(folder), "tensors": f"{place}/tensors"}
         try:
             return fresh_process.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
         except Exception as error:

@@ -97,7 +97,8 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         moments.before(cache, "sync")
         moments.before(cache.os, "rename")
         try:
-            prepare_data(validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}}))
+            recipe = validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}})
+            prepare_data(recipe, labelled="task" in TREE)
             os.write(writer, str(moments.passed).encode())
         except BaseException:
             traceback.print_exc()

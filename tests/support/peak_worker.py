@@ -22,6 +22,7 @@ from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies import sequence
 from finetune.models import split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
@@ -75,7 +76,7 @@ def main(source: Path, result: Path) -> None:
     recipe, asked = validate_recipe(json.loads(source.read_text())), read_launch()
     backend, task = Backend.start(recipe, asked, resolve_config(recipe, asked), quiet=True), find_task(recipe)
     config = resolve_model_config(recipe, vocab_size=recipe.tokenizer.vocab_size)
-    caller = ForwardWrapper(build_model(recipe, config, "causal_lm"))
+    caller = ForwardWrapper(build_model(recipe, config, NEXT_TOKEN))
     caller.autocast = backend.autocast
     if asked.sequence * asked.tensor > 1:
         send_copies()

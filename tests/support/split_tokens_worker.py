@@ -15,6 +15,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.mesh import Group
 from finetune.distributed.strategies import tensor
 from finetune.models import chunked_loss, split_layers
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
@@ -61,7 +62,7 @@ def differences(case: str, group: Group) -> list[float]:
         return found.detach(), {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
 
     def built() -> Any:
-        network = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), "causal_lm")
+        network = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), NEXT_TOKEN)
         for name, parameter in network.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))

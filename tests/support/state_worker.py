@@ -29,6 +29,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
@@ -150,7 +151,7 @@ def build(config: str, case: str, *, seed: int = 1, optimizer: dict[str, Any] | 
     backend = Backend.start(recipe, asked, resolve_config(recipe, asked), quiet=True)
     with backend.loading(pretrained=False):
         torch.manual_seed(seed)
-        network = Odd() if case == "odd" else build_model(recipe, resolve_model_config(recipe), "causal_lm")
+        network = Odd() if case == "odd" else build_model(recipe, resolve_model_config(recipe), NEXT_TOKEN)
     if case == "lora":
         network = get_peft_model(network, LoraConfig(r=3, target_modules=["q_proj", "o_proj"]))
     caller = ForwardWrapper(network.train())

@@ -26,9 +26,12 @@ from transformers import (
 
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
-from finetune.data.prepare import PreparedData
+from finetune.config.recipe_schema import Recipe
+from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.synthetic import story_generator
-from finetune.tasks.task_data import build_task_data, prepare_task_data
+from finetune.models.head_classes import head_classes
+from finetune.tasks.classification import HEAD
+from finetune.tasks.task_lookup import find_task
 from finetune.utils.errors import DataError, RecipeError
 
 NAMES = ("positive", "negative", "mixed")  # not in sorted order
@@ -93,10 +96,17 @@ def tree(model: Path | None, source: str, folder: Path, **data: Any) -> dict[str
     }
 
 
+def prepare(recipe: Recipe) -> PreparedData:
+    """What the recipe's task prepares, before it is made a task's."""
+    labelled = find_task(recipe).labelled
+    known = head_classes(recipe, HEAD) if labelled else None
+    return prepare_data(recipe, labelled=labelled, known=known, quiet=True)
+
+
 def prepared(model: Path | None, source: str, folder: Path, num_labels: int | None = None, **data: Any) -> PreparedData:
     made = tree(model, source, folder, **data)
     made["task"]["num_labels"] = num_labels
-    return prepare_task_data(validate_recipe(made), quiet=True)
+    return prepare(validate_recipe(made))
 
 
 def numbers_of(data: PreparedData) -> list[int]:
@@ -366,7 +376,7 @@ def test_the_split_does_not_depend_on_sources(tmp_path: Path, task: str) -> None
         made = tree(None, "", tmp_path, train=[{"path": path} for path in sources], validation=[])
         made["task"]["name"] = task
         made["data"]["validation_fraction"] = 0.2
-        data = prepare_task_data(validate_recipe(made), quiet=True)
+        data = prepare(validate_recipe(made))
         ids = data.validation.batch(np.arange(len(data.validation)))["input_ids"]
         held.append(set(data.tokenizer.batch_decode(ids, skip_special_tokens=True)))
     assert held[0] == held[1]
@@ -428,9 +438,3 @@ def test_examples_of_every_task_are_shown(classifier: Path, tmp_path: Path, caps
         made = tree(None, "", tmp_path, packing=packing, train=[{"sample": 20}], validation=[])
         made["task"]["name"] = "causal_lm"
         assert "example 3: " in shown(made)
-
-
-def test_a_run_has_the_names_that_data_shows(classifier: Path, tmp_path: Path) -> None:
-    """`finetune data` and a run prepare the same."""
-    made = validate_recipe(tree(classifier, to_jsonl(tmp_path, ["mixed", "positive"]), tmp_path))
-    assert build_task_data(made, True).label_names == prepare_task_data(made, quiet=True).label_names == NAMES

@@ -23,6 +23,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model
 from finetune.training import preflight
@@ -39,7 +40,7 @@ def built(model_type: str, packing: str = "documents", sizes: dict[str, Any] | N
     tree = script.recipe_of(model_type, model=model, data={"packing": packing})
     tree["model"]["config"] |= sizes or {}
     recipe = validate_recipe(tree)
-    network = build_model(recipe, resolve_model_config(recipe, vocab_size=script.VOCABULARY), "causal_lm")
+    network = build_model(recipe, resolve_model_config(recipe, vocab_size=script.VOCABULARY), NEXT_TOKEN)
     return ForwardWrapper(network), recipe
 
 

@@ -22,9 +22,9 @@ import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.tasks.causal_lm import next_token
-from finetune.tasks.metrics import check_metrics, find_metrics
-from finetune.tasks.metrics import scores as scores_of
+from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import generation_metrics
 from finetune.utils.errors import DataError, RecipeError
 
@@ -35,7 +35,7 @@ OWN = ("own_metrics:num_words", "own_metrics:several")
 
 
 def scores(names: Sequence[str], predictions: Sequence[str], references: Sequence[Any]) -> dict[str, float]:
-    return scores_of(find_metrics(names), predictions, references)
+    return score_predictions(find_metrics(names), predictions, references)
 
 
 def test_words_by_hand() -> None:
@@ -164,7 +164,7 @@ def classes(**section: Any) -> dict[str, Any]:
 )
 def test_what_contradicts_is_said(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        validate_recipe(tree)
+        validate_recipe(tree, tasks=BUILT_IN)
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "validation_loss"), (False, None)])

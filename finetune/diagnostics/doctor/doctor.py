@@ -11,6 +11,7 @@ from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure
 from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
 
@@ -52,7 +53,7 @@ def ask(
     problems: list[Finding] = []
     readers: dict[str, Callable[[], object]] = {}
     if recipe is not None:
-        readers["recipe"] = lambda: load_recipe(recipe, overrides)
+        readers["recipe"] = lambda: load_recipe(recipe, overrides, BUILT_IN)
     if config_file is not None:
         readers["foreseen"] = lambda: read_launch_environment(config_file, options, env)
     for name, reader in readers.items():

@@ -208,9 +208,11 @@ def agreement(asked: Asked) -> Iterable[Finding]:
         return
     from finetune.optim import optimizers
     from finetune.tasks.metrics import check_metrics
+    from finetune.tasks.task_lookup import check_task_splits
 
     foreseen = asked.foreseen or read_launch_environment(None, {}, asked.env)
     settled = resolve_config(asked.recipe, foreseen.launch, foreseen.env)
+    check_task_splits(asked.recipe, foreseen.launch)
     check_metrics(asked.recipe)
     optimizers.check_optimizer(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"

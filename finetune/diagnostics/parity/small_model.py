@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.model_config import resolve_model_config
+from finetune.tasks.task_lookup import head_of
 from finetune.utils.errors import RecipeError
 
 # Attention heads, and the width of each: powers of two, so that they divide by any usual number of ranks, and the
@@ -45,12 +46,12 @@ def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
     Raises:
         RecipeError: If it is of an architecture that cannot be shrunk.
     """
-    if ":" in recipe.task.name:
+    if (head := head_of(recipe)) is None:
         raise RecipeError(
             f"--shrink: the network of {recipe.task.name} is the task's own. Make it small by task.args, or leave "
             "--shrink out."
         )
-    config = resolve_model_config(recipe, vocab_size=recipe.tokenizer.vocab_size)
+    config = resolve_model_config(recipe, head, vocab_size=recipe.tokenizer.vocab_size)
     given = recipe.model.config if recipe.model.config is not None else _said(config)
     try:
         values = {**given, "model_type": config.model_type, **small(config, recipe.data.sequence_length)}

@@ -176,8 +176,8 @@ def local(value: Any) -> torch.Tensor | None:
 def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
     """The network that is trained, or this rank's part of it, without storage."""
     network, packed = model_shapes.skeleton(recipe, stored)
-    known = lora_adapters.transformer(network)
-    if recipe.task.name == "causal_lm" and recipe.loss_by_head:
+    known, head = lora_adapters.transformer(network), head_of(recipe)
+    if head is not None and head.next_token and recipe.loss_by_head:
         chunked_loss.fuse(known)
     if (group := backend.mesh.group("tp")) is not None:
         backend.splits = split_layers.split(network, group)
@@ -222,18 +222,19 @@ def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[s
 def batch(recipe: Recipe) -> dict[str, torch.Tensor]:
     """A micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
     rows, length = recipe.batch.rows, recipe.data.sequence_length
-    if head_of(recipe) is None:
-        train = find_task(recipe).build_data(recipe, True).train
+    task = find_task(recipe)
+    if not (task.head is not None and (task.head.next_token or task.labelled)):
+        train = task.build_data(recipe, True).train
         if train is None:
             raise RecipeError("the task has no training rows to take shapes from")
         return {name: value.to("meta") for name, value in train.batch(np.arange(rows) % len(train)).items()}
     names = ["input_ids", "targets"]
-    if recipe.task.name == "sequence_classification":
+    if task.labelled:
         names.append("attention_mask")
     elif recipe.data.packing == "documents":
         names.append("position_ids")
     found = {name: torch.empty((rows, length), dtype=torch.long, device="meta") for name in names}
-    if recipe.task.name == "sequence_classification":
+    if task.labelled:
         found["targets"] = found["targets"][:, 0]
     return found
 

@@ -19,8 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import rows_at
 from finetune.models.forward_wrapper import unwrap
-from finetune.tasks import task_lookup
-from finetune.tasks.causal_lm import CAUSAL_LM
+from finetune.tasks import causal_lm
 from finetune.tasks.task import TaskData
 from finetune.training import loop
 from finetune.training.build_run import Run, build_run
@@ -97,7 +96,7 @@ def run(spec: Spec, gate: Gate) -> None:
         gate.norm(taken.norm.read()[0])
         return taken
 
-    task_lookup.CAUSAL_LM = replace(CAUSAL_LM, build_data=equal_rows)
+    causal_lm.CAUSAL_LM = replace(causal_lm.CAUSAL_LM, build_data=equal_rows)
     loop.train_step = held
     shutil.rmtree(Path(spec.folder) / "run", ignore_errors=True)
     built = build_run(recipe_of(spec))

@@ -29,13 +29,12 @@ def main() -> None:
 def ours(spec: dict[str, Any]) -> dict[str, float]:
     """A recipe with packed documents."""
     from finetune.config.recipe import validate_recipe
-    from finetune.tasks import task_lookup
-    from finetune.tasks.causal_lm import CAUSAL_LM
+    from finetune.tasks import causal_lm
     from finetune.training import loop
     from finetune.training.build_run import build_run
 
     spent: dict[str, float] = {}
-    build_data = CAUSAL_LM.build_data
+    build_data = causal_lm.CAUSAL_LM.build_data
 
     def timed(*args: Any) -> Any:
         began = time.perf_counter()
@@ -49,7 +48,7 @@ def ours(spec: dict[str, Any]) -> dict[str, float]:
         return taken
 
     step_of = loop.train_step
-    task_lookup.CAUSAL_LM, loop.train_step = replace(CAUSAL_LM, build_data=timed), marked
+    causal_lm.CAUSAL_LM, loop.train_step = replace(causal_lm.CAUSAL_LM, build_data=timed), marked
     recipe = validate_recipe(
         {
             "model": {"name": spec["model"]},

@@ -1,0 +1,29 @@
+"""Heads of transformers' networks: the outputs, and the class of transformers that opens such a network."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+
+@dataclass(frozen=True)
+class Head:
+    """The part of a network that turns hidden states into what a task learns."""
+
+    auto_class: str
+    """The class of transformers that opens such networks, by name."""
+    peft_type: str
+    """The type of task in an adapter's configuration."""
+    pipeline_tag: str
+    """The hub's word for what such networks are used for."""
+    next_token: bool = False
+    """True if it scores the token behind each one, as networks are pretrained to, and can compute its loss in chunks.
+    Any other head may be new beside pretrained weights, and is then trained whole."""
+
+    @property
+    def auto(self) -> Any:
+        """The class of transformers."""
+        return getattr(transformers, self.auto_class)
+
+
+NEXT_TOKEN = Head("AutoModelForCausalLM", "CAUSAL_LM", "text-generation", next_token=True)

@@ -1,0 +1,126 @@
+"""Tasks say what they are: one that lies outside the package is as one of the package's own."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import exported, opened_here
+from inside import run_here, stop_after
+from recipes_for_tests import ARCHITECTURES, MODEL, base
+from safetensors.torch import load_file
+
+from finetune.cli.main import main
+from finetune.config.recipe import dump_recipe, validate_recipe
+from finetune.distributed.gpu_specs import find
+from finetune.export import verify_export
+from finetune.planning import planner
+from finetune.planning.step_time import Machines
+from finetune.planning.trace import trace_step
+from finetune.tasks import classification
+from finetune.tasks.task_lookup import BUILT_IN, find_task, named_task
+from finetune.training.dry_run import describe
+from finetune.utils.errors import RecipeError
+
+JOBS: dict[str, dict[str, Any]] = {
+    "bert": {"model": ARCHITECTURES["bert"]["model"]},
+    "qlora": {"model": {"name": MODEL, "quantization": "nf4"}, "tokenizer": {}, "lora": {"rank": 4}},
+}
+
+
+def job(name: str, task: str, directory: Path) -> dict[str, Any]:
+    """Four steps, evaluated by a metric too, and a checkpoint after every second."""
+    return {
+        **base(
+            task={"name": task},
+            data={**ARCHITECTURES["bert"]["data"], "train": [{"sample": 120}]},
+            length={"steps": 4},
+            checkpoint={"every_steps": 2},
+            eval={"metrics": ["f1_macro"]},
+            output={"dir": str(directory)},
+        ),
+        **JOBS[name],
+    }
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> str:
+    """The classifier's module, as a user may have it beside a recipe."""
+    file = tmp_path / "my_classifier.py"
+    shutil.copy(classification.__file__, file)
+    return f"{file}:SEQUENCE_CLASSIFICATION"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_outside_the_package_it_is_the_same(
+    tmp_path: Path, outside: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, evaluation, weights, a resume, what is exported and its card."""
+    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    one = run_here(job(name, classification.NAME, tmp_path / "one"))
+    with monkeypatch.context() as patch:
+        patch.delitem(BUILT_IN, classification.NAME)
+        run_here(job(name, outside, tmp_path / "other"), stop_after(2))
+        other = run_here(job(name, outside, tmp_path / "other"))
+    assert other.losses == one.losses
+    assert len(one.losses) == 4
+    same = ("validation_loss", "validation_accuracy", "validation_recall_macro", "validation_f1_macro", "classes")
+    assert {key: other.results[key] for key in same} == {key: one.results[key] for key in same}
+    folders = [exported(run.directory, "merged", tmp_path / "out" / run.directory.name)[0] for run in (one, other)]
+    if name == "qlora":
+        folders += [
+            exported(run.directory, "adapter", tmp_path / "out" / run.directory.name)[0] for run in (one, other)
+        ]
+    for ours, theirs in zip(folders[::2], folders[1::2], strict=True):
+        (file,) = [path.name for path in ours.glob("*.safetensors")]
+        tensors, found = load_file(ours / file), load_file(theirs / file)
+        assert tensors.keys() == found.keys()
+        assert all(torch.equal(tensors[key], found[key]) for key in tensors)
+        cards = [(folder / "README.md").read_text().partition("\n# ")[0] for folder in (ours, theirs)]
+        assert cards[0] == cards[1]
+        assert "pipeline_tag: text-classification" in cards[0]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_outside_the_package_it_is_planned_the_same(
+    tmp_path: Path, outside: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes, said = [], []
+    for task in (classification.NAME, outside):
+        recipe = validate_recipe(job(name, task, tmp_path / "run") | {"task": {"name": task, "num_labels": 7}})
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+        assert main(["data", str(tmp_path / "recipe.yaml"), "--show", "2"]) == 0
+        said.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("data: ")])
+        said[-1] += describe(recipe).replace(task, "task").splitlines()
+        recipes.append(recipe)
+    assert [line.split() for line in said[0]] == [line.split() for line in said[1]]
+    machines = Machines(find("h100-80gb"), 2, 1, 50.0, 0.4)
+    plans = [planner.make(recipe, machines, stored="bf16") for recipe in recipes]
+    assert repr(plans[0].candidates) == repr(plans[1].candidates).replace(outside, classification.NAME)
+    batches = [trace_step.batch(recipe) for recipe in recipes]
+    assert {k: v.shape for k, v in batches[0].items()} == {k: v.shape for k, v in batches[1].items()}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"data": {"train": [{"sample": 3}]}}, "data.packing: .*my_classifier.py.* reads one document a row; set `pad"),
+        ({"sample": {"prompt": "Once"}}, "sample: a classifier writes no text"),
+        ({"chat": {"template": "plain"}}, "chat: a classifier reads no conversations"),
+        ({"eval": {"metrics": ["f1_macro"], "prompts": [{"sample": 2}]}}, "eval.prompts: a classifier writes no text"),
+        ({"model": {}}, "model: give `name`"),
+    ],
+)
+def test_outside_the_package_it_refuses_the_same(
+    tmp_path: Path, outside: str, sections: dict[str, Any], says: str
+) -> None:
+    recipe = validate_recipe(job("bert", outside, tmp_path / "run") | sections)
+    with pytest.raises(RecipeError, match=says):
+        find_task(recipe)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_recipes_are_checked_for_is_what_tasks_say(name: str) -> None:
+    task = named_task(validate_recipe(base(task={"name": name})))
+    assert (BUILT_IN[name].text, BUILT_IN[name].labelled) == (task.text, task.labelled)
