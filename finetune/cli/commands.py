@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import recipe_paths
 from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, load_recipe
-from finetune.distributed.launch.launch_key_docs import OPTIONS
+from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
 from finetune.utils.compat.library_versions import untried
@@ -31,11 +31,11 @@ def launch(parsed: argparse.Namespace) -> None:
     recipe = load_recipe(parsed.recipe, parsed.overrides)
     recipe_paths.check(recipe)
     if parsed.dry_run:
-        from finetune.distributed.launch.launch_environment import read_launch_environment
+        from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe
 
         go_offline_if_unreachable()
-        print(describe(recipe, read_launch_environment(parsed.config_file, launch_options(parsed), os.environ)))
+        print(describe(recipe, predict_environment(parsed.config_file, launch_options(parsed), os.environ)))
         return
     from finetune.distributed.launch.launcher import launch as run
 

@@ -13,9 +13,8 @@ from rich.console import Group
 from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
 from finetune.diagnostics import recipe_values
-from finetune.distributed import device_selection
-from finetune.distributed.launch import launch_values
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed import device_selection, launch_values
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import agree
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
@@ -42,7 +41,7 @@ def explain_values(
     """
     trees = recipe_layers(recipe_file, overrides)
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides))
-    foreseen, here = read_launch_environment(config_file, options, env), device_selection.of_driver()
+    foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": launch_values.precision(settled, here)} if recipe.precision == "auto" else {}
     return [

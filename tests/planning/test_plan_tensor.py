@@ -8,7 +8,7 @@ from harness import ROOT
 from test_plan_formulas import recipe
 
 from finetune.distributed import gpu_specs, tensor_parallel
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models import split_layers
 from finetune.models.model_config import resolve_model_config
 from finetune.models.networks import build_model

@@ -20,7 +20,7 @@ from typing import Any
 
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
 from finetune.distributed.launch.launch_config import check_installed
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
@@ -116,9 +116,9 @@ def command(
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
     given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-    foreseen = read_launch_environment(config_file, given, os.environ)
+    foreseen = predict_environment(config_file, given, os.environ)
     check_installed(foreseen.launch)
-    alone = foreseen.get("num_machines") == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
+    alone = foreseen.asked.num_machines == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
