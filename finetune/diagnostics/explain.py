@@ -13,8 +13,9 @@ from rich.console import Group
 from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
 from finetune.diagnostics import recipe_values
-from finetune.distributed import device_selection, launch_values
+from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch_values import launch_values, resolved_precision
 from finetune.distributed.resolve_config import agree
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
@@ -43,10 +44,10 @@ def explain_values(
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides))
     foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
-    derived = {"precision": launch_values.precision(settled, here)} if recipe.precision == "auto" else {}
+    derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
         *recipe_values.values(recipe, recipe_file, overrides, trees, derived),
-        *launch_values.values(recipe, foreseen, settled, here, env),
+        *launch_values(recipe, foreseen, settled, here, env),
     ]
 
 

@@ -47,7 +47,7 @@ DECIDES = {
 }
 
 
-def complete(
+def complete_config(
     config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
 ) -> dict[str, Any]:
     """The configuration with every value that the recipe decides filled in.
@@ -109,7 +109,7 @@ def complete(
 
 
 def _decider(recipe: Recipe, key: str) -> str:
-    """What of the recipe decides a value of DeepSpeed's config, or of its defaults where the recipe says nothing."""
+    """Names the recipe's key, or its default, that decides a value of DeepSpeed's config."""
     decides = DECIDES[key]
     if any(gives(recipe, word.strip("()")) for word in decides.split()):
         return f"the recipe's {decides}"
@@ -117,7 +117,7 @@ def _decider(recipe: Recipe, key: str) -> str:
 
 
 def said_of_precision(recipe: Recipe, precision: str) -> str:
-    """What a recipe says of precision, and what that comes to on this machine."""
+    """Says the recipe's precision, and what that comes to on this machine."""
     if recipe.precision != "auto":
         return f"the recipe says precision: {precision}"
     if gives(recipe, "precision"):

@@ -1,4 +1,4 @@
-"""Where every value of the launch config comes from, for `finetune explain`."""
+"""Origin of every value of the launch config, for `finetune explain`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,7 +46,7 @@ PREFIXES = {
 }
 
 
-def values(
+def launch_values(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> list[Value]:
     """Every value of the launch plane.
@@ -62,8 +62,8 @@ def values(
     ]
 
 
-def precision(settled: ResolvedConfig, here: Devices) -> Setting:
-    """What became of the recipe's `precision: auto`."""
+def resolved_precision(settled: ResolvedConfig, here: Devices) -> Setting:
+    """Precision that the recipe's `precision: auto` comes to."""
     place = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
     return Setting("derived", place, settled.precision)
 

@@ -617,7 +617,7 @@ def test_launch_file_loads(file: Path) -> None:
 @pytest.mark.parametrize("file", DS_CONFIGS, ids=lambda file: file.stem)
 def test_ds_config_completes(file: Path, precision: str) -> None:
     recipe = validate_recipe({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
-    config = deepspeed_config.complete(
+    config = deepspeed_config.complete_config(
         json.loads(file.read_text()),
         recipe=recipe,
         precision=precision,

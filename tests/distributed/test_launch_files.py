@@ -679,7 +679,7 @@ def test_the_launcher_takes_a_free_port_unless_one_is_named(place: Place) -> Non
         ("ddp", ["--main_process_port", "29501"], False),
         ("fsdp_2nodes", ["--machine_rank", "1"], False),
     ):
-        words = launcher.command(f"accelerate_configs/{config}.yaml", options, ["r.yaml"])
+        words = launcher.launcher_command(f"accelerate_configs/{config}.yaml", options, ["r.yaml"])
         assert (words[words.index("--config_file") + 2 :][:2] == ["--main_process_port", "0"]) == free, words
 
 

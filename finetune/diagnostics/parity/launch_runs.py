@@ -11,7 +11,7 @@ from finetune.config.recipe import dump_recipe, hint, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity import small_model
 from finetune.diagnostics.parity.finished_run import FinishedRun, read
-from finetune.distributed.launch.launcher import command
+from finetune.distributed.launch.launcher import launcher_command
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.utils import signals
@@ -134,7 +134,7 @@ def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say
         BackendError: If it fails; it has said why.
     """
     say(f"\n{config.name}: {config.num_processes} process(es), {config.file}" + (f", with {fault}" if fault else ""))
-    words = command(
+    words = launcher_command(
         str(config.file),
         [],
         [fault, str(recipe)] if fault else [str(recipe)],

@@ -16,16 +16,7 @@ from finetune.utils import json_files
 from finetune.utils.errors import BackendError
 from finetune.utils.file_formats import read_text
 
-_OFFLOAD = {
-    "device": ("Where they rest between uses: cpu, nvme or none.", ""),
-    "pin_memory": ("Page-locked host memory: faster copies to a GPU, and it cannot be swapped out.", ""),
-    "nvme_path": ("The folder on the disk.", ""),
-    "buffer_count": ("Buffers between disk and memory. The optimiser needs one a state: AdamW has four.", "buffers"),
-    "buffer_size": ("Size of such a buffer. `auto`: the model's largest parameter and a little more.", "elements"),
-    "max_in_cpu": ("What of the parameters stays in host memory rather than on the disk.", "elements"),
-}
-
-MEANINGS: dict[str, tuple[str, str]] = {
+MEANINGS = {
     "train_batch_size": ("Rows an optimiser step, over all processes: the recipe's.", "rows"),
     "train_micro_batch_size_per_gpu": ("Rows in one forward pass of one process: the recipe's.", "rows"),
     "gradient_accumulation_steps": ("Micro-batches an optimiser step and process.", "micro-batches"),
@@ -33,11 +24,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "bf16.enabled": ("DeepSpeed's own bf16, with weights in bf16. `auto` takes torch_autocast instead.", ""),
     "fp16.enabled": ("fp16 with loss scaling, if the recipe's precision is fp16.", ""),
     "torch_autocast.enabled": ("bf16 inside operations over fp32 weights, as on every other backend.", ""),
-    "torch_autocast.dtype": ("What operations compute in.", ""),
+    "torch_autocast.dtype": ("Dtype that operations compute in.", ""),
     "torch_autocast.lower_precision_safe_modules": ("Modules whose gradients are summed in bf16 as well.", ""),
-    "data_types.grad_accum_dtype": ("What gradients are accumulated in over micro-batches.", ""),
-    "communication_data_type": ("What gradients are summed over processes in. bf16 halves traffic, and rounds.", ""),
-    "zero_optimization.stage": ("What is cut: 1 optimiser, 2 gradients too, 3 parameters too.", "stage"),
+    "data_types.grad_accum_dtype": ("Dtype that gradients are accumulated in over micro-batches.", ""),
+    "communication_data_type": ("Dtype that gradients are summed over processes in; bf16 halves traffic.", ""),
+    "zero_optimization.stage": ("Sharded: 1 optimiser state, 2 gradients too, 3 parameters too.", "stage"),
     "zero_optimization.overlap_comm": ("Reduce gradients while the backward pass runs; more buffers.", ""),
     "zero_optimization.contiguous_gradients": ("Copy gradients into one buffer as they come.", ""),
     "zero_optimization.reduce_bucket_size": (
@@ -60,9 +51,18 @@ MEANINGS: dict[str, tuple[str, str]] = {
     **{
         f"zero_optimization.offload_{of}.{key}": text
         for of in ("param", "optimizer")
-        for key, text in _OFFLOAD.items()
-        if of == "param" or key not in ("buffer_size", "max_in_cpu")
+        for key, text in {
+            "device": ("Place between uses: cpu, nvme or none.", ""),
+            "pin_memory": ("Page-locked host memory: faster copies to a GPU, and it cannot be swapped out.", ""),
+            "nvme_path": ("Folder on the disk.", ""),
+            "buffer_count": ("Buffers to the disk. The optimiser needs one a state: AdamW has four.", "buffers"),
+        }.items()
     },
+    "zero_optimization.offload_param.buffer_size": (
+        "Size of such a buffer. `auto`: the model's largest parameter and a little more.",
+        "elements",
+    ),
+    "zero_optimization.offload_param.max_in_cpu": ("Parameters that stay in host memory, not on the disk.", "elements"),
 }
 """The keys whose values matter here, dotted: meaning and unit."""
 

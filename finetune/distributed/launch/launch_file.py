@@ -1,13 +1,12 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from finetune.config import file_kinds
-from finetune.config.provenance import flat, place_of, places
+from finetune.config.provenance import place_of, places
 from finetune.config.recipe import hint
 from finetune.distributed.launch.launch_schema import (
     KEYS,
@@ -71,12 +70,6 @@ def read_launch_file(file: str) -> LaunchFile:
     return found
 
 
-def written_keys(launch: LaunchFile) -> dict[str, Any]:
-    """The keys that a launch file gives, dotted."""
-    given = flat(launch.model_dump(exclude_unset=True))
-    return {key: value for key, value in given.items() if value is not None}
-
-
 def key_lines(file: str) -> dict[str, int]:
     """The line, from 1, at which a launch file gives each dotted key, by the key's full name."""
     section = "fsdp_config."
@@ -122,12 +115,12 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
     if least is not None:
         return key, f"must be {expected}, got {got}{quoted if text and value.strip().isdecimal() else ''}"
     known = str(value).lower() in ("true", "false", "yes", "no", "on", "off")
-    near = quoted if text and known else "" if known else hint(str(value).lower(), ["true", "false"])
+    near = quoted if known else hint(str(value).lower(), ["true", "false"])
     return key, f"must be {expected}, got {got}{near}"
 
 
 def _unknown(section: type[LaunchSection], name: str) -> str:
     if name in section.not_read:
         return f"is not read here: {section.not_read[name]}. Take it out"
-    known = list(section.model_fields)
+    known = [key for key in section.model_fields if key != "max_restarts"]
     return f"unknown key{hint(name, known) or ' (allowed: ' + ', '.join(known) + ')'}"

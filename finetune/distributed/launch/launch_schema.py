@@ -52,7 +52,7 @@ class FsdpSection(LaunchSection):
     fsdp_auto_wrap_policy: Annotated[Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None, Upper] = (
         None
     )
-    """What is gathered as one unit. TRANSFORMER_BASED_WRAP: each transformer layer."""
+    """Unit that is gathered at once. TRANSFORMER_BASED_WRAP: each transformer layer."""
     fsdp_transformer_layer_cls_to_wrap: str | None = Field(
         default=None, serialization_alias="FSDP_TRANSFORMER_CLS_TO_WRAP"
     )
@@ -139,7 +139,7 @@ class DeepspeedSection(LaunchSection):
     zero3_init_flag: bool = Field(default=True, serialization_alias="ACCELERATE_DEEPSPEED_ZERO3_INIT")
     """ZeRO-3: cut pretrained weights while they load, so that no process ever holds the whole model."""
     deepspeed_multinode_launcher: str | None = None
-    """How several machines are started. `standard`: each starts its own processes; the others need ssh."""
+    """Launcher of several machines. `standard`: each starts its own processes; the others need ssh."""
     deepspeed_hostfile: str | None = None
     """The file that names the machines, for launchers other than `standard`."""
     deepspeed_exclusion_filter: str | None = None
@@ -164,9 +164,9 @@ class LaunchFile(LaunchSection):
     }
 
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
-    """Where the machines are. Only LOCAL_MACHINE is offered."""
+    """Kind of machines. Only LOCAL_MACHINE is offered."""
     distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"]
-    """How processes work together: NO (one process), MULTI_GPU (DDP), FSDP or DEEPSPEED. Without a GPU all of them run
+    """Parallelism of the processes: NO (one process), MULTI_GPU (DDP), FSDP or DEEPSPEED. Without a GPU all of them run
     on gloo."""
     num_machines: Annotated[int, From1, "machines"] = 1
     """Machines that take part; each runs the same command."""
@@ -179,11 +179,11 @@ class LaunchFile(LaunchSection):
     main_process_port: Annotated[int, From0, "port"] = 29500
     """A port that is free on the first machine; 0 takes any, on one machine."""
     rdzv_backend: str = "static"
-    """How launchers of several machines find each other."""
+    """Rendezvous, by which launchers of several machines find each other."""
     same_network: bool = False
-    """Whether all machines see the first one by `main_process_ip`."""
+    """All machines see the first one by `main_process_ip`."""
     max_restarts: Annotated[int, From0, "restarts"] = 0
-    """How often the launcher starts all processes again after a failure. An option of the command line alone."""
+    """Times that the launcher starts all processes again after a failure. An option of the command line alone."""
     mixed_precision: str = Field(default="no", serialization_alias="ACCELERATE_MIXED_PRECISION")
     """The recipe's `precision` decides. With its value here, FSDP gathers and computes with copies of the weights in 16
     bit, instead of casting inside operations."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.provenance import flat
 from finetune.distributed.launch.launch_config import (
     Launch,
     check_processes,
@@ -16,7 +17,7 @@ from finetune.distributed.launch.launch_config import (
     number_of,
     threads_each,
 )
-from finetune.distributed.launch.launch_file import read_launch_file, written_keys
+from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.launch.launch_schema import KEYS, LaunchFile, least_of
 from finetune.utils.errors import BackendError
 
@@ -72,7 +73,8 @@ def predict_environment(
     ranks = {} if alone else {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
     worker = {**env, **by_file, **ranks}
     launch = launch_of_environment(worker, world, config_file, threads_each(env, local), by_file)
-    return PredictedEnvironment(launch, worker, by_file | ranks, asked, written_keys(file), chosen, local)
+    written = {key: value for key, value in flat(file.model_dump(exclude_unset=True)).items() if value is not None}
+    return PredictedEnvironment(launch, worker, by_file | ranks, asked, written, chosen, local)
 
 
 def copies_and_parts(file: Path) -> tuple[int, int]:
