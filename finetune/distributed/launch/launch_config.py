@@ -117,7 +117,7 @@ def read_launch() -> Launch:
     if not torch.cuda.is_available():
         # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    world = number_of(env, "WORLD_SIZE", 1)
+    world = number_of(env, "WORLD_SIZE")
     arguments = _launcher_arguments()
     file = None if arguments is None else _launch_file(arguments)
     exported: dict[str, str] = {}
@@ -206,9 +206,7 @@ def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]
         return {"replicate": 1, "sequence": 1, "tensor": 1}
     place, processes = common["file"] or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", common["num_processes"]
     names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
-    replicate, shard, sequence, tensor, context = (
-        number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE", 1) for name in names
-    )
+    replicate, shard, sequence, tensor, context = (number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE") for name in names)
     if context > 1:
         raise BackendError(
             f"{place} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
@@ -252,13 +250,13 @@ def _truthy(value: str | None) -> bool:
     return (value or "").lower() in ("1", "true", "yes", "on")
 
 
-def number_of(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that holds a whole number from 1.
+def number_of(env: Mapping[str, str], name: str) -> int:
+    """The whole number from 1 that a variable holds; 1 where it is not set.
 
     Raises:
         BackendError: If it holds anything else.
     """
-    text = env.get(name, str(default))
+    text = env.get(name, "1")
     if not text.strip().isdecimal() or int(text) < 1:
         raise BackendError(
             f"{name} is {text!r} in the environment, which must be a whole number from 1. Correct it, or unset it: "
@@ -377,7 +375,7 @@ def threads_each(environ: Mapping[str, str], local: int) -> int | None:
     """
     if "OMP_NUM_THREADS" not in environ:
         return max(1, cores() // local)
-    number_of(environ, "OMP_NUM_THREADS", 1)
+    number_of(environ, "OMP_NUM_THREADS")
     return None
 
 

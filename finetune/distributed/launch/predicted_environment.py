@@ -57,7 +57,7 @@ def predict_environment(
     if config_file is None:
         if options:
             raise BackendError(f"--{next(iter(options))} is an option of a launch: name its file by --config_file.")
-        world, local = (number_of(env, name, 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        world, local = (number_of(env, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         launch = launch_of_environment(env, world, None, threads_each(env, local))
         return PredictedEnvironment(launch, dict(env), {}, LaunchFile(distributed_type="NO"), {}, {}, local)
     file, chosen = read_launch_file(config_file), _typed(options)
@@ -66,7 +66,7 @@ def predict_environment(
     requested = asked.num_processes or (1 if alone else None)
     if requested is None:
         raise BackendError(f"{config_file} names no num_processes. Write it there, or give --num_processes.")
-    world = number_of(env, "WORLD_SIZE", 1) if alone else requested
+    world = number_of(env, "WORLD_SIZE") if alone else requested
     check_processes(config_file, file, chosen, world)
     local = requested // asked.num_machines
     by_file = file.exported()
