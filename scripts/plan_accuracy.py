@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import model_shapes
 from finetune.planning.candidates import Candidate, assess, setting_of
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import recipe_paths
 from finetune.config.recipe import SCHEMA_FILE, dump_recipe, hint, json_schema, load_recipe
-from finetune.distributed.launch.launch_key_docs import OPTIONS
+from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.entry_point import load_checked
 from finetune.utils import hub_access
@@ -32,17 +32,19 @@ def launch(parsed: argparse.Namespace) -> None:
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     recipe_paths.check(recipe)
     if parsed.dry_run:
-        from finetune.distributed.launch.launch_environment import read_launch_environment
+        from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe
 
         go_offline_if_unreachable()
-        print(describe(recipe, read_launch_environment(parsed.config_file, launch_options(parsed), os.environ)))
+        print(describe(recipe, predict_environment(parsed.config_file, launch_options(parsed), os.environ)))
         return
-    from finetune.distributed.launch.launcher import launch as run
+    from finetune.distributed.launch.launcher import launch_workers
 
     options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
     quiet = ["--quiet"] if parsed.quiet else []
-    run(parsed.config_file, options, [*quiet, parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s)
+    launch_workers(
+        parsed.config_file, options, [*quiet, parsed.recipe, *parsed.overrides], grace_s=recipe.guard.grace_s
+    )
 
 
 def init(parsed: argparse.Namespace) -> None:
@@ -264,7 +266,7 @@ def comms(parsed: argparse.Namespace) -> None:
     """`finetune comms`: in a process that a launcher started it measures; in any other it launches itself."""
     _prepare_libraries()
     if "WORLD_SIZE" not in os.environ:
-        from finetune.distributed.launch.launcher import launch
+        from finetune.distributed.launch.launcher import launch_workers
 
         if parsed.processes is not None and parsed.processes < 2:
             raise RecipeError(f"--processes {parsed.processes}: one alone has nobody to talk to. Take two at least.")
@@ -276,7 +278,7 @@ def comms(parsed: argparse.Namespace) -> None:
         given = {"--min-bytes": parsed.min_bytes, "--max-bytes": parsed.max_bytes, "--factor": parsed.factor}
         words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         file = [] if parsed.json is None else ["--json", parsed.json]
-        launch(parsed.config_file or launch_file("ddp"), options, ["comms", *words, *file], module="finetune")
+        launch_workers(parsed.config_file or launch_file("ddp"), options, ["comms", *words, *file], module="finetune")
     from finetune.distributed import measure_bandwidth
 
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)

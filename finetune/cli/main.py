@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune import __version__
 from finetune.cli import completion
-from finetune.distributed.launch.launch_key_docs import OPTIONS
+from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments
 from finetune.utils.exit_codes import guarded
 from finetune.utils.shipped_files import launch_file, recipe_file

@@ -14,8 +14,8 @@ from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
 from finetune.diagnostics import recipe_values
 from finetune.distributed import device_selection
-from finetune.distributed.launch import launch_values
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch_values import launch_values, resolved_precision
 from finetune.distributed.resolve_config import agree
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
@@ -43,12 +43,12 @@ def explain_values(
     """
     trees = recipe_layers(recipe_file, overrides)
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides), BUILT_IN)
-    foreseen, here = read_launch_environment(config_file, options, env), device_selection.of_driver()
+    foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
-    derived = {"precision": launch_values.precision(settled, here)} if recipe.precision == "auto" else {}
+    derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
         *recipe_values.values(recipe, recipe_file, overrides, trees, derived),
-        *launch_values.values(recipe, foreseen, settled, here, env),
+        *launch_values(recipe, foreseen, settled, here, env),
     ]
 
 

@@ -3,17 +3,12 @@
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune.config import file_kinds
-from finetune.config.provenance import flat, gives, places
+from finetune.config.provenance import flat, gives
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.launch import launch_file, launch_keys
-from finetune.utils import json_files
 from finetune.utils.errors import BackendError
-from finetune.utils.file_formats import read_text
 
 # Shipped configs say "auto" where the recipe decides.
 AUTO = "auto"
@@ -30,13 +25,6 @@ _FITTED = (
     "zero_optimization.offload_param.buffer_size",
 )
 
-# Of earlier versions of DeepSpeed, and what says the same.
-_DEPRECATED = {
-    "zero_optimization.cpu_offload": 'offload_optimizer: {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'offload_param: {"device": "cpu"}',
-    "zero_optimization.cpu_offload_use_pin_memory": "pin_memory below offload_optimizer and offload_param",
-}
-
 # What of the recipe decides a value.
 DECIDES = {
     "train_batch_size": "batch.global_size",
@@ -48,64 +36,7 @@ DECIDES = {
 }
 
 
-def read(path: str, file: str | None) -> tuple[str, dict[str, Any]]:
-    """The config that a launch file, or the environment, names: where it is, and what it says.
-
-    Args:
-        path: As it is named; see `launch_file.find`.
-        file: The launch file.
-
-    Returns:
-        What it says has the keys of DeepSpeed's documentation, whichever of their names are written.
-
-    Raises:
-        BackendError: If it cannot be read, or holds keys that DeepSpeed does not know.
-    """
-    place = launch_file.find(path, file)
-    try:
-        config = json_files.parse(read_text(place), pairs=_each_once)
-    except (OSError, ValueError) as error:
-        raise BackendError(f"The DeepSpeed config {place} cannot be read as JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise BackendError(f"The DeepSpeed config {place} must hold keys and values, not {type(config).__name__}.")
-    if (other := file_kinds.other_kind(config, file_kinds.DEEPSPEED)) is not None:
-        raise BackendError(f"{place}: {other}")
-    problems = []
-    if find_spec("deepspeed") is not None:
-        # Its source has the names. Without it a launch can be planned and explained; what would run it refuses.
-        problems += [*launch_keys.unknown(config, launch_keys.deepspeed()), *_rename(config)]
-    problems += [(key, f"deprecated; write {new}") for key, new in _DEPRECATED.items() if key in flat(config)]
-    if problems:
-        lines = places(place)
-        reported = [f"{launch_file.place_of(key, str(place), lines)}: {key}: {what}" for key, what in problems]
-        raise BackendError.of(f"The DeepSpeed config {place}", reported)
-    zero = config.get("zero_optimization")
-    for section in zero.values() if isinstance(zero, dict) else ():
-        if isinstance(section, dict) and isinstance(folder := section.get("nvme_path"), str):
-            section["nvme_path"] = os.path.expanduser(folder)
-    return str(place), config
-
-
-def _rename(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Gives keys with several names the one of DeepSpeed's documentation, in place; those given twice are problems."""
-    zero = config.get("zero_optimization")
-    renamed = [(zero, old, new) for old, new in launch_keys.deepspeed_aliases().items() if isinstance(zero, dict)]
-    for section, old, new in [*renamed, (config, "bfloat16", "bf16")]:
-        if old in section and new in section:
-            yield f"{'' if section is config else 'zero_optimization.'}{old}", f"the same as {new}; take one out"
-        elif old in section:
-            section[new] = section.pop(old)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key '{next(name for name in names if names.count(name) > 1)}' is given twice")
-    return found
-
-
-def complete(
+def complete_config(
     config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
 ) -> dict[str, Any]:
     """The configuration with every value that the recipe decides filled in.
@@ -167,7 +98,7 @@ def complete(
 
 
 def _decider(recipe: Recipe, key: str) -> str:
-    """What of the recipe decides a value of DeepSpeed's config, or of its defaults where the recipe says nothing."""
+    """Names the recipe's key, or its default, that decides a value of DeepSpeed's config."""
     decides = DECIDES[key]
     if any(gives(recipe, word.strip("()")) for word in decides.split()):
         return f"the recipe's {decides}"
@@ -175,7 +106,7 @@ def _decider(recipe: Recipe, key: str) -> str:
 
 
 def said_of_precision(recipe: Recipe, precision: str) -> str:
-    """What a recipe says of precision, and what that comes to on this machine."""
+    """Says the recipe's precision, and what that comes to on this machine."""
     if recipe.precision != "auto":
         return f"the recipe says precision: {precision}"
     if gives(recipe, "precision"):

@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import init_accelerator
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
@@ -51,7 +51,7 @@ def environment(launch: Launch) -> dict[str, str]:
     if launch.file is None or launch.num_processes == 1:
         return {key: value for key, value in env.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     ranks = str(launch.num_processes)
-    env |= read_launch_environment(launch.file, {}, {}).exported
+    env |= predict_environment(launch.file, {}, {}).exported
     env |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     if launch.replicate > 1:

@@ -79,7 +79,7 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     _check_planes(recipe, launch, precision, accumulation, env)
     config: dict[str, Any] = {}
     if launch.uses_deepspeed:
-        config = deepspeed_config.complete(
+        config = deepspeed_config.complete_config(
             launch.ds_config,
             recipe=recipe,
             precision=precision,

@@ -13,7 +13,7 @@ from finetune.config import recipe_paths
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import recommendations

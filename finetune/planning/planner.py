@@ -15,7 +15,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find, of_device
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import copies_and_parts, launch_of_file
+from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links

@@ -4,7 +4,7 @@ import os
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import read_launch
-from finetune.distributed.launch.launch_environment import LaunchEnvironment
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
@@ -17,7 +17,7 @@ from finetune.tasks.task_lookup import check_task_splits, find_task
 from finetune.utils.errors import RecipeError
 
 
-def describe(recipe: Recipe, foreseen: LaunchEnvironment | None = None) -> str:
+def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> str:
     """Resolves and checks a recipe against a launch, builds its network without storage, says the plan.
 
     Args:

@@ -13,8 +13,7 @@ from testdata import MODEL
 from finetune.cli import main as cli
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.config.recipe_schema import PathText, Recipe, section_in
-from finetune.distributed import deepspeed_config
-from finetune.distributed.launch import launch_file
+from finetune.distributed.launch.deepspeed_file import find_deepspeed_file, read_deepspeed_file
 from finetune.training import api
 
 TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -117,10 +116,10 @@ def test_launch_files_and_what_they_name(home: Path) -> None:
     parsed = cli._build_parser().parse_args(["launch", "--config_file", "~/launch.yaml", "~/r.yaml"])
     assert parsed.config_file == str(home / "launch.yaml")
     assert parsed.recipe == str(home / "r.yaml")
-    place, config = deepspeed_config.read("~/ds.json", parsed.config_file)
+    place, config = read_deepspeed_file("~/ds.json", parsed.config_file)
     assert place == str(home / "ds.json")
     assert config["zero_optimization"]["offload_param"]["nvme_path"] == str(home / "swap")
-    assert launch_file.find("~/ds.json", None) == home / "ds.json"
+    assert find_deepspeed_file("~/ds.json", None) == home / "ds.json"
 
 
 def test_prompts_and_names_are_no_paths(home: Path) -> None:

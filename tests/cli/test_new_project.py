@@ -11,7 +11,8 @@ from harness import environment
 from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe
 from finetune.distributed.gpu_specs import Gpu
-from finetune.distributed.launch import launch_file
+from finetune.distributed.launch.deepspeed_file import find_deepspeed_file
+from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.planning import new_project
 from finetune.planning.new_project import TASKS, Project, write_project
@@ -78,10 +79,10 @@ def test_its_launch_files_can_be_read_where_they_are(tmp_path: Path, monkeypatch
     files = sorted((tmp_path / "project" / "accelerate_configs").glob("*.yaml"))
     assert {"single.yaml", "ddp.yaml", "fsdp.yaml", "zero2.yaml"} <= {file.name for file in files}
     for file in files:
-        launch_file.read(str(file))
+        read_launch_file(str(file))
         config = (yaml.safe_load(file.read_text()).get("deepspeed_config") or {}).get("deepspeed_config_file")
         if config is not None:
-            assert launch_file.find(config, str(file)).is_relative_to(tmp_path)
+            assert find_deepspeed_file(config, str(file)).is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 8])

@@ -22,7 +22,7 @@ from finetune.config import file_kinds
 from finetune.config.recipe import divisors, dump_recipe, fields, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed import deepspeed_config
-from finetune.distributed.launch import launch_file
+from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import api
 from finetune.utils.errors import BackendError, RecipeError
@@ -499,11 +499,11 @@ def test_a_file_of_another_kind_is_told_as_such(tmp_path: Path) -> None:
     for file in [*SHIPPED, *DS_CONFIGS]:
         kind = "recipe" if file in SHIPPED else "DeepSpeed config"
         with pytest.raises(BackendError, match=f"this is a {kind} .*, not a launch file"):
-            launch_file.read(str(file))
+            read_launch_file(str(file))
     with pytest.raises(RecipeError, match=r"ddp is a launch file that ships.* --config_file"):
         load_recipe("ddp")
     with pytest.raises(BackendError, match="sample is a recipe that ships, not a launch file"):
-        launch_file.read("sample")
+        read_launch_file("sample")
 
 
 def test_keys_of_other_tools_are_answered_with_ours() -> None:
@@ -618,7 +618,7 @@ def test_launch_file_loads(file: Path) -> None:
 @pytest.mark.parametrize("file", DS_CONFIGS, ids=lambda file: file.stem)
 def test_ds_config_completes(file: Path, precision: str) -> None:
     recipe = validate_recipe({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
-    config = deepspeed_config.complete(
+    config = deepspeed_config.complete_config(
         json.loads(file.read_text()),
         recipe=recipe,
         precision=precision,

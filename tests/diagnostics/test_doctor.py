@@ -28,7 +28,7 @@ from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, 
 from finetune.diagnostics.doctor.finding import Asked, Finding, probe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.native_ops import native_ops
 from finetune.utils import hub_access
 
@@ -67,7 +67,7 @@ def asking(
         named = launch is not None or overrides is not None
         recipe = load_recipe(place.recipe(), overrides or ()) if named else None
         file = str(place.launch_file(launch, **changes)) if launch is not None else None
-        return Asked(recipe, file and read_launch_environment(file, {}, env or {}), env or {})
+        return Asked(recipe, file and predict_environment(file, {}, env or {}), env or {})
 
     return setup
 

@@ -14,7 +14,7 @@ from finetune.diagnostics.doctor import machine_checks
 from finetune.diagnostics.doctor.finding import Asked
 from finetune.distributed import resolve_config
 from finetune.distributed.device_selection import Devices
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.training.dry_run import describe
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -102,14 +102,14 @@ SAYS = "TORCH_DISTRIBUTED_DEBUG is DETAIL, under which (DDP on gloo .* signal 11
 @pytest.mark.parametrize(("kind", "refused"), [("ddp", True), ("tp", True), ("sp", True), ("fsdp", NOT_IN_DETAIL)])
 def test_dry_run_and_doctor_refuse_what_would_end_with_a_signal(place: Place, kind: str, refused: bool) -> None:
     recipe, file = load_recipe(place.recipe()), str(place.launch_file(kind))
-    debugged = read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    debugged = predict_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "detail"})
     for check in (
         lambda foreseen: describe(recipe, foreseen),
         lambda foreseen: list(machine_checks.gpus(Asked(None, foreseen, foreseen.env))),
     ):
         with pytest.raises(BackendError, match=SAYS) if refused else nullcontext():
             check(debugged)
-        check(read_launch_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}))
+        check(predict_environment(file, {}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}))
 
 
 @needs_no_gpu
@@ -118,7 +118,7 @@ def test_fsdp_in_detail_depends_on_torch(
     place: Place, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
 ) -> None:
     monkeypatch.setattr(resolve_config, "installed", {"torch": version}.get)
-    debugged = read_launch_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    debugged = predict_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     with pytest.raises(BackendError, match="no model is written") if refused else nullcontext():
         resolve_config.check_devices(debugged.launch, Devices(0, True), debugged.env)
 

@@ -23,9 +23,11 @@ from finetune.diagnostics.doctor import doctor, machine_checks
 from finetune.diagnostics.parity import launch_runs
 from finetune.distributed import gpu_specs
 from finetune.distributed.deepspeed_config import fit_to_model
-from finetune.distributed.launch import launch_file, launch_keys, launcher
-from finetune.distributed.launch.launch_config import of_environment, read_launch
-from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.distributed.launch import deepspeed_file, launcher
+from finetune.distributed.launch.launch_config import launch_of_environment, read_launch
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.launch_schema import SECTIONS, DeepspeedSection, FsdpSection, LaunchFile
+from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
@@ -40,51 +42,54 @@ ALONE = {"PATH": os.environ["PATH"]}
 # ---------------------------------------------------------------- the known keys are those of the libraries
 
 
-def test_options_are_those_of_accelerate() -> None:
+def test_every_key_of_accelerate_is_read_or_refused_with_the_reason() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    words = [word for action in launch_command_parser()._actions for word in action.option_strings]
-    # It adds a spelling with hyphens by itself.
-    named = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    assert set(launch_keys.accelerate_options()) == named
+    known = {*LaunchFile.model_fields, *LaunchFile.not_read}
+    assert known == {*ClusterConfig.__dataclass_fields__, "max_restarts"}
+    options = {action.dest for action in launch_command_parser()._actions}
+    for name, section in SECTIONS.items():
+        begins = ("deepspeed_", "zero3_") if name == "deepspeed_config" else (name.removesuffix("config"),)
+        assert {option for option in options if option.startswith(begins)} <= {*section.model_fields, *section.not_read}
+        known |= {*section.model_fields, *section.not_read}
+    others = {"fsdp_sync_each_batch", "parallelism_config_pp_size"}
+    assert known - options - {*ClusterConfig.__dataclass_fields__} == others
 
 
 def test_keys_of_fsdp_1_are_those_that_accelerate_converts() -> None:
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
-    assert set(launch_file.OF_FSDP_1) == {old for old, new in ARGUMENT_KEY_MAPPING.items() if old != new}
+    converted = {old for old, new in ARGUMENT_KEY_MAPPING.items() if old != new}
+    assert set(FsdpSection.not_read) == {*converted, "fsdp_activation_checkpointing_offload"}
 
 
 def test_keys_that_accelerate_refuses_beside_a_deepspeed_config(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils import DeepSpeedPlugin
 
-    for key in (*launch_file.IN_DEEPSPEED_CONFIG, "zero3_init_flag"):
+    for key in (*DeepspeedSection.not_read, "zero3_init_flag"):
         monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{key}")
         try:
             DeepSpeedPlugin._deepspeed_config_checks(SimpleNamespace())
         except ValueError:
-            assert key in launch_file.IN_DEEPSPEED_CONFIG
+            assert key in DeepspeedSection.not_read
         else:
             assert key == "zero3_init_flag"
 
 
-def fields(model: Any) -> dict[str, Any]:
-    """The fields of a pydantic model by name and alias, with those of the models in them."""
-    found = {}
-    for name, facts in model.model_fields.items():
-        inner = (facts.annotation, *getattr(facts.annotation, "__args__", ()))
-        below = [fields(part) for part in inner if hasattr(part, "model_fields")]
-        found |= dict.fromkeys({name, facts.alias or name}, below[0] if below else None)
-    return found
-
-
 def test_sections_are_the_models_of_deepspeed() -> None:
-    import importlib
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero import config, offload_config
 
-    known = launch_keys.deepspeed()
-    for section, (file, name) in launch_keys.MODELS.items():
-        module = importlib.import_module("deepspeed." + file.removesuffix(".py").replace("/", "."))
-        assert known[section] == fields(getattr(module, name)), section
+    for section, model in {
+        "zero_optimization": config.DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": precision_config.DeepSpeedFP16Config,
+    }.items():
+        fields = {field.alias or name for name, field in model.model_fields.items()}
+        assert set(deepspeed_file.known_keys(section)) == fields, section
 
 
 class Reading(dict[str, Any]):
@@ -128,24 +133,28 @@ def test_other_keys_are_those_that_deepspeed_reads() -> None:
     import deepspeed
     from deepspeed.runtime import config
 
-    known = launch_keys.deepspeed()
-    below = {
-        name: Reading({})
-        for name, section in known.items()
-        if section is not None and name not in launch_keys.MODELS and name != "timers"
-    }
+    known = set(deepspeed_file.known_keys(""))
+    models = {"zero_optimization", "bf16", "fp16"}
+    below = {name: Reading({}) for name in known - models if deepspeed_file.known_keys(name)}
     below["optimizer"].update(type="Adam", params={})
     below["scheduler"].update(type="WarmupLR", params={})
-    whole = Reading({"train_batch_size": 1, "zero_optimization": {"stage": 3}, "timers": Reading({}), **below})
+    whole = Reading({"train_batch_size": 1, "zero_optimization": {"stage": 3}, **below})
     config.DeepSpeedConfig(whole)
-    removed = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"}
     if Version(deepspeed.__version__) < Version("0.19.8"):
         # It still reads what later ones have removed, and lacks one of theirs.
-        assert set(known) - (whole.asked - removed) == {"disable_python_gc"}
+        assert known - (whole.asked - removed) == {"disable_python_gc"}
         return
-    assert whole.asked - removed == set(known)
+    assert whole.asked - removed == known
     for name, section in below.items():
-        assert section.asked == set(known[name] or {}), name
+        assert section.asked == set(deepspeed_file.known_keys(name)), name
+
+
+@pytest.mark.parametrize("section", ["comms_logger", "compile", "tensorboard", "wandb", "csv_monitor", "comet"])
+def test_deepspeed_refuses_unknown_keys_of_other_sections(place: Place, section: str) -> None:
+    foreseen = predict_environment(str(place.ds_launch_file({section: {"enabld": True}})), {}, ALONE)
+    with pytest.raises(BackendError, match="enabld: Extra inputs are not permitted"):
+        resolve_config(load_recipe(place.recipe()), foreseen.launch, foreseen.env)
 
 
 # ---------------------------------------------------------------- what is refused, by whom
@@ -168,8 +177,15 @@ SAYS = (
         ("fsdp", {"fsdp_config": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASD"}}, "mean 'TRANSFORMER_BASED_WRAP'"),
         ("ddp", {"machine_rank": "first"}, "machine_rank: must be a number from 0, got 'first'"),
         ("fsdp", {"fsdp_config": {"num_processes": 4}}, "fsdp_num_processes: unknown key"),
-        ("fsdp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config: not offered"),
+        (
+            "fsdp",
+            {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            "dynamo_config: is not read here: the recipe's model.compile says it",
+        ),
         ("fsdp", {"deepspeed_config": {"zero_stage": 2}}, "distributed_type FSDP does not read this section"),
+        ("fsdp", {"max_restarts": 2}, "max_restarts: Accelerate does not take it from the file; give --max_restarts"),
+        ("ddp", {"tpu_name": "x"}, "tpu_name: is not read here: it is for TPUs"),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_backend": "deepspeed"}}, "takes sp_size alone"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_siz": 2}}, "did you mean 'parallelism_config_sp_size'"),
         ("ddp", MISSPELT, "MULTI_GPU does not read this section"),
         ("single", MISSPELT, "NO does not read this section"),
@@ -182,7 +198,7 @@ SAYS = (
 )
 def test_keys_and_values_that_nothing_would_read(place: Place, base: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(BackendError, match=says):
-        launch_file.read(str(place.launch_file(base, **changes)))
+        read_launch_file(str(place.launch_file(base, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -213,14 +229,14 @@ def test_keys_and_values_that_nothing_would_read(place: Place, base: str, change
 def test_values_of_another_type(place: Place, base: str, text: str, says: str) -> None:
     """Accelerate takes them as YAML makes them: `2` in quotes is no number, and `false` in quotes is true."""
     with pytest.raises(BackendError, match=says):
-        launch_file.read(str(place.launch_file(base, **yaml.safe_load(text))))
+        read_launch_file(str(place.launch_file(base, **yaml.safe_load(text))))
 
 
 def test_what_accelerate_config_writes_is_read(place: Place) -> None:
     """The values of another type that it writes itself, and those that may be null."""
     nulls = dict.fromkeys(("main_process_ip", "main_process_port", "gpu_ids", "use_cpu", "mixed_precision", "tpu_name"))
     file = str(place.launch_file("fsdp", downcast_bf16="no", **nulls))
-    assert read_launch_environment(file, {}, ALONE).launch.kind == "fsdp"
+    assert predict_environment(file, {}, ALONE).launch.kind == "fsdp"
 
 
 TWO = {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
@@ -265,14 +281,18 @@ def test_numbers_that_contradict_each_other(
         assert re.search(says, " ".join(said.split())), said
     _, (finding,) = doctor.ask(None, (), file, options, ALONE)
     assert re.search(says, finding.found)
+    named = re.match(r"(\w+) is ", says)
+    if named and named[1] not in options:
+        line = Path(file).read_text().splitlines()[int(re.search(r"launch\.yaml:(\d+): ", finding.found)[1]) - 1]
+        assert line.startswith(f"{named[1]}:")
 
 
 def test_numbers_that_agree(place: Place) -> None:
     for rank in ("0", "1"):
         file = str(place.launch_file("ddp", **TWO))
-        found = read_launch_environment(file, {"machine_rank": rank}, ALONE)
+        found = predict_environment(file, {"machine_rank": rank}, ALONE)
         assert (found.launch.num_processes, found.local) == (4, 2)
-    assert read_launch_environment(str(place.launch_file("ddp", gpu_ids="2,3")), {}, ALONE).local == 2
+    assert predict_environment(str(place.launch_file("ddp", gpu_ids="2,3")), {}, ALONE).local == 2
 
 
 @pytest.mark.parametrize(
@@ -301,7 +321,7 @@ def test_variables_left_over_are_named(place: Place, base: str | None, env: dict
 def test_variables_that_the_launch_file_sets_itself_are_not_left_over(place: Place) -> None:
     same = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}
     off = {"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_DYNAMO_BACKEND": "no", "WORLD_SIZE": "7"}
-    launch = read_launch_environment(str(place.launch_file("fsdp")), {}, {**ALONE, **same, **off}).launch
+    launch = predict_environment(str(place.launch_file("fsdp")), {}, {**ALONE, **same, **off}).launch
     assert (launch.kind, launch.mixed_precision, launch.num_processes) == ("fsdp", "no", 2)
 
 
@@ -325,19 +345,19 @@ def test_files_that_are_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "launch.yaml"
     file.write_text(text)
     with pytest.raises(BackendError, match=r"launch\.yaml.*Name a file, or one of those that ship"):
-        launch_file.read(str(file))
+        read_launch_file(str(file))
 
 
 def test_all_problems_of_a_launch_file_at_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     file = place.launch_file("fsdp", num_procesess=2, **MISSPELT)
     with pytest.raises(BackendError) as caught:
-        launch_file.read(str(file))
+        read_launch_file(str(file))
     exit_codes.report(caught.value)
     head, *problems, advice = capsys.readouterr().err.strip().splitlines()
     assert head == f"Error: The launch file {file} has 2 problems:"
     assert [re.sub(r":\d+:", ":N:", line).split(": ")[:2] for line in problems] == [
-        [f"  {file}:N", "num_procesess"],
         [f"  {file}:N", "fsdp_config.fsdp_reshard_after_forwrd"],
+        [f"  {file}:N", "num_procesess"],
     ]
     assert advice.startswith("Name a file, or one of those that ship in accelerate_configs/")
 
@@ -382,7 +402,7 @@ def test_a_worker_of_plain_accelerate_launch_refuses(place: Place, here: Here) -
 )
 def test_an_environment_that_asks_for_what_is_not_offered(env: dict[str, str], says: str) -> None:
     with pytest.raises(BackendError, match=says):
-        of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
+        launch_of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
 
 
 # ---------------------------------------------------------------- DeepSpeed's own config
@@ -407,7 +427,7 @@ def test_misspelt_keys_of_deepspeed(place: Place, changes: dict[str, Any], says:
     text = json.dumps(json.loads((place.folder / "ds.json").read_text()), indent=2)
     (place.folder / "ds.json").write_text(text)
     with pytest.raises(BackendError, match=rf"ds\.json:\d+: {says}"):
-        read_launch_environment(str(file), {}, ALONE)
+        predict_environment(str(file), {}, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -451,10 +471,8 @@ def test_all_names_that_deepspeed_has_for_a_key_mean_the_same(place: Place) -> N
     """Its documentation's `stage3_prefetch_bucket_size` is `prefetch_bucket_size` too, and `bf16` was `bfloat16`."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    aliases = {
-        name: str(f.alias) for name, f in DeepSpeedZeroConfig.model_fields.items() if f.alias not in (None, name)
-    }
-    assert launch_keys.deepspeed_aliases() == aliases
+    aliases = [(name, f.alias) for name, f in DeepSpeedZeroConfig.model_fields.items() if f.alias not in (None, name)]
+    assert all(alias == f"stage3_{name}" for name, alias in aliases)
     sizes = ("prefetch_bucket_size", "param_persistence_threshold")
     file = place.ds_launch_file(
         {"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}, "bfloat16": {"enabled": "auto"}}
@@ -463,7 +481,7 @@ def test_all_names_that_deepspeed_has_for_a_key_mean_the_same(place: Place) -> N
     del written["bf16"]
     place.write("ds.json", json.dumps(written))
     recipe = load_recipe(place.recipe(precision="bf16"))
-    foreseen = read_launch_environment(str(file), {}, ALONE)
+    foreseen = predict_environment(str(file), {}, ALONE)
     config = resolve_config(recipe, foreseen.launch, foreseen.env).ds_config
     assert "bfloat16" not in config
     assert config["bf16"] == {"enabled": False}  # autocast instead, as on other backends
@@ -491,7 +509,7 @@ def test_stage_3_that_would_shard_nothing_is_known_before_the_run(
     recipe, file = place.recipe(), place.ds_launch_file({"zero_optimization": {"stage": 3, **keys}})
     code = main.main(["launch", str(recipe), "--config_file", str(file), "--dry-run"])
     assert code == (2 if says else 0)
-    foreseen = read_launch_environment(str(file), {}, ALONE)
+    foreseen = predict_environment(str(file), {}, ALONE)
     variant = variants(load_recipe(recipe), kinds=["full"])["full"]
     assert isinstance(variant, Variant)
     candidate = assess("zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find("h100-80gb"))
@@ -514,7 +532,7 @@ def test_packed_weights_and_a_cast_of_all_weights(place: Place) -> None:
     lora = {"lora": {"rank": 2}, "model": {"config": None, "name": str(MODEL), "quantization": "nf4"}}
     recipe = load_recipe(place.recipe(**lora, tokenizer={"name": None}, precision="bf16"))
     for file in (place.ds_launch_file({"bf16": {"enabled": True}}), place.launch_file("fsdp", mixed_precision="bf16")):
-        foreseen = read_launch_environment(str(file), {}, ALONE)
+        foreseen = predict_environment(str(file), {}, ALONE)
         with pytest.raises(BackendError, match="a cast would destroy those that model"):
             resolve_config(recipe, foreseen.launch, foreseen.env)
 
@@ -522,7 +540,7 @@ def test_packed_weights_and_a_cast_of_all_weights(place: Place) -> None:
 def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the launch file, in the folder above it, and only then in the working directory."""
     monkeypatch.chdir(place.folder)
-    shipped = read_launch_environment(str(ROOT / "accelerate_configs" / "zero2.yaml"), {}, ALONE).launch
+    shipped = predict_environment(str(ROOT / "accelerate_configs" / "zero2.yaml"), {}, ALONE).launch
     assert shipped.kind == "zero2"
     assert Path(shipped.ds_place) == ROOT / "ds_configs" / "zero2.json"
     (place.folder / "a" / "b").mkdir(parents=True)
@@ -530,10 +548,10 @@ def test_a_deepspeed_config_is_found_from_anywhere(place: Place, monkeypatch: py
     for folder, stage in ((".", 1), ("a", 2), ("a/b", 3)):
         assert not Path(folder, "x.json").exists()
         shutil.copy(ROOT / "ds_configs" / f"zero{stage}.json", Path(folder, "x.json"))
-        launch = read_launch_environment(file, {}, ALONE).launch
+        launch = predict_environment(file, {}, ALONE).launch
         assert (launch.kind, Path(launch.ds_place)) == (f"zero{stage}", Path(folder, "x.json"))
     monkeypatch.chdir("/")
-    assert read_launch_environment(str(place.folder / file), {}, ALONE).launch.kind == "zero3"
+    assert predict_environment(str(place.folder / file), {}, ALONE).launch.kind == "zero3"
 
 
 def test_what_is_no_key_stops_accelerate_launch_elsewhere(place: Place) -> None:
@@ -661,7 +679,7 @@ def test_the_launcher_takes_a_free_port_unless_one_is_named(place: Place) -> Non
         ("ddp", ["--main_process_port", "29501"], False),
         ("fsdp_2nodes", ["--machine_rank", "1"], False),
     ):
-        words = launcher.command(f"accelerate_configs/{config}.yaml", options, ["r.yaml"])
+        words = launcher.launcher_command(f"accelerate_configs/{config}.yaml", options, ["r.yaml"])
         assert (words[words.index("--config_file") + 2 :][:2] == ["--main_process_port", "0"]) == free, words
 
 
@@ -680,4 +698,4 @@ def test_shipped_files_hold_known_keys_only() -> None:
     files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
     assert len(files) >= 13
     for file in files:
-        assert launch_file.read(str(file))["num_processes"] == yaml.safe_load(file.read_text())["num_processes"]
+        assert read_launch_file(str(file)).num_processes == yaml.safe_load(file.read_text())["num_processes"]

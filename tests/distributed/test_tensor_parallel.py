@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.launch.launch_config import Launch, of_environment
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.launch_config import Launch, launch_of_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.mesh import Group
 from finetune.distributed.resolve_config import check_split_layers
+from finetune.distributed.split_parameters import Split
 from finetune.distributed.state import tensor_shards
-from finetune.distributed.strategies.tensor import Split
 from finetune.models import split_layers
 from finetune.training import dry_run
 from finetune.utils.errors import BackendError
@@ -126,7 +126,7 @@ def test_layouts_that_do_not_come_out_are_refused(
     env = {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
     env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **flags}
     with pytest.raises(BackendError, match=says):
-        of_environment(env, processes, "some.yaml", exported=env.keys())
+        launch_of_environment(env, processes, "some.yaml", exported=env.keys())
 
 
 def test_offload_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], ranks: int,
 
 
 def test_a_dry_run_refuses_what_would_be_refused_on_every_rank() -> None:
-    foreseen = read_launch_environment(str(ROOT / "accelerate_configs/tp.yaml"), {}, {})
+    foreseen = predict_environment(str(ROOT / "accelerate_configs/tp.yaml"), {}, {})
     dry_run.describe(validate_recipe(base()), foreseen)
     with pytest.raises(BackendError, match=r"no plan by which those of GPT2LMHeadModel \(gpt2\) are split"):
         dry_run.describe(validate_recipe(base(model={"config": GPT2})), foreseen)

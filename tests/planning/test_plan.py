@@ -21,7 +21,7 @@ from testdata import MODEL
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import model_shapes, plan_report, planner, recommendations
 from finetune.planning.step_time import Machines
 from finetune.planning.trace import trace_launches

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models import quantization
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config

@@ -12,7 +12,7 @@ from recipes_for_tests import ARCHITECTURES, SPLIT_LAYERS, UNEVEN, base
 from stored_model import store
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.optim import optimizers
 from finetune.planning import model_shapes

@@ -8,7 +8,7 @@ from harness import ROOT
 from test_plan_formulas import recipe
 
 from finetune.distributed import gpu_specs
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.mesh import Group
 from finetune.distributed.strategies import tensor
 from finetune.models import split_layers

@@ -22,7 +22,7 @@ from harness import ROOT, Launcher, Result, assert_same_path
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import device_selection
 from finetune.distributed.device_selection import Devices
-from finetune.distributed.launch.launch_environment import launch_of_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import agree
 from finetune.monitoring import out_of_memory
 from finetune.utils.errors import BackendError

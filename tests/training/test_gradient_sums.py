@@ -16,8 +16,8 @@ from recipes_for_tests import base
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
 from finetune.distributed.launch import launch_config
-from finetune.distributed.launch.launch_config import Launch, of_environment, read_launch
-from finetune.distributed.launch.launch_environment import launch_of_file, read_launch_environment
+from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
+from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.planning import model_shapes
 from finetune.planning.candidates import Candidate, assess, setting_of
@@ -107,7 +107,7 @@ def test_a_launch_file_says_it(
     if value is not None:
         tree["fsdp_config"][key] = value
     file.write_text(yaml.safe_dump(tree))
-    assert read_launch_environment(str(file), {}, {}).launch.sync_each_batch is means
+    assert predict_environment(str(file), {}, {}).launch.sync_each_batch is means
     assert launch_of_file(file, 8).sync_each_batch is means
     from accelerate.commands.launch import launch_command_parser
 
@@ -122,7 +122,7 @@ def test_a_launch_file_says_it(
 def test_other_values_are_refused() -> None:
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SYNC_EACH_BATCH": "sometimes"}
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: sometimes. Write true .* false .* or auto"):
-        of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
+        launch_of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
 
 
 LLAMA_7B = {

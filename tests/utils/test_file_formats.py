@@ -11,8 +11,8 @@ import pytest
 from finetune.config.recipe import load_recipe, validate_recipe
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.distributed import deepspeed_config
-from finetune.distributed.launch import launch_file
+from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
+from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.models.pretrained_files import stored_dtype
 from finetune.utils.errors import FinetuneError
 
@@ -27,8 +27,8 @@ def tokenizer_of(file: Path) -> Any:
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "recipe": ("recipe.yaml", load_recipe),
-    "launch file": ("launch.yaml", lambda file: launch_file.read(str(file))),
-    "DeepSpeed config": ("ds.json", lambda file: deepspeed_config.read(str(file), "launch.yaml")),
+    "launch file": ("launch.yaml", lambda file: read_launch_file(str(file))),
+    "DeepSpeed config": ("ds.json", lambda file: read_deepspeed_file(str(file), "launch.yaml")),
     "chat template": ("chat.jinja", lambda file: find_template(None, str(file), {})),  # type: ignore[arg-type]
     "weights": ("model.safetensors", lambda file: stored_dtype(file.parent)),
     "tokenizer": ("tokenizer.json", tokenizer_of),

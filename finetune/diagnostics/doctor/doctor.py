@@ -10,7 +10,7 @@ from rich.console import Console
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
@@ -55,7 +55,7 @@ def ask(
     if recipe is not None:
         readers["recipe"] = lambda: load_recipe(recipe, overrides, BUILT_IN)
     if config_file is not None:
-        readers["foreseen"] = lambda: read_launch_environment(config_file, options, env)
+        readers["foreseen"] = lambda: predict_environment(config_file, options, env)
     for name, reader in readers.items():
         try:
             found[name] = reader()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.launch_environment import LaunchEnvironment
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 
 Status = Literal["ok", "warning", "failure"]
 
@@ -32,7 +32,7 @@ class Asked:
     """The run that is asked about, as far as it is known."""
 
     recipe: Recipe | None = None
-    foreseen: LaunchEnvironment | None = None
+    foreseen: PredictedEnvironment | None = None
     """What the launch file asks for; None without one."""
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def machines(self) -> int:
-        return int(self.foreseen.get("num_machines")) if self.foreseen else 1
+        return int(self.foreseen.asked.num_machines) if self.foreseen else 1
 
 
 def ok(check: str, found: str) -> Finding:

@@ -9,8 +9,8 @@ from pathlib import Path
 from finetune.config.provenance import flat
 from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
-from finetune.distributed.launch.launch_environment import read_launch_environment
-from finetune.distributed.launch.launch_key_docs import PREFIXES
+from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch_values import PREFIXES
 from finetune.distributed.resolve_config import check_devices, resolve_config
 from finetune.utils import platforms
 
@@ -210,7 +210,7 @@ def agreement(asked: Asked) -> Iterable[Finding]:
     from finetune.tasks.metrics import check_metrics
     from finetune.tasks.task_lookup import check_task_splits
 
-    foreseen = asked.foreseen or read_launch_environment(None, {}, asked.env)
+    foreseen = asked.foreseen or predict_environment(None, {}, asked.env)
     settled = resolve_config(asked.recipe, foreseen.launch, foreseen.env)
     check_task_splits(asked.recipe, foreseen.launch)
     check_metrics(asked.recipe)

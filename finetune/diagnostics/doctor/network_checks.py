@@ -18,8 +18,8 @@ from finetune.utils.temporary_folders import temporary_folder
 
 def port(asked: Asked) -> Iterable[Finding]:
     """Whether the port that the launch file names is free."""
-    named = asked.foreseen.get("main_process_port") if asked.foreseen else 0
-    if asked.machines > 1 and asked.foreseen and asked.foreseen.get("machine_rank") != 0:
+    named = asked.foreseen.asked.main_process_port if asked.foreseen else 0
+    if asked.machines > 1 and asked.foreseen and asked.foreseen.asked.machine_rank != 0:
         yield ok("port", f"{named} on the first machine; look there")
     elif is_free(named):
         yield ok("port", f"{named} is free" if named else "there are free ones")
@@ -61,7 +61,7 @@ def first_machine(asked: Asked) -> Iterable[Finding]:
     if asked.foreseen is None or asked.machines == 1:
         yield ok("machines", "one")
         return
-    named, rank = asked.foreseen.get("main_process_ip"), asked.foreseen.get("machine_rank")
+    named, rank = asked.foreseen.asked.main_process_ip, asked.foreseen.asked.machine_rank
     advice = "give --main_process_ip with an address of the first machine, the same on all"
     found = addresses(named) if named else []
     ours = bool(set(found) & own_addresses())

@@ -11,8 +11,8 @@ from finetune.config.recipe import dump_recipe, hint, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity import small_model
 from finetune.diagnostics.parity.finished_run import FinishedRun, read
-from finetune.distributed.launch.launch_environment import read_launch_environment
-from finetune.distributed.launch.launcher import command
+from finetune.distributed.launch.launcher import launcher_command
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.utils import signals
 from finetune.utils.atomic_files import write_text
@@ -70,7 +70,7 @@ def _config(word: str) -> Config:
         raise BackendError(
             f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
         )
-    launch = read_launch_environment(str(file), {}, os.environ).launch
+    launch = predict_environment(str(file), {}, os.environ).launch
     return Config(file.stem, file, launch.num_processes, launch.data_ranks)
 
 
@@ -134,7 +134,7 @@ def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say
         BackendError: If it fails; it has said why.
     """
     say(f"\n{config.name}: {config.num_processes} process(es), {config.file}" + (f", with {fault}" if fault else ""))
-    words = command(
+    words = launcher_command(
         str(config.file),
         [],
         [fault, str(recipe)] if fault else [str(recipe)],

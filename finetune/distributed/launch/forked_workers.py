@@ -28,7 +28,7 @@ _FLAGS = ("-u", "-m")
 
 
 class ForkedWorker:
-    """What torchrun and Accelerate use of `subprocess.Popen`."""
+    """Methods of `subprocess.Popen` that torchrun and Accelerate use."""
 
     def __init__(
         self,
@@ -73,22 +73,6 @@ class ForkedWorker:
                 raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
             time.sleep(_EVERY_S)
         return code
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Imports with one thread: a library that starts others would not have them in a fork.
-
-    Workers set their number of threads, unless the user's environment does, which is left as it is.
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 def import_ahead(module: str) -> None:

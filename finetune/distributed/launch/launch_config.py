@@ -6,12 +6,15 @@ own command line, which is the parent process's, is read as well, and the two ar
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.distributed import deepspeed_config
-from finetune.distributed.launch import launch_file, launch_key_docs
+from finetune.config.provenance import place_of
+from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
+from finetune.distributed.launch.launch_file import key_lines, read_launch_file
+from finetune.distributed.launch.launch_options import OPTIONS
+from finetune.distributed.launch.launch_schema import KEYS, LaunchFile, choices_of
 from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
@@ -114,18 +117,17 @@ def read_launch() -> Launch:
     if not torch.cuda.is_available():
         # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    world = number_of(env, "WORLD_SIZE", 1)
+    world = number_of(env, "WORLD_SIZE")
     arguments = _launcher_arguments()
     file = None if arguments is None else _launch_file(arguments)
-    exported: frozenset[str] = frozenset()
+    exported: dict[str, str] = {}
     if arguments is not None and file is not None:
-        written = launch_file.read(file)
-        options = {name: value for name in launch_key_docs.OPTIONS if (value := getattr(arguments, name)) is not None}
-        check_file(file, {**written, **options}, world, cpu=arguments.cpu)
-        exported = frozenset(launch_file.exported(str(written["distributed_type"]), written))
+        written = read_launch_file(file)
+        options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+        check_processes(file, written, options, world, cpu=arguments.cpu)
+        exported = written.exported()
         # Accelerate reads the section, but exports only what it knows itself.
-        own = {launch_key_docs.FSDP[name].variable: written[name] for name in launch_key_docs.OWN if name in written}
-        env |= {str(variable): str(value).lower() for variable, value in own.items()}
+        env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
     elif arguments is not None and (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
@@ -135,8 +137,8 @@ def read_launch() -> Launch:
     if arguments is not None and arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
-        exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE"}
-    return of_environment(env, world, file, _threads(arguments), exported)
+        exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": ""}
+    return launch_of_environment(env, world, file, _threads(arguments), exported)
 
 
 def check_installed(launch: Launch) -> None:
@@ -149,14 +151,14 @@ def check_installed(launch: Launch) -> None:
         require_installed(launch.library, f"{launch.file or 'The launch environment'} asks for ZeRO, which")
 
 
-def of_environment(
+def launch_of_environment(
     env: Mapping[str, str],
     num_processes: int,
     file: str | None,
     num_threads: int | None = None,
     exported: Collection[str] = (),
 ) -> Launch:
-    """What a worker is asked for, by the environment that it has.
+    """The launch that a worker's environment asks for.
 
     Args:
         num_processes: Over all machines.
@@ -204,9 +206,7 @@ def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]
         return {"replicate": 1, "sequence": 1, "tensor": 1}
     place, processes = common["file"] or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", common["num_processes"]
     names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
-    replicate, shard, sequence, tensor, context = (
-        number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE", 1) for name in names
-    )
+    replicate, shard, sequence, tensor, context = (number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE") for name in names)
     if context > 1:
         raise BackendError(
             f"{place} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
@@ -250,13 +250,13 @@ def _truthy(value: str | None) -> bool:
     return (value or "").lower() in ("1", "true", "yes", "on")
 
 
-def number_of(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that holds a whole number from 1.
+def number_of(env: Mapping[str, str], name: str) -> int:
+    """The whole number from 1 that a variable holds; 1 where it is not set.
 
     Raises:
         BackendError: If it holds anything else.
     """
-    text = env.get(name, str(default))
+    text = env.get(name, "1")
     if not text.strip().isdecimal() or int(text) < 1:
         raise BackendError(
             f"{name} is {text!r} in the environment, which must be a whole number from 1. Correct it, or unset it: "
@@ -279,11 +279,11 @@ def _check_left_over(env: Mapping[str, str], file: str, exported: Collection[str
         acting.append("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     left_over = [name for name in acting if name not in exported]
     problems = [f"{name} is {env[name]!r} in the environment, which {file} does not ask for" for name in left_over]
-    for key in launch_key_docs.KNOWN.values():
-        name = key.variable or ""
-        if key.allowed and name in env and name not in exported and env[name].upper() not in key.allowed:
+    for key in KEYS.values():
+        name, allowed = key.serialization_alias or "", choices_of(key)
+        if allowed and name in env and name not in exported and env[name].upper() not in map(str.upper, allowed):
             left_over.append(name)
-            problems.append(f"{name} is {env[name]!r} in the environment, and can be {', '.join(key.allowed)}")
+            problems.append(f"{name} is {env[name]!r} in the environment, and can be {', '.join(allowed)}")
     if problems:
         raise BackendError.of(
             "The launch environment",
@@ -310,20 +310,22 @@ def _launch_file(arguments: Any) -> str | None:
     return arguments.config_file or default
 
 
-def check_file(file: str, values: Mapping[str, Any], world: int, *, cpu: bool = False) -> None:
+def check_processes(
+    file: str, written: LaunchFile, options: Mapping[str, Any], world: int, *, cpu: bool = False
+) -> None:
     """Compares a launch file with itself and with what started; Accelerate itself falls back or waits without a word.
 
     Args:
-        values: The launch file, by dotted keys, with the launcher's options in place of what it says.
+        options: The launcher's, in place of what the file says.
         world: Processes that run.
-        cpu: Whether the launcher was given `--cpu`.
+        cpu: The launcher was given `--cpu`.
 
     Raises:
         BackendError: If numbers contradict each other, or it would start something else than it says.
     """
-    kind = str(values["distributed_type"])
-    requested, machines = values.get("num_processes", 1), values.get("num_machines", 1)
-    if (values.get("use_cpu") or cpu) and (kind != "NO" or requested > 1):
+    asked = written.model_copy(update=options)
+    kind, requested = asked.distributed_type, asked.num_processes or 1
+    if (asked.use_cpu or cpu) and (kind != "NO" or requested > 1):
         raise BackendError(
             f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), and Accelerate would "
             "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
@@ -334,9 +336,10 @@ def check_file(file: str, values: Mapping[str, Any], world: int, *, cpu: bool = 
             f"{file} asks for {requested} processes with distributed_type 'NO', which starts one. Set distributed_type "
             "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
         )
-    problems = list(_unfit_numbers(kind, requested, machines, values))
+    lines = {key: line for key, line in key_lines(file).items() if key not in options}
+    problems = [f"{place_of(text.split()[0], file, lines)}: {text}" for text in asked.contradictions()]
     if problems:
-        raise BackendError.of(f"The launch file {file}", [f"{file}: {problem}" for problem in problems])
+        raise BackendError.of(f"The launch file {file}", problems)
     if kind == "NO" and world != 1:
         raise BackendError(
             f"{file} asks for {requested} processes, but {world} run: WORLD_SIZE is {world} in the environment, left "
@@ -347,39 +350,6 @@ def check_file(file: str, values: Mapping[str, Any], world: int, *, cpu: bool = 
         raise BackendError(
             f"{file} asks for {requested} processes, but {world} run. Start it with `accelerate launch "
             f"--config_file {file}`, and name another number with --num_processes."
-        )
-
-
-def _unfit_numbers(kind: str, processes: int, machines: int, values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong between the numbers of a launch file: what would wait for ever, or start other processes."""
-    rank, port = values.get("machine_rank", 0), values.get("main_process_port", 1)
-    if kind == "NO" and machines > 1:
-        yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
-    elif processes % machines:
-        yield (
-            f"num_processes is {processes} over num_machines {machines}, which do not get the same number each. Make "
-            "num_processes a multiple of num_machines"
-        )
-    if rank >= machines:
-        numbered = f"numbered from 0 to {machines - 1}" if machines > 1 else "one, whose number is 0"
-        yield (
-            f"machine_rank is {rank}, and num_machines is {machines}: machines are {numbered}. Correct machine_rank "
-            "(or --machine_rank), or num_machines"
-        )
-    if port > 65535:
-        yield f"main_process_port is {port}, and ports end at 65535. Take one that is free on the first machine"
-    if machines > 1 and port == 0:
-        yield f"main_process_port is 0, any that is free, which {machines} machines cannot know of each other. Name one"
-    if machines > 1 and kind != "NO" and not values.get("main_process_ip"):
-        yield (
-            f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there, or "
-            "by --main_process_ip"
-        )
-    gpus, local = str(values.get("gpu_ids", "all")), processes // machines
-    if gpus != "all" and len(gpus.split(",")) < local:
-        yield (
-            f"gpu_ids is {gpus}, and {local} processes run on a machine, each with a GPU of its own. Name as many, or "
-            "`all`"
         )
 
 
@@ -405,7 +375,7 @@ def threads_each(environ: Mapping[str, str], local: int) -> int | None:
     """
     if "OMP_NUM_THREADS" not in environ:
         return max(1, cores() // local)
-    number_of(environ, "OMP_NUM_THREADS", 1)
+    number_of(environ, "OMP_NUM_THREADS")
     return None
 
 
@@ -451,7 +421,7 @@ def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
             f"{named} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
             f"config. Take it out: the recipe's precision decides, and {place} can say how."
         )
-    place, config = deepspeed_config.read(place, common["file"])
+    place, config = read_deepspeed_file(place, common["file"])
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):

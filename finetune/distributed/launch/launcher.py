@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from finetune.distributed.launch.forked_workers import forked_workers, import_ahead, single_threaded
+from finetune.distributed.launch.forked_workers import forked_workers, import_ahead
 from finetune.distributed.launch.launch_config import check_installed
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
@@ -79,7 +79,7 @@ class _Stopped(Exception):
         self.codes = codes
 
 
-def launch(
+def launch_workers(
     config_file: str,
     options: Sequence[str],
     arguments: Sequence[str],
@@ -87,7 +87,7 @@ def launch(
     module: str = "finetune.training",
     grace_s: float = 0.0,
 ) -> None:
-    """Turns this process into the launcher of `command`, so it returns only by an error.
+    """Turns this process into the launcher of `launcher_command`, so it returns only by an error.
 
     Args:
         config_file: The launch file.
@@ -99,7 +99,7 @@ def launch(
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
-    words = command(config_file, options, arguments, module=module)
+    words = launcher_command(config_file, options, arguments, module=module)
     os.environ.setdefault(_PATIENCE, str(math.ceil(grace_s) + 10))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,18 +107,18 @@ def launch(
         os.execv(sys.executable, words)
 
 
-def command(
+def launcher_command(
     config_file: str, options: Sequence[str], arguments: Sequence[str], *, module: str = "finetune.training"
 ) -> list[str]:
-    """The command that launches workers; see `launch` for what it takes.
+    """The command that launches workers; see `launch_workers` for its arguments.
 
     Raises:
         BackendError: As a run would: the launch file cannot be used, or contradicts itself or the environment.
     """
     given = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
-    foreseen = read_launch_environment(config_file, given, os.environ)
+    foreseen = predict_environment(config_file, given, os.environ)
     check_installed(foreseen.launch)
-    alone = foreseen.get("num_machines") == 1 and {"main_process_port"}.isdisjoint([*foreseen.written, *given])
+    alone = foreseen.asked.num_machines == 1 and "main_process_port" not in {*foreseen.written, *given}
     # Any free port, so that two runs fit on one machine.
     port = ["--main_process_port", "0"] if alone else []
     words = [sys.executable, "-m", "finetune.distributed.launch.launcher", "--config_file", config_file]
@@ -130,7 +130,10 @@ def main(arguments: Sequence[str]) -> int:
     outlive_readers()
     # Before anything imports the hub's client, here or in a fork.
     go_offline_if_unreachable()
-    with quick_imports(), single_threaded():
+    # A library that starts threads where it is imported would not have them in a fork. Workers choose their own number.
+    unset = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with quick_imports():
         import torch
         from accelerate.commands.launch import launch_command, launch_command_parser
 
@@ -141,6 +144,8 @@ def main(arguments: Sequence[str]) -> int:
             # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             import_ahead(parsed.training_script)
+    if unset:
+        del os.environ["OMP_NUM_THREADS"]
     # It reports every worker that ends, whose own last words are on the terminal already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     # It warns that it sets one thread a process; workers set their own (`launch_config.threads_each`).

@@ -1,23 +1,53 @@
-"""Where every value of the launch config comes from, for `finetune explain`."""
+"""Origin of every value of the launch config, for `finetune explain`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune.config.provenance import Setting, Value, flat, places
+from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import deepspeed_config
 from finetune.distributed.device_selection import Devices
-from finetune.distributed.launch import launch_key_docs
-from finetune.distributed.launch.launch_environment import LaunchEnvironment
-from finetune.distributed.launch.launch_file import groups, place_of
+from finetune.distributed.launch import deepspeed_file
+from finetune.distributed.launch.launch_file import key_lines
+from finetune.distributed.launch.launch_schema import NOT_FROM_FILE, fields_of
+from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.utils import platforms
 
-_HANDED_ON = "Handed on to Accelerate; this toolkit does not look at it."
+# What follows from both planes, or from this machine.
+_DERIVED = {
+    "backend": ("What runs: single, ddp, fsdp, hsdp, zero1, zero2 or zero3.", ""),
+    "accumulation": (
+        "Micro-batches that each process adds up for an optimiser step: batch.global_size / (batch.micro_size x "
+        "data ranks). A data rank is a process, or a group of sp_size x tp_size processes that read the same rows.",
+        "micro-batches",
+    ),
+    "num_threads": ("CPU threads of each process: cores / processes, unless OMP_NUM_THREADS says.", "threads"),
+}
+
+# Variables that act on a run besides keys.
+_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "The GPUs that processes see.",
+    "OMP_NUM_THREADS": "CPU threads of each process.",
+    "TORCH_EXTENSIONS_DIR": "Where native ops are kept once they are compiled.",
+    "DS_ACCELERATOR": "The device that DeepSpeed takes.",
+    "HF_HOME": "Where the hub's models, data sets and tokens are kept.",
+    "HF_HUB_CACHE": "Where the hub's models are kept.",
+    "HF_ENDPOINT": "The model hub's address.",
+    "HF_HUB_OFFLINE": "If 1, nothing is asked of the model hub: its cache must have it all.",
+    "GLOO_SOCKET_IFNAME": "The network interface that gloo uses.",
+    "PYTORCH_CUDA_ALLOC_CONF": "How torch allocates GPU memory.",
+}
+PREFIXES = {
+    "NCCL_": "A setting of NCCL, by which GPUs talk to each other.",
+    "ACCELERATE_": "A setting of Accelerate.",
+    "FSDP_": "A setting of Accelerate for FSDP.",
+    "PARALLELISM_CONFIG_": "A setting of Accelerate on how processes are laid out.",
+}
 
 
-def values(
-    recipe: Recipe, foreseen: LaunchEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
+def launch_values(
+    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> list[Value]:
     """Every value of the launch plane.
 
@@ -32,27 +62,30 @@ def values(
     ]
 
 
-def precision(settled: ResolvedConfig, here: Devices) -> Setting:
-    """What became of the recipe's `precision: auto`."""
+def resolved_precision(settled: ResolvedConfig, here: Devices) -> Setting:
+    """Precision that the recipe's `precision: auto` comes to."""
     place = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
     return Setting("derived", place, settled.precision)
 
 
-def _launch_file(foreseen: LaunchEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
+def _launch_file(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
     file, written = foreseen.launch.file, foreseen.written
     if file is None:
         return
-    known, lines = groups(written["distributed_type"], written), places(file)
-    for name in [*known, *(name for name in written if name not in known)]:
-        key = known.get(name) or launch_key_docs.KNOWN.get(name) or launch_key_docs.Key(_HANDED_ON)
-        settings = [] if key.default is None else [Setting("default", "Accelerate", key.default)]
-        variable = key.variable or ""
+    lines = key_lines(file)
+    for name, key in fields_of(foreseen.asked.sections()).items():
+        settings = [] if key.get_default() is None else [Setting("default", "Accelerate", key.default)]
+        variable = key.serialization_alias or ""
         from_env = [Setting("environment", variable, env[variable])] if variable in env else []
         if variable in foreseen.exported:  # else the variable is what workers hear
             settings, from_env = [*settings, *from_env], []
+        unit = next((text for text in key.metadata if isinstance(text, str)), "")
+        meaning = " ".join((key.description or "").split())
+        if name in NOT_FROM_FILE:
+            meaning += " Accelerate takes it from its own command line, and not from the file."
         if name in written:
             settings.append(Setting("launch file", place_of(name, file, lines), written[name]))
-            if launch_key_docs.DEAF in key.meaning:
+            if name in NOT_FROM_FILE:
                 settings.append(Setting("default", "Accelerate does not take it from the file", key.default))
         elif variable in foreseen.exported and variable in env:
             settings.append(Setting("default", "accelerate launch exports it", foreseen.exported[variable]))
@@ -60,10 +93,10 @@ def _launch_file(foreseen: LaunchEnvironment, env: Mapping[str, str]) -> Iterabl
         if name in foreseen.options:
             settings.append(Setting("command line", f"--{name}", foreseen.options[name]))
         if settings:
-            yield Value(name, "launch file", tuple(settings), key.meaning, key.unit)
+            yield Value(name, "launch file", tuple(settings), meaning, unit)
 
 
-def _ds_config(foreseen: LaunchEnvironment, settled: ResolvedConfig) -> Iterable[Value]:
+def _ds_config(foreseen: PredictedEnvironment, settled: ResolvedConfig) -> Iterable[Value]:
     written, place = flat(foreseen.launch.ds_config), foreseen.launch.ds_place
     lines = places(place) if place else {}
     for key, value in flat(settled.ds_config).items():
@@ -74,17 +107,17 @@ def _ds_config(foreseen: LaunchEnvironment, settled: ResolvedConfig) -> Iterable
             source = deepspeed_config.DECIDES.get(key)
             why = f"the recipe's {source}" if source else "the same on every backend"
             settings.append(Setting("derived", why, value))
-        meaning, unit = launch_key_docs.DS_CONFIG.get(key, ("A value of DeepSpeed's own: see its documentation.", ""))
+        meaning, unit = deepspeed_file.MEANINGS.get(key, ("A value of DeepSpeed's own: see its documentation.", ""))
         yield Value(key, "ds_config", tuple(settings), meaning, unit)
 
 
 def _derived(
-    recipe: Recipe, foreseen: LaunchEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
+    recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> Iterable[Value]:
     asked, batch = foreseen.launch, recipe.batch
 
     def row(key: str, *settings: Setting) -> Value:
-        return Value(key, "derived", settings, *launch_key_docs.DERIVED[key])
+        return Value(key, "derived", settings, *_DERIVED[key])
 
     yield row("backend", Setting("derived", asked.file or "no launch file: one process", asked.kind))
     split = f"{batch.global_size} / ({batch.micro_size} x {asked.data_ranks})"
@@ -100,12 +133,12 @@ def _derived(
         yield row("num_threads", Setting("derived", f"{cores} cores / {foreseen.local}", asked.num_threads))
 
 
-def _environment(foreseen: LaunchEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
+def _environment(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
     """Variables that are set and act on a run, but for those that stand beside a key of the launch file."""
-    shown = {key.variable for key in groups(foreseen.written.get("distributed_type", "NO"), foreseen.written).values()}
+    shown = {key.serialization_alias for key in fields_of(foreseen.asked.sections()).values()}
     for name in sorted(set(env) - shown if foreseen.launch.file else set(env)):
-        prefixed: Any = (text for prefix, text in launch_key_docs.PREFIXES.items() if name.startswith(prefix))
-        meaning = launch_key_docs.VARIABLES.get(name) or next(prefixed, None)
+        prefixed: Any = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))
+        meaning = _VARIABLES.get(name) or next(prefixed, None)
         if meaning is None:
             continue
         settings = [Setting("environment", "", env[name])]
