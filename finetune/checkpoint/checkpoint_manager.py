@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, row_ledger, run_facts, save_checkpoint
+from finetune.checkpoint import row_ledger, run_facts, save_checkpoint
+from finetune.checkpoint.checkpoint_store import step_of
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
@@ -43,20 +44,17 @@ class CheckpointManager:
         """
         section = recipe.checkpoint
         self._section, self._backend, self._reporter = section, backend, reporter
-        self._directory, self._root = directory, directory.checkpoints
+        self._directory, store = directory, directory.checkpoints
         if backend.is_main:
-            save_checkpoint.clean(self._root)
-        refused = [
-            folder.name for folder in integrity.list_checkpoints(self._root) if (integrity.step_of(folder) or 0) > step
-        ]
+            store.delete_remains()
         self._saver = CheckpointWriter(
-            self._root,
+            store,
             backend,
             adapter_keys=adapter_keys,
             describe=describe,
             keep=section.keep,
             best_by=section.keep_best_by,
-            broken=refused,
+            broken=[name for name in store.list_names() if (step_of(name) or 0) > step],
             infinite=infinite,
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
@@ -152,8 +150,8 @@ class CheckpointManager:
         """The steps skipped so far, over all starts of the run, with their rows; on rank 0."""
         return [asdict(step) for step in self._skipped]
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint."""
+    def newest(self) -> str | None:
+        """Address of the newest checkpoint."""
         return self._saver.newest()
 
     def _warn(self, reason: str | None) -> None:
@@ -168,8 +166,8 @@ class CheckpointManager:
                 "from the same weights the same command fails again."
             )
         return CheckpointError(
-            f"The checkpoint of step {outcome.step} cannot be written below {self._root}: {outcome.error}. Older "
-            f"checkpoints are untouched. {advice}"
+            f"The checkpoint of step {outcome.step} cannot be written below {self._directory.checkpoints.address()}: "
+            f"{outcome.error}. Older checkpoints are untouched. {advice}"
         )
 
     def _report(self, outcome: SaveOutcome | None) -> None:

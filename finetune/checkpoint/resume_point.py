@@ -8,6 +8,7 @@ from torch import nn
 
 from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
 from finetune.checkpoint.best_evaluation import still_ended
+from finetune.checkpoint.checkpoint_store import find_checkpoint, sealed_name
 from finetune.checkpoint.load_checkpoint import Checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
@@ -36,8 +37,9 @@ class ResumePoint:
 
     @property
     def source(self) -> str | None:
-        """The checkpoint's folder."""
-        return str(self.checkpoint.folder.resolve()) if self.checkpoint is not None else None
+        """Where the checkpoint is."""
+        found = self.checkpoint
+        return found.store.address(found.name, absolute=True) if found is not None else None
 
     @property
     def step(self) -> int:
@@ -69,7 +71,9 @@ class ResumePoint:
             CheckpointError: If it does not fit.
         """
         if self.checkpoint is not None:
-            load_checkpoint.restore(self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer)
+            load_checkpoint.restore_checkpoint(
+                self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer
+            )
 
     def lines(self) -> list[str]:
         """Lines for people."""
@@ -77,7 +81,7 @@ class ResumePoint:
             return []
         state = self.state
         lines = [
-            f"resumed at step {self.step} from {self.checkpoint.folder}, saved under "
+            f"resumed at step {self.step} from {self.checkpoint.address}, saved under "
             f"{state['backend']} x {state['processes']} in {state['precision']}"
         ]
         if self.changed:
@@ -94,7 +98,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
         RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
     """
     mode = recipe.resume.mode
-    own = bool(integrity.list_checkpoints(directory.checkpoints) or integrity.list_unnamed(directory.checkpoints))
+    own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
             f"resume=must, but {directory.path} holds no checkpoint. Check output.dir, or set resume=auto to start."
@@ -107,7 +111,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
             f"resume={mode}: {source / 'checkpoints'} is a symbolic link, and links in a run directory are not "
             "followed. Give the checkpoint itself that you want to begin from."
         )
-    if not (_is_checkpoint(source) or integrity.list_checkpoints(source / "checkpoints")):
+    store, name = find_checkpoint(source.resolve())
+    if name is None and not store.list_names():
         raise RecipeError(
             f"resume={mode}: there is no checkpoint, and no run with one. Give auto, must, never, the path of a "
             "checkpoint (such as runs/run/checkpoints/step-00000120), or of a run."
@@ -115,9 +120,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
     starts = (directory.previous or {}).get("starts", [])
     if not own and not starts:
         return
-    inside = directory.checkpoints.resolve() in (source.resolve().parent, source.resolve() / "checkpoints")
-    newest = integrity.newest(directory.checkpoints)
-    if inside and _is_checkpoint(source) and newest is not None and newest.resolve() != source.resolve():
+    inside = directory.checkpoints.address(absolute=True) == store.address()
+    if inside and name is not None and integrity.newest_address(store) not in (None, store.address(name)):
         raise RecipeError(
             f"resume={mode}: {directory.path} holds newer checkpoints, which would be overtaken. Choose another "
             "output.dir to begin from this one."
@@ -174,7 +178,7 @@ def choose(
     """
     # As rank 0 has read it, which alone holds the directory.
     previous: dict[str, Any] | None = backend.tell(directory.previous)
-    own = load_checkpoint.find(directory.checkpoints, backend, unnamed=True) if previous is not None else None
+    own = load_checkpoint.find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     finished = finished and still_ended(recipe, before["results"])
@@ -190,23 +194,23 @@ def choose(
         if backend.tell(directory.had_checkpoints()):
             raise RecipeError(
                 f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
-                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To resume, put a "
-                "checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To start "
-                "again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
+                f"{directory.checkpoints.address()}. Starting again at step 1 would overwrite its metrics. To resume, "
+                "put a checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To "
+                "start again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
             )
     if own is None and recipe.resume.mode not in ("auto", "must", "never"):
         # What is named may be a link; what lies in it may not.
-        source = Path(recipe.resume.mode).resolve()
-        if _is_checkpoint(source):
-            found = load_checkpoint.verified(source, backend)
+        store, name = find_checkpoint(Path(recipe.resume.mode).resolve())
+        if name is not None:
+            found = load_checkpoint.verify_on_all_ranks(store, name, backend)
         else:
-            found = load_checkpoint.find(source / "checkpoints", backend)
+            found = load_checkpoint.find_newest(store, backend)
     if found is None:
         return ResumePoint()
-    changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=str(found.folder))
+    changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=found.address)
     if found.state["step"] > num_steps:
         raise RecipeError(
-            f"{found.folder} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
+            f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
     if own is not None:
@@ -221,15 +225,10 @@ def choose(
 
 
 def _adopt(own: Checkpoint, directory: RunDirectory, backend: Backend) -> Checkpoint:
-    """Gives a staging folder that was found whole its name; any other checkpoint stays as it is."""
-    target = integrity.final_name(own.folder)
-    if target == own.folder:
-        return own
-    directory.on_main(backend, lambda: integrity.give_name(own.folder, target))
-    if backend.is_main:
-        warn(f"{own.folder} is whole, though the run ended before it got its name. It is {target.name} now.")
-    return replace(own, folder=target)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    """Seals a checkpoint that was found whole and unsealed; any other stays as it is."""
+    name = sealed_name(own.name)
+    if name != own.name:
+        directory.on_main(backend, lambda: own.store.seal(own.name))
+        if backend.is_main:
+            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
+    return replace(own, name=name)

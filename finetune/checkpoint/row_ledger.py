@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from finetune.checkpoint import integrity
+from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import INCIDENTS, read_facts, read_incidents
 from finetune.data.rows.row_order import mix, rows_at
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
@@ -363,8 +363,7 @@ def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:
         return None  # the ledger alone has to do
     if first > begun:
         return f"NOT from the beginning: the run began with step {begun}"
-    checkpoints = integrity.list_checkpoints(directory / "checkpoints")
-    saved = (integrity.step_of(checkpoints[0]) or 0) if checkpoints else 0
+    saved = next((step_of(name) or 0 for name in open_store(directory).list_names()), 0)
     # Where a damaged checkpoint was refused, its step was taken, and lost again: the ledger has been there.
     if all(line.get("step", -1) + 1 < saved for line in lines.whole):
         reached = max(reached, saved)

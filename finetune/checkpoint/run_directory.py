@@ -15,7 +15,7 @@ import filelock
 import torch
 
 from finetune.checkpoint import run_facts, trusted_code
-from finetune.checkpoint.integrity import name_of
+from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, open_store
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
@@ -89,8 +89,8 @@ class RunDirectory:
     """The texts of `recipe.yaml` and `run.json`, on rank 0 and once it has written them."""
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> CheckpointStore:
+        return open_store(self.path)
 
     @classmethod
     def check(cls, recipe: Recipe) -> "RunDirectory":
@@ -164,14 +164,12 @@ class RunDirectory:
             OSError: If it cannot be written.
         """
         facts = self.facts()
-        known = {"first_checkpoint": step, **facts, **self._code(facts, self.checkpoints / name_of(step) / "model")}
+        known = {"first_checkpoint": step, **facts}
+        if "code" in facts:
+            weights = self.checkpoints.local_folder(name_of(step)) / "model"
+            known["code"] = trusted_code.sign_weights(facts["code"], weights)
         if known != facts:
             self._put("run.json", json_text(known))
-
-    @staticmethod
-    def _code(facts: dict[str, Any], weights: Path) -> dict[str, Any]:
-        """What `run.json` says of code, with that beside weights that this run has just written."""
-        return {"code": trusted_code.sign_weights(facts["code"], weights)} if "code" in facts else {}
 
     def make_again(self, backend: Backend) -> bool:
         """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
@@ -227,7 +225,7 @@ class RunDirectory:
             and self.facts().get("starts") != json_files.parse(self._written["run.json"])["starts"]
         ):
             raise _TakenError
-        self.checkpoints.mkdir(exist_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
         for name, text in self._written.items():
             if name in missing:
                 write_text(self.path / name, text)
@@ -259,7 +257,7 @@ class RunDirectory:
                 remove(self.path / name)
         elif self.previous is not None:
             self._rewind(begin["from_step"])
-        self.checkpoints.mkdir(exist_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
         self._put("recipe.yaml", dump_recipe(recipe))
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -284,7 +282,8 @@ class RunDirectory:
 
         def write() -> None:
             facts = self.facts() | more
-            facts |= self._code(facts, self.path / "model")
+            if "code" in facts:
+                facts["code"] = trusted_code.sign_weights(facts["code"], self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self._put("run.json", json_text(facts))

@@ -8,6 +8,7 @@ import socket
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from finetune.checkpoint import integrity
+from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store, step_of
 from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
@@ -303,7 +304,7 @@ class RunReader:
             samples=tuple(self._metrics.samples),
             incidents=incidents,
             starts=_starts(facts, training, status, last_written),
-            checkpoints=_checkpoints(directory / "checkpoints"),
+            checkpoints=_checkpoints(open_store(directory)),
             status=status,
             damaged_lines=self._metrics.damaged + self._incidents.damaged,
             read_at=now,
@@ -482,16 +483,13 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _checkpoints(root: Path) -> tuple[SavedCheckpoint, ...]:
+def _checkpoints(store: CheckpointStore) -> tuple[SavedCheckpoint, ...]:
     found = []
-    for folder in integrity.list_checkpoints(root):
-        try:
-            # Written last: without it the checkpoint is none.
-            written = (folder / integrity.MANIFEST).stat().st_mtime
-        except OSError:
-            continue
-        found.append(SavedCheckpoint(integrity.step_of(folder) or 0, written, folder))
-    return tuple(reversed(found))
+    for name in reversed(store.list_names()):
+        # Without a manifest it is none.
+        with suppress(OSError):
+            found.append(SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name))))
+    return tuple(found)
 
 
 def _last_written(directory: Path) -> float | None:

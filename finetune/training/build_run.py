@@ -305,7 +305,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
             infinite=network.infinite,
         ),
-        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest, directory.checkpoints)),
+        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.checkpoint import best_evaluation, integrity, row_ledger
+from finetune.checkpoint import best_evaluation, row_ledger
+from finetune.checkpoint.checkpoint_store import name_of
 from finetune.data.class_labels import some
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
@@ -126,8 +127,9 @@ def _say_stopped(run: Run) -> None:
 def _end_early(run: Run) -> None:
     best = run.state.best
     ended = run.results["ended_early"] = {"step": run.state.step, "best": best.to_dict()}
-    kept = run.directory.checkpoints / integrity.name_of(best.step or 0)
-    where = f"The best checkpoint is {kept}" if kept.exists() else "No checkpoint was saved at the best step"
+    store, name = run.directory.checkpoints, name_of(best.step or 0)
+    saved = name in store.list_names()
+    where = f"The best checkpoint is {store.address(name)}" if saved else "No checkpoint was saved at the best step"
     run.reporter.say(f"This run {best_evaluation.sentence(ended)}. {where}.")
 
 

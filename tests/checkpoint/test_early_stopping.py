@@ -13,6 +13,7 @@ from rich.console import Console
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.best_evaluation import BestEvaluation, sentence, still_ended
+from finetune.checkpoint.checkpoint_store import open_store
 from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -89,7 +90,7 @@ def test_a_run_ends_when_its_patience_does(ended: Done) -> None:
     assert "finished" in ended.facts
     assert (ended.directory / "model").is_dir()
     assert ended.checkpoints == [f"step-{BEST:08d}", f"step-{END:08d}"]
-    kept = integrity.read_manifest(ended.directory / "checkpoints" / ended.checkpoints[0])
+    kept = integrity.read_manifest(open_store(ended.directory), ended.checkpoints[0])
     assert kept["validation_loss"] == min(losses)
     said = (
         f"ended early at step 14: no better validation_loss than {min(losses):.4f} at step 8 in 3 evaluations in a row"

@@ -23,6 +23,7 @@ from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
 from finetune.checkpoint import integrity, row_ledger
+from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
@@ -105,17 +106,19 @@ def undisturbed(done: Done, calm: Done) -> None:
     found = row_ledger.audit(done.directory)
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (1, 20)
-    for folder in integrity.list_checkpoints(done.directory / "checkpoints"):
-        integrity.verify(folder)
+    store = open_store(done.directory)
+    for name in store.list_names():
+        integrity.verify_checkpoint(store, name)
 
 
 def whole(directory: Path) -> list[int]:
     """The steps of the checkpoints, each verified; there is nothing else beside them."""
-    found = integrity.list_checkpoints(directory / "checkpoints")
-    for folder in found:
-        integrity.verify(folder)
+    store = open_store(directory)
+    found = store.list_names()
+    for name in found:
+        integrity.verify_checkpoint(store, name)
     assert len(found) == len(list((directory / "checkpoints").iterdir()))
-    return sorted(integrity.step_of(folder) or 0 for folder in found)
+    return sorted(step_of(name) or 0 for name in found)
 
 
 # ---------------------------------------------------------------- full
