@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class CheckpointManager:
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
         self._incidents = Journal(directory.path / run_facts.INCIDENTS)
-        self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
+        self._skipped = row_ledger.read_skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, *, step: int, position: int, order: dict[str, Any]) -> None:
@@ -71,7 +70,7 @@ class CheckpointManager:
 
     def _mend_ledger(self, step: int) -> None:
         try:
-            for line in row_ledger.mend(self._directory.path, step):
+            for line in row_ledger.mend_ledger(self._directory.path, step):
                 self._reporter.warn(line)
         except CheckpointError as error:
             self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
@@ -143,12 +142,12 @@ class CheckpointManager:
         """Writes down a step that was skipped."""
         if self._backend.is_main:
             self._warn(self._incidents.write(incident))
-            self._skipped.append(row_ledger.Skipped.of(incident))
+            self._skipped.append(run_facts.Incident.from_line(incident))
 
     @property
     def skipped(self) -> list[dict[str, Any]]:
         """The steps skipped so far, over all starts of the run, with their rows; on rank 0."""
-        return [asdict(step) for step in self._skipped]
+        return [{"step": one.step, "kind": one.kind, "rows": list(one.rows)} for one in self._skipped]
 
     def newest(self) -> str | None:
         """Address of the newest checkpoint."""

@@ -91,7 +91,7 @@ class ResumePoint:
         return lines
 
 
-def check(recipe: Recipe, directory: RunDirectory) -> None:
+def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
     """Refuses what can be seen before data is read or processes have met.
 
     Raises:
@@ -134,7 +134,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
         )
 
 
-def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
+def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
     """Refuses to resume a run whose mathematics differ, before a network is built.
 
     Raises:
@@ -142,10 +142,10 @@ def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> Non
     """
     saved = (directory.previous or {}).get("identity")
     if saved is not None:
-        # Whether the size of micro-batches matters is known once the network is built: `choose` compares it.
+        # Whether the size of micro-batches matters is known once the network is built, and compared then.
         known = {key: value for key, value in saved.items() if key != run_fingerprint.MICRO_SIZE}
         allowed = [name for name in recipe.resume.allow if name != run_fingerprint.MICRO_SIZE]
-        run_fingerprint.compare(known, now, allowed, place=str(directory.path))
+        run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
 def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
@@ -155,7 +155,7 @@ def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
     return None if saved is None else int(saved)
 
 
-def choose(
+def choose_resume_point(
     recipe: Recipe,
     directory: RunDirectory,
     backend: Backend,
@@ -207,7 +207,7 @@ def choose(
             found = load_checkpoint.find_newest(store, backend)
     if found is None:
         return ResumePoint()
-    changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=found.address)
+    changed = run_fingerprint.compare_identities(found.state["identity"], now, recipe.resume.allow, place=found.address)
     if found.state["step"] > num_steps:
         raise RecipeError(
             f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "

@@ -30,22 +30,10 @@ from finetune.utils.atomic_files import (
     set_damaged_lines_aside,
     write_text,
 )
-from finetune.utils.compat.library_versions import installed
+from finetune.utils.compat.library_versions import PROVEN, installed
 from finetune.utils.errors import CheckpointError, RecipeError
 
-_LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "peft",
-    "bitsandbytes",
-    "torchao",
-    "deepspeed",
-    "safetensors",
-    "numpy",
-)
+_LIBRARIES = (*PROVEN, "numpy", "safetensors", "tokenizers", "torchao")
 
 # What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
 # short leaves a directory that is still a run's.
@@ -114,36 +102,17 @@ class RunDirectory:
                 "write to."
             ) from error
         _check_links(path)
-        previous = cls._look(recipe)
+        # Workers that a launcher has started again after a failure mean the run that they have begun.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        overwrite = recipe.output.overwrite and not again
+        mode = "auto" if again and recipe.resume.mode == "never" else recipe.resume.mode
+        previous = _find_previous(path, mode, overwrite)
         lock = None
         if os.environ.get("RANK", "0") == "0":
             lock = _hold(path)
-            previous = cls._look(recipe)  # whoever held it until now may have changed it
+            previous = _find_previous(path, mode, overwrite)  # whoever held it until now may have changed it
         held = Path(lock.lock_file).stat() if lock is not None else None
-        return cls(path, previous, _overwrites(recipe), lock, device_of(path), held)
-
-    @staticmethod
-    def _look(recipe: Recipe) -> dict[str, Any] | None:
-        """The run that the directory holds and that may be gone on with."""
-        path, mode, overwrite = Path(recipe.output.dir), recipe.resume.mode, _overwrites(recipe)
-        if overwrite and mode not in ("auto", "never"):
-            raise RecipeError(
-                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
-            )
-        if overwrite:
-            _check_deletable(path)
-        previous = None if overwrite else _read(path)
-        if previous is None and not overwrite and (path / "model").exists():
-            raise RecipeError(
-                f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so "
-                "that nothing is replaced."
-            )
-        if previous is not None and mode == "never" and not _started_again():
-            raise RecipeError(
-                f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
-                "output.overwrite=true to delete it, or resume=auto to resume it."
-            )
-        return previous
+        return cls(path, previous, overwrite, lock, device_of(path), held)
 
     def had_checkpoints(self) -> bool:
         """Whether the run that the directory holds has written a checkpoint, be it there or not."""
@@ -165,7 +134,7 @@ class RunDirectory:
         """
         facts = self.facts()
         known = {"first_checkpoint": step, **facts}
-        if "code" in facts:
+        if trusted_code.SHIPPED in facts.get("code", {}):
             weights = self.checkpoints.local_folder(name_of(step)) / "model"
             known["code"] = trusted_code.sign_weights(facts["code"], weights)
         if known != facts:
@@ -182,28 +151,26 @@ class RunDirectory:
         Raises:
             CheckpointError: On every rank, if another run has begun in its place.
         """
-        missing: list[str] = []
-        problem: str | None = None
+        missing: list[str] | None = []
         if backend.is_main:
             try:
                 missing = self._make_again()
             except (filelock.Timeout, _TakenError):
-                problem = (
-                    f"output.dir: {self.path} was deleted while this run was under way, and another run has begun "
-                    "there. Nothing more can be saved. Give each run an output.dir of its own, and start this one "
-                    "again."
-                )
+                missing = None
             except (OSError, ValueError):
-                missing = []  # What is written next fails as well, and says why.
-        told = backend.tell({"missing": missing, "problem": problem})
-        if told["problem"] is not None:
-            raise CheckpointError(told["problem"])
-        if missing:
+                pass  # What is written next fails as well, and says why.
+        missing = backend.tell(missing)
+        if missing is None:
+            raise CheckpointError(
+                f"output.dir: {self.path} was deleted while this run was under way, and another run has begun there. "
+                "Nothing more can be saved. Give each run an output.dir of its own, and start this one again."
+            )
+        if missing and backend.is_main:
             warn(
                 f"output.dir: {self.path} has lost {', '.join(missing)} while this run was under way: somebody has "
                 "deleted them. They are made again, and the run goes on; checkpoints that were there are lost."
             )
-        return bool(told["missing"])
+        return bool(missing)
 
     def _make_again(self) -> list[str]:
         """Does so on rank 0; returns what was missing."""
@@ -266,7 +233,8 @@ class RunDirectory:
             "processes": processes,
             **begin,
         }
-        known: dict[str, Any] = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        versions = {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
+        known: dict[str, Any] = {"command": sys.argv, "versions": versions, "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
         if code := trusted_code.sign_code(self.path, recipe):
@@ -352,13 +320,27 @@ class _TakenError(Exception):
     """Another run has begun in the directory."""
 
 
-def _started_again() -> bool:
-    """Whether a launcher has started workers again after a failure: it means the run that they have begun."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _overwrites(recipe: Recipe) -> bool:
-    return recipe.output.overwrite and not _started_again()
+def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | None:
+    """Returns `run.json` of the run that the directory holds and that may be gone on with."""
+    if overwrite:
+        if mode not in ("auto", "never"):
+            raise RecipeError(
+                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
+            )
+        _check_deletable(path)
+        return None
+    previous = _read(path)
+    if previous is None and (path / "model").exists():
+        raise RecipeError(
+            f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so that "
+            "nothing is replaced."
+        )
+    if previous is not None and mode == "never":
+        raise RecipeError(
+            f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
+            "output.overwrite=true to delete it, or resume=auto to resume it."
+        )
+    return previous
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -446,10 +428,6 @@ def _hold(path: Path) -> filelock.BaseFileLock:
                 f"output.dir: {path} is in use by {who}. Wait until that run has ended, or choose another output.dir."
             ) from error
     return lock
-
-
-def _versions() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
 
 
 def _git_commit() -> str | None:

@@ -55,7 +55,7 @@ def _drops(values: dict[str, Any]) -> bool:
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
-def identify(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:
+def identity_of(recipe: Recipe, data: TaskData, length: Length, base: dict[str, Any] | None) -> dict[str, Any]:
     """The identity of a run.
 
     Args:
@@ -151,7 +151,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     return {prefix: value}
 
 
-def compare(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
+def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
     """The keys that differ and may.
 
     Args:

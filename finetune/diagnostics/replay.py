@@ -128,7 +128,7 @@ def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> 
 def _entry(directory: Path, number: int) -> row_ledger.Used:
     """What the ledger says of a step."""
     first = last = 0
-    for entry in row_ledger.used(directory):
+    for entry in row_ledger.used_rows(directory):
         last = entry.step + 1
         first = first or last
         if last == number:

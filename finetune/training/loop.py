@@ -130,14 +130,14 @@ def _end_early(run: Run) -> None:
     store, name = run.directory.checkpoints, name_of(best.step or 0)
     saved = name in store.list_names()
     where = f"The best checkpoint is {store.address(name)}" if saved else "No checkpoint was saved at the best step"
-    run.reporter.say(f"This run {best_evaluation.sentence(ended)}. {where}.")
+    run.reporter.say(f"This run {best_evaluation.early_stop_sentence(ended)}. {where}.")
 
 
 def _nothing_left(run: Run) -> str:
     """Why a finished run is not continued, and how it could be."""
     ended = run.results.get("ended_early")
     if ended is not None:
-        said = best_evaluation.sentence(ended)
+        said = best_evaluation.early_stop_sentence(ended)
         return f"Nothing is left to do: this run {said}. Raise eval.patience, or set it to null, to continue it."
     return f"Nothing is left to do: this run ended at step {run.length.num_steps}. Raise its length to continue it."
 
@@ -206,7 +206,7 @@ def _all_reduce_sync(run: Run, micro_batches: list[np.ndarray]) -> torch.Tensor:
     sync = StepSync(
         targets=sum(train.num_targets(rows) for rows in counted),
         computed=sum(num_computed(rows) for rows in counted),
-        rows=sum(row_ledger.checksum(rows) for rows in counted),
+        rows=sum(row_ledger.rows_checksum(rows) for rows in counted),
         stop=float(run.shutdown.requested),
         **run.checkpoints.sync_flags(),
     )

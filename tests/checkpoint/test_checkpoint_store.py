@@ -52,7 +52,7 @@ def test_a_run_is_saved_listed_and_resumed(tmp_path: Path, straight: Done, memor
     assert done.facts["starts"][-1]["resumed_from"] == "memory:/step-00000015"
     torch.testing.assert_close(done.weights, straight.weights, rtol=0, atol=0)
     assert done.losses == straight.losses
-    assert row_ledger.audit(done.directory).holds
+    assert row_ledger.audit_ledger(done.directory).holds
     # Nothing of it was written elsewhere, and what was written is what a folder holds.
     assert done.checkpoints == []
     for name in memory.list_names():

@@ -103,7 +103,7 @@ def undisturbed(done: Done, calm: Done) -> None:
     assert done.steps == list(range(1, 21))
     assert done.losses == calm.losses
     torch.testing.assert_close(done.weights, calm.weights, rtol=0, atol=0)
-    found = row_ledger.audit(done.directory)
+    found = row_ledger.audit_ledger(done.directory)
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (1, 20)
     store = open_store(done.directory)
@@ -415,8 +415,8 @@ def test_two_ranks_agree(fork_server: ForkServer, disk: Disk, tmp_path: Path) ->
     ]
     assert lines[0] == lines[1] == lines[2]
     assert [step for step, _ in lines[0]] == list(range(1, 21))
-    assert row_ledger.audit(disk.place / "gone").holds
-    assert row_ledger.audit(disk.place / "full").holds
+    assert row_ledger.audit_ledger(disk.place / "gone").holds
+    assert row_ledger.audit_ledger(disk.place / "full").holds
     # The third ends on both ranks, which say one paragraph.
     assert whole(disk.place / "last") == [5, 10, 15]
     assert len(PARAGRAPH.findall(output)) == 1, output[-4000:]

@@ -149,7 +149,7 @@ class Victim:
             demand(one == other, f"metrics.jsonl has {one} instead of {other}")
         demand(len(found) == len(expected), f"metrics.jsonl has {len(found)} lines instead of {len(expected)}")
         demand(self.tensors() == straight.tensors(), "the final weights are others")
-        proof = row_ledger.audit(self.directory)
+        proof = row_ledger.audit_ledger(self.directory)
         demand(proof.holds and proof.num_steps == self.steps, "\n".join(proof.lines()))
 
 
