@@ -78,7 +78,7 @@ class CheckpointManager:
             self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
-        """What this rank has to tell the others at the beginning of a step."""
+        """Returns what this rank has to tell the others at the beginning of a step."""
         minutes = self._section.every_minutes
         late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return {
@@ -98,7 +98,7 @@ class CheckpointManager:
         self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
     def due(self, done: int, last: int, sync: StepSync) -> bool:
-        """Whether a checkpoint is due after `done` of `last` steps."""
+        """Returns whether a checkpoint is due after `done` of `last` steps."""
         every = self._section.every_steps
         on_time = sync.save > 0 or (every is not None and done % every == 0)
         return self._section.at_end if done == last else on_time

@@ -28,7 +28,7 @@ class Checkpoint:
 
     @property
     def address(self) -> str:
-        """Where it is, for people."""
+        """Path or URL, for people."""
         return self.store.address(self.name)
 
 

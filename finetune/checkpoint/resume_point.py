@@ -1,4 +1,4 @@
-"""Where a run begins: at its start, or at a checkpoint of its own or of another run."""
+"""Finds where a run begins: at its start, or at a checkpoint of its own or of another run."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,17 +19,17 @@ from finetune.utils.errors import RecipeError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins."""
+    """Place at which a run begins."""
 
     checkpoint: Checkpoint | None = None
     keep_optimizer: bool = True
-    """Whether the checkpoint's optimiser state fits this recipe's optimiser."""
+    """True if the checkpoint's optimiser state fits this recipe's optimiser."""
     changed: tuple[str, ...] = ()
-    """What differs from the checkpoint, as the recipe allows."""
+    """Keys that differ from the checkpoint's, as the recipe allows."""
     finished: bool = False
-    """Whether the run had come to its end, and all is written."""
+    """True if the run had come to its end, and all is written."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What the run had found so far."""
+    """Results of the run so far."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class ResumePoint:
 
     @property
     def source(self) -> str | None:
-        """Where the checkpoint is."""
+        """Path or URL of the checkpoint."""
         found = self.checkpoint
         return found.store.address(found.name, absolute=True) if found is not None else None
 
@@ -57,7 +57,7 @@ class ResumePoint:
         return int(self.state.get("tokens", 0))
 
     def evaluation_is_due(self, last: int) -> bool:
-        """Whether evaluation and samples are due before the first step: those that a stop cut off, or all there is.
+        """Returns whether evaluation and samples are due before the first step: what a stop cut off, or all there is.
 
         Args:
             last: Steps of the whole run.
@@ -149,7 +149,7 @@ def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str
 
 
 def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
-    """The size of micro-batches that a resumed run has to keep; None if it is free to choose."""
+    """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
     free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
     return None if saved is None else int(saved)
@@ -163,7 +163,7 @@ def choose_resume_point(
     *,
     num_steps: int,
 ) -> ResumePoint:
-    """The place to begin at, the same on every rank; every rank must call it.
+    """Returns the place to begin at, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
     resumes after every stop.

@@ -1,4 +1,4 @@
-"""Which rows each step read, so that `finetune audit` can verify it, and which steps were skipped.
+"""Keeps which rows each step read, so that `finetune audit` can verify it, and which steps were skipped.
 
 `ledger.jsonl` has a line for each start of a run, which says how positions map to rows, and one for each step with
 a checksum over the rows that all ranks read for it. The checksum is a sum, so it rides on the step's all-reduce.
@@ -29,12 +29,12 @@ _MOST_ROWS = 1 << 40
 
 
 def rows_checksum(rows: npt.NDArray[np.integer]) -> int:
-    """32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
+    """Returns 32 mixed bits a row, added up. Sums over ranks stay exact in float64 for up to 2 million rows a step."""
     return int((mix(np.asarray(rows).astype(np.uint64).ravel()) >> np.uint64(32)).sum())
 
 
 def read_skipped(directory: Path) -> list[Incident]:
-    """The steps that a run has skipped, in order, as far as they can be read; none if it has written down no incident.
+    """Returns the steps that a run has skipped, in order, as far as they can be read.
 
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
@@ -50,7 +50,7 @@ def read_skipped(directory: Path) -> list[Incident]:
 
 @dataclass(frozen=True)
 class Used:
-    """What one step used."""
+    """Rows that one step used."""
 
     step: int
     position: int
@@ -62,8 +62,7 @@ class Used:
 
 
 def used_rows(directory: Path) -> Iterator[Used]:
-    """What each step used that the run's weights have learned from, in order; steps without a readable line are left
-    out.
+    """Yields the rows that the run's weights have learned from, step by step, but for steps without a readable line.
 
     Where a resume took steps again, the later time counts: the earlier one was lost with the weights.
 
@@ -75,7 +74,7 @@ def used_rows(directory: Path) -> Iterator[Used]:
 
 
 def read_ledger(directory: Path) -> Lines:
-    """The lines of a run's ledger.
+    """Returns the lines of a run's ledger.
 
     Raises:
         OSError: If there is none.
@@ -178,7 +177,7 @@ def _used(steps: dict[int, _Line]) -> Iterator[Used]:
 
 
 def _is_line(line: dict[str, Any]) -> bool:
-    """Whether a run writes such a line."""
+    """Returns whether a run writes such a line."""
     keys = _START if "start" in line else (_DAMAGED,) if _DAMAGED in line else ("step", "rows")
     if not all(type(line.get(key)) is int and 0 <= line[key] < 1 << 63 for key in keys):
         return False
@@ -191,7 +190,7 @@ def _is_line(line: dict[str, Any]) -> bool:
 
 @dataclass
 class Epoch:
-    """How often an epoch's rows were used."""
+    """Counts of how often an epoch's rows were used."""
 
     number: int
     rows: int
@@ -208,7 +207,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the ledger proves."""
+    """Findings of an audit."""
 
     first: int
     """The first step, counted from 1: another than that of a run that began from another one's checkpoint."""
@@ -232,7 +231,7 @@ class Audit:
         return exact and not any(found) and self.num_steps > 0
 
     def lines(self) -> list[str]:
-        """What people read."""
+        """Returns what people read."""
         begin = f", from step {self.first} on," if self.first > 1 else ""
         lines = [f"{self.num_steps:,} steps{begin or ','} each with the checksum of the rows that its ranks read"]
         for epoch in self.epochs:
@@ -256,7 +255,7 @@ class Audit:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """The steps of `A:B`, or of `A` alone.
+    """Returns the steps of `A:B`, or of `A` alone.
 
     Raises:
         RecipeError: If it is neither.
@@ -269,7 +268,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _no_line(steps: list[int]) -> str:
-    """Of which steps no line can be read, in ranges."""
+    """Returns, in ranges, of which steps no line can be read."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and ranges[-1][1] == step - 1:

@@ -64,7 +64,7 @@ _LOCK_PATIENCE_S = 30.0
 
 @dataclass
 class RunDirectory:
-    """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
+    """Folder of a run's files: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
 
     path: Path
     previous: dict[str, Any] | None
@@ -115,7 +115,7 @@ class RunDirectory:
         return cls(path, previous, overwrite, lock, device_of(path), held)
 
     def had_checkpoints(self) -> bool:
-        """Whether the run that the directory holds has written a checkpoint, be it there or not."""
+        """Returns whether the run that the directory holds has written a checkpoint, be it there or not."""
         before = self.previous or {}
         steps = [start["from_step"] for start in before.get("starts", [])]
         if not steps:
@@ -173,7 +173,7 @@ class RunDirectory:
         return bool(missing)
 
     def _make_again(self) -> list[str]:
-        """Does so on rank 0; returns what was missing."""
+        """Makes it on rank 0; returns what was missing."""
         missing = [name for name in (*self._written, "checkpoints") if not (self.path / name).exists()]
         assert self._lock is not None
         assert self._lock_file is not None
@@ -368,7 +368,8 @@ def _check_links(path: Path) -> None:
 
 def _check_deletable(path: Path) -> None:
     """Only what a run of this toolkit has left may be overwritten."""
-    found = [name for name in _LEFT if _holds_something(path / name)]
+    left = [name for name in _LEFT if (path / name).exists()]
+    found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
     if found and not _is_run(path):
         raise RecipeError(
             f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
@@ -377,7 +378,7 @@ def _check_deletable(path: Path) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a directory holds a run, by a file that only runs write."""
+    """Returns whether a directory holds a run, by a file that only runs write."""
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
         try:
             with (path / name).open("rb") as file:
@@ -387,10 +388,6 @@ def _is_run(path: Path) -> bool:
         if isinstance(facts, dict) and key in facts:
             return True
     return False
-
-
-def _holds_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _lock_file(path: Path) -> Path:

@@ -34,7 +34,7 @@ STATUSES: dict[Status, str] = {
     "diverged": "too many steps in a row were not finite",
     "lost": "its process is gone, and did not say why: killed, crashed, or its machine went down",
 }
-"""What each status means."""
+"""Meanings of statuses."""
 
 TRAINING = (
     "step",
@@ -55,7 +55,7 @@ TRAINING = (
     "time",
 )
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
-"""Of an evaluation, always; keys of metrics, which begin with `validation_` too, follow where there are some."""
+"""Keys of an evaluation; those of metrics, which begin with `validation_` too, follow where there are some."""
 
 # What may stand in names of files and on a page.
 _METRIC = re.compile(r"validation_[A-Za-z0-9_-]{1,64}")
@@ -94,7 +94,7 @@ class Start:
     resumed_from: str | None
 
     def seconds(self, now: float) -> float:
-        """How long it has held its processes."""
+        """Returns how long it has held its processes."""
         return max(0.0, (now if self.end is None else self.end) - self.time)
 
 
@@ -110,7 +110,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run's directory says of it."""
+    """Contents of a run's directory."""
 
     directory: Path
     facts: dict[str, Any]
@@ -166,7 +166,7 @@ class RunHistory:
 
     @property
     def best_by(self) -> str:
-        """What tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
+        """Key that tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
         named = (self.recipe.get("checkpoint") or {}).get("keep_best_by")
         return named if isinstance(named, str) and ranking(named)[0] in self.evaluations else "validation_loss"
 
@@ -191,7 +191,7 @@ class RunHistory:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all logged steps but the first of each start, which pays for what comes once."""
+        """Tokens a second over all logged steps but the first of each start, which pays for what comes once."""
         seconds, tokens = self._between(self.training["tokens"])
         return tokens / seconds if seconds > 0 else None
 
@@ -214,7 +214,7 @@ class RunHistory:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of training, at its mean speed; None if that is not known."""
+        """Seconds of training, at its mean speed; None if that is not known."""
         speed = self.step_s
         if speed is None or self.num_steps is None:
             return None
@@ -239,7 +239,7 @@ class RunHistory:
 
     @property
     def launch(self) -> str:
-        """What it ran under: `ddp x 8`."""
+        """Kind of launch and number of processes: `ddp x 8`."""
         launch, runs = self.facts.get("launch", {}), self.facts.get("runs", {})
         kind = runs.get("kind") or launch.get("kind") or "?"
         world = runs.get("world_size") or launch.get("num_processes")
@@ -296,7 +296,7 @@ class RunReader:
         )
 
     def _add_metrics(self, line: dict[str, Any]) -> None:
-        """Where a restart logs steps again, the later lines count."""
+        """Takes in a line. Where a restart logs steps again, the later lines count."""
         step = line["step"]
         if type(step) is not int:
             raise ValueError
@@ -474,7 +474,7 @@ def _status(
 
 
 def _is_alive(start: dict[str, Any]) -> bool:
-    """Whether the process of a start on this machine is at work, and its number not another one's by now."""
+    """Returns whether the process of a start on this machine is at work, and its number not another one's by now."""
     begun = _seconds(start.get("time"))
     try:
         process = psutil.Process(int(start["pid"]))

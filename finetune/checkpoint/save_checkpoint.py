@@ -36,7 +36,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank."""
+    """Outcome of a save, the same on every rank."""
 
     step: int
     error: str | None
@@ -77,17 +77,17 @@ class CheckpointWriter:
 
     @property
     def active(self) -> bool:
-        """Whether a save has been started and its outcome is not known yet; the same on every rank."""
+        """True while the outcome of a save is not known; the same on every rank."""
         return self._step is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """True while this rank is writing."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not write."""
+        """True if this rank could not write."""
         return self._error is not None
 
     def newest(self) -> str | None:
@@ -165,12 +165,12 @@ class CheckpointWriter:
         return name_of(self._step) + UNSEALED
 
     def _write(self) -> None:
-        """This rank's share, and what it holds, for rank 0."""
+        """Writes this rank's share, and for rank 0 what it is."""
         content = json_text(self._snapshot.write(self._store, self._name))
         put_file(self._store, self._name, f"part-{self._backend.rank}.json", content.encode())
 
     def _seal(self) -> None:
-        """What belongs to all ranks' tensors, and the manifest; on rank 0."""
+        """Writes what belongs to all ranks' tensors, and the manifest; on rank 0."""
         store, name = self._store, self._name
         files: Files = {}
         tensors: dict[str, Any] = {}
@@ -212,7 +212,7 @@ class CheckpointWriter:
         return outcome
 
     def _reason(self) -> str:
-        """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
+        """Returns why a rank failed, in the same words on every rank; the system's number for it is what travels."""
         if self._error is not None and self._error.errno in (None, errno.EDOM):
             warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0

@@ -20,44 +20,6 @@ from finetune.distributed.state.tensor_shards import Block, Exchange, Shard
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which rank keeps which tensor, and the file and name that it gets; the same on every rank."""
-
-    owners: dict[str, int]
-    """By parameter name."""
-    adapter_keys: dict[str, str] | None
-    """Names in `adapter_model.safetensors` by parameter, if only adapters are trained."""
-
-    @classmethod
-    def divide(cls, sizes: dict[str, int], world: int, adapter_keys: dict[str, str] | None) -> "Layout":
-        """Gives the largest tensors out first, each to the rank with the least so far.
-
-        PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
-        """
-        load = [0] * (1 if adapter_keys is not None else world)
-        owners = {}
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            owners[name] = load.index(min(load))
-            load[owners[name]] += max(1, sizes[name])
-        return cls(owners, adapter_keys)
-
-    def owner(self, key: str) -> int:
-        """The rank that keeps a tensor; what is not trained stays on rank 0."""
-        return self.owners.get(key.partition("/")[2], 0)
-
-    def place(self, key: str) -> tuple[str, str]:
-        """The file of a tensor, relative to the checkpoint, and its name in it."""
-        kind, _, name = key.partition("/")
-        used = sorted({0, *self.owners.values()})
-        number = f"-{used.index(self.owner(key)) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
-        if kind not in ("parameter", "frozen", "buffer"):
-            return f"optimizer{number}.safetensors", key
-        if self.adapter_keys is not None:
-            return "model/adapter_model.safetensors", self.adapter_keys[name]
-        return f"model/model{number}.safetensors", name
-
-
-@dataclass(frozen=True)
 class _Entry:
     """A tensor of which this rank has kept its piece, or which it is going to put together."""
 
@@ -71,7 +33,7 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.copy.itemsize
 
 
@@ -91,7 +53,8 @@ class Snapshot:
             infinite: Buffers that may hold infinities.
         """
         self._backend, self._adapter_keys, self._infinite = backend, adapter_keys, infinite
-        self._layout: Layout | None = None
+        # The rank that keeps each trained tensor, by parameter name, and what belongs to it; the same on every rank.
+        self._owners: dict[str, int] = {}
         self._entries: list[_Entry] = []
         self._exchange: Exchange | None = None
         # What each rank has of each tensor that is divided.
@@ -100,18 +63,20 @@ class Snapshot:
     def take(self, network: nn.Module, optimizer: Any) -> None:
         """Copies this rank's pieces, in place of those of the last time. All ranks call it."""
         backend = self._backend
-        if self._layout is None:
-            self._layout = Layout.divide(backend.sizes(network), backend.world, self._adapter_keys)
+        if not self._owners:
+            # PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
+            ranks = backend.world if self._adapter_keys is None else 1
+            self._owners = _divide(backend.sizes(network), ranks)
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
         blocks: dict[str, tuple[Block, ...]] = {}
         for key, piece in self._read(network, optimizer):
             if piece.ranks:
                 blocks[key] = piece.blocks
-            owner = self._layout.owner(key)
+            owner = self._owners.get(key.partition("/")[2], 0)
             if owner in piece.ranks or (not piece.ranks and owner == backend.rank):
                 copy = _copy(piece.local, old.get(key))
-                self._entries.append(_Entry(key, owner, self._layout.place(key), piece.shape, copy, piece.ranks))
+                self._entries.append(_Entry(key, owner, self._place(key, owner), piece.shape, copy, piece.ranks))
         if blocks:
             self._agree(blocks)
         if backend.device.type == "cuda":
@@ -160,6 +125,17 @@ class Snapshot:
         listed = [entry for entry in self._entries if entry.owner == rank]
         tensors = {e.key: {"file": e.place[0], "name": e.place[1], "shape": list(e.shape)} for e in listed}
         return {"files": files, "tensors": tensors}
+
+    def _place(self, key: str, owner: int) -> tuple[str, str]:
+        """Returns the file of a tensor, and its name in it."""
+        kind, _, name = key.partition("/")
+        used = sorted({0, *self._owners.values()})
+        number = f"-{used.index(owner) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
+        if kind not in ("parameter", "frozen", "buffer"):
+            return f"optimizer{number}.safetensors", key
+        if self._adapter_keys is not None:
+            return "model/adapter_model.safetensors", self._adapter_keys[name]
+        return f"model/model{number}.safetensors", name
 
     def _read(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
         yield from self._backend.read_state(network, optimizer)
@@ -225,6 +201,15 @@ class Snapshot:
             for block in blocks:
                 block.within(shaped).copy_(block.of(piece))
         return whole
+
+
+def _divide(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Gives the largest tensors out first, each to the rank with the least so far; returns the rank of each."""
+    load, owners = [0] * ranks, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += max(1, sizes[name])
+    return owners
 
 
 def _copy(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:

@@ -34,7 +34,7 @@ class WeightSource:
     facts: dict[str, Any]
     """`run.json`; empty if the run has none."""
     trusted: bool = False
-    """Whether the person at the keyboard says that the run's code may run."""
+    """True if the person at the keyboard says that the run's code may run."""
     held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """Keeps the run from deleting the checkpoint; close it when it has been read."""
 
@@ -54,14 +54,14 @@ _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", 
 
 
 def is_run(place: Path) -> bool:
-    """Whether a folder is a run's, or one of its checkpoints."""
+    """Returns whether a folder is a run's, or one of its checkpoints."""
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
 
 
 def find_weights(
     place: Path, step: int | None = None, *, runs: Collection[str] = _LOADS, trusted: bool = False
 ) -> WeightSource:
-    """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
+    """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
     Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
     run continued after that.
