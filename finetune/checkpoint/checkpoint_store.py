@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from finetune.utils.atomic_files import NO_LOCKS, remove, sync
+from finetune.utils.atomic_files import NO_LOCKS, remove_path, sync_to_disk
 from finetune.utils.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -174,13 +174,13 @@ class LocalCheckpointStore:
     def seal(self, name: str) -> None:
         folder, target = self._root / name, self._root / sealed_name(name)
         for place, _, _ in os.walk(folder):
-            sync(Path(place))
+            sync_to_disk(Path(place))
         if os.path.lexists(target):  # a link that leads nowhere is there, too
             aside = target.with_name(f"{target.name}.broken")
-            remove(aside)
+            remove_path(aside)
             target.rename(aside)
         folder.rename(target)
-        sync(self._root)
+        sync_to_disk(self._root)
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
@@ -219,7 +219,7 @@ class LocalCheckpointStore:
         for path in self._root.glob("step-*"):
             if path.suffix in (UNSEALED, _DOOMED):
                 with suppress(OSError):
-                    remove(path)
+                    remove_path(path)
 
     def written_at(self, name: str) -> float:
         return (self._root / name / MANIFEST).stat().st_mtime

@@ -25,7 +25,7 @@ from finetune.utils.atomic_files import (
     device_of,
     json_text,
     lock_file,
-    remove,
+    remove_path,
     rewrite_lines,
     set_damaged_lines_aside,
     write_text,
@@ -221,7 +221,7 @@ class RunDirectory:
         starts = self._earlier_starts()
         if self._overwrite:
             for name in _LEFT:
-                remove(self.path / name)
+                remove_path(self.path / name)
         elif self.previous is not None:
             self._rewind(begin["from_step"])
         (self.path / "checkpoints").mkdir(exist_ok=True)

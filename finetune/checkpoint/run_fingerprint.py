@@ -19,7 +19,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.tasks.task import TaskData
 from finetune.tasks.training_length import Length
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest, digest_of, write_json
+from finetune.utils.atomic_files import digest_of, file_digest, write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
@@ -119,7 +119,7 @@ def _digest(file: Path, cache: Path) -> str:
         known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
-    found = digest(file)
+    found = file_digest(file)
     settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
     if settled and _facts(file) == before:
         with suppress(OSError):  # the next start reads the file again

@@ -331,8 +331,8 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose content is read for a digest."""
     names: list[str] = []
-    digest = atomic_files.digest
-    monkeypatch.setattr(run_fingerprint, "digest", lambda file: (names.append(file.name), digest(file))[1])
+    digest = atomic_files.file_digest
+    monkeypatch.setattr(run_fingerprint, "file_digest", lambda file: (names.append(file.name), digest(file))[1])
     return names
 
 
@@ -351,7 +351,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_digest_is_remembered(weights: Path, tmp_path: Path, read: list[str], monkeypatch: Any) -> None:
     later(monkeypatch)
     found = [run_fingerprint._digest(weights, tmp_path / "cache") for _ in range(3)]
-    assert found == [atomic_files.digest(weights)] * 3
+    assert found == [atomic_files.file_digest(weights)] * 3
     assert read == ["model.safetensors"]
 
 
@@ -387,7 +387,7 @@ def test_whatever_changes_a_file_changes_its_digest(
     tick = weights.stat().st_ctime_ns
     until(lambda: clock(tmp_path) > tick, 10, "the file system's clock stands still")
     change(weights)
-    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights) != before
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.file_digest(weights) != before
 
 
 def clock(folder: Path) -> int:
@@ -412,9 +412,9 @@ def test_what_is_damaged_in_the_cache_is_read_again(
     run_fingerprint._digest(weights, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(text.encode("latin-1"))
-    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.file_digest(weights)
     (tmp_path / "file").touch()
-    assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.file_digest(weights)
 
 
 def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

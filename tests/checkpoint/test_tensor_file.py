@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.tensor_files import _DTYPES, TensorFile, TensorReader, file_order
-from finetune.utils.atomic_files import digest
+from finetune.utils.atomic_files import file_digest
 
 SPECS = st.dictionaries(
     st.text('ab./é"\\', min_size=1, max_size=6),
@@ -46,7 +46,7 @@ def test_it_is_the_librarys_file(tmp_path_factory: pytest.TempPathFactory, specs
     ours, described = written(folder, specs, tensors)
     save_file(tensors, folder / "theirs", metadata={"format": "pt"})
     assert ours == (folder / "theirs").read_bytes()
-    assert described == {"bytes": len(ours), "xxh3_128": digest(folder / "theirs")}
+    assert described == {"bytes": len(ours), "xxh3_128": file_digest(folder / "theirs")}
     # Mapped, and in ranges.
     for opened in ((folder / "theirs").open("rb"), io.BytesIO(ours)):
         reader = TensorReader(opened)
