@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import unwrap
@@ -57,7 +58,7 @@ class Bench:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "best_by": None}
-        self.saver = CheckpointWriter(folder, run.backend, **options)
+        self.saver = CheckpointWriter(LocalCheckpointStore(folder), run.backend, **options)
 
     def take_step(self) -> None:
         train_step(self.run, self.step)

@@ -51,7 +51,7 @@ def still_ended(recipe: Recipe, results: dict[str, Any]) -> bool:
     return ended is None or BestEvaluation.resumed(recipe, ended["best"]).ends_run(recipe)
 
 
-def sentence(ended: dict[str, Any]) -> str:
+def early_stop_sentence(ended: dict[str, Any]) -> str:
     """Why a run ended early, for people; of the results' `ended_early`."""
     best = BestEvaluation(**ended["best"])
     key = ranking(best.by or "")[0]

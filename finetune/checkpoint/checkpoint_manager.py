@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from finetune.checkpoint import integrity, row_ledger, run_facts, save_checkpoint
+from finetune.checkpoint import row_ledger, run_facts, save_checkpoint
+from finetune.checkpoint.checkpoint_store import step_of
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
@@ -43,25 +43,22 @@ class CheckpointManager:
         """
         section = recipe.checkpoint
         self._section, self._backend, self._reporter = section, backend, reporter
-        self._directory, self._root = directory, directory.checkpoints
+        self._directory, store = directory, directory.checkpoints
         if backend.is_main:
-            save_checkpoint.clean(self._root)
-        refused = [
-            folder.name for folder in integrity.list_checkpoints(self._root) if (integrity.step_of(folder) or 0) > step
-        ]
+            store.delete_remains()
         self._saver = CheckpointWriter(
-            self._root,
+            store,
             backend,
             adapter_keys=adapter_keys,
             describe=describe,
             keep=section.keep,
             best_by=section.keep_best_by,
-            broken=refused,
+            broken=[name for name in store.list_names() if (step_of(name) or 0) > step],
             infinite=infinite,
         )
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
         self._incidents = Journal(directory.path / run_facts.INCIDENTS)
-        self._skipped = row_ledger.skipped(directory.path) if backend.is_main else []
+        self._skipped = row_ledger.read_skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
     def open(self, step: int, order: dict[str, Any]) -> None:
@@ -77,7 +74,7 @@ class CheckpointManager:
 
     def _mend_ledger(self, step: int) -> None:
         try:
-            for line in row_ledger.mend(self._directory.path, step):
+            for line in row_ledger.mend_ledger(self._directory.path, step):
                 self._reporter.warn(line)
         except CheckpointError as error:
             self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
@@ -85,7 +82,7 @@ class CheckpointManager:
             self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
-        """What this rank has to tell the others at the beginning of a step."""
+        """Returns what this rank has to tell the others at the beginning of a step."""
         minutes = self._section.every_minutes
         late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return {
@@ -105,7 +102,7 @@ class CheckpointManager:
         self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
     def due(self, done: int, last: int, sync: StepSync) -> bool:
-        """Whether a checkpoint is due after `done` of `last` steps."""
+        """Returns whether a checkpoint is due after `done` of `last` steps."""
         every = self._section.every_steps
         on_time = sync.save > 0 or (every is not None and done % every == 0)
         return self._section.at_end if done == last else on_time
@@ -149,15 +146,15 @@ class CheckpointManager:
         """Writes down a step that was skipped."""
         if self._backend.is_main:
             self._warn(self._incidents.write(incident))
-            self._skipped.append(row_ledger.Skipped.of(incident))
+            self._skipped.append(run_facts.Incident.from_line(incident))
 
     @property
     def skipped(self) -> list[dict[str, Any]]:
         """The steps skipped so far, over all starts of the run, with their rows; on rank 0."""
-        return [asdict(step) for step in self._skipped]
+        return [{"step": one.step, "kind": one.kind, "rows": list(one.rows)} for one in self._skipped]
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint."""
+    def newest(self) -> str | None:
+        """Address of the newest checkpoint."""
         return self._saver.newest()
 
     def _warn(self, reason: str | None) -> None:
@@ -172,8 +169,8 @@ class CheckpointManager:
                 "from the same weights the same command fails again."
             )
         return CheckpointError(
-            f"The checkpoint of step {outcome.step} cannot be written below {self._root}: {outcome.error}. Older "
-            f"checkpoints are untouched. {advice}"
+            f"The checkpoint of step {outcome.step} cannot be written below {self._directory.checkpoints.address()}: "
+            f"{outcome.error}. Older checkpoints are untouched. {advice}"
         )
 
     def _report(self, outcome: SaveOutcome | None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: named by step, whole or absent, verified by digests. No torch here.
+"""Checkpoints in a store: named by step, whole or absent, verified by digests. No torch here.
 
 checkpoints/step-00000120/manifest.json      sizes and digests of all the others; written last
                          /state.json         a few whole numbers, what was trained, where each tensor is
@@ -6,25 +6,28 @@ checkpoints/step-00000120/manifest.json      sizes and digests of all the others
                          /optimizer*.safetensors
 """
 
-import fcntl
-import os
-import re
-import stat
+import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from contextlib import suppress
+from pathlib import PurePosixPath
 from typing import Any
 
+import xxhash
+
+from finetune.checkpoint.checkpoint_store import (
+    FOLDER,
+    MANIFEST,
+    CheckpointStore,
+    checkpoint_errors,
+    sealed_name,
+    step_of,
+)
 from finetune.utils import json_files
-from finetune.utils.atomic_files import NO_LOCKS, digest, digest_of, remove, sync, write_json
+from finetune.utils.atomic_files import digest_of, json_text
 from finetune.utils.errors import CheckpointError
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
-STAGING = ".staging"
-DOOMED = ".doomed"
-_NAME = re.compile(r"step-(\d{8,})")
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link"}
+STATE = "state.json"
 # What a resume reads of `state.json`.
 _STATE_KEYS: dict[str, type] = {
     "step": int,
@@ -38,114 +41,104 @@ _STATE_KEYS: dict[str, type] = {
     "precision": str,
 }
 
-
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint folder is named after; None for any other folder."""
-    match = _NAME.fullmatch(folder.name)
-    return int(match[1]) if match else None
+Files = dict[str, dict[str, Any]]
+"""Size and digest of each file, by its path in the checkpoint, as manifests have them."""
 
 
-def list_checkpoints(root: Path) -> list[Path]:
-    """Folders named as checkpoints are, newest first, whole or not."""
-    try:
-        found = [path for path in root.iterdir() if step_of(path) is not None]
-    except OSError:
-        return []
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+class NewFile:
+    """A new file of an unsealed checkpoint, whose digest is taken while it is written."""
+
+    def __init__(self, store: CheckpointStore, name: str, file: str) -> None:
+        """
+        Raises:
+            OSError: If it cannot be made; the other methods too, if it cannot be written.
+        """
+        self.name, self.file = name, file
+        self._opened = store.create_file(name, file)
+        self._size, self._hash = 0, xxhash.xxh3_128()
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Appends bytes."""
+        self._opened.write(content)
+        self._size += len(content)
+        self._hash.update(content)
+
+    def close(self) -> Files:
+        """Puts the file on the disk, and returns its line of the manifest."""
+        self._opened.close()
+        return {self.file: {"bytes": self._size, "xxh3_128": self._hash.hexdigest()}}
 
 
-def list_unnamed(root: Path) -> list[Path]:
-    """Staging folders that are complete: whoever wrote them ended before they got their names."""
-    found = []
-    for path in root.glob(f"step-*{STAGING}"):
-        with suppress(CheckpointError):
-            complete(path)
-            found.append(path)
-    return found
-
-
-def list_complete(root: Path, broken: Collection[str] = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Checkpoints whose files are all there, newest first, each with its manifest; see `complete`.
-
-    Args:
-        broken: Names of folders whose content was found damaged; they are left out.
-    """
-    for folder in list_checkpoints(root):
-        try:
-            if folder.name not in broken:
-                yield folder, complete(folder)
-        except CheckpointError:
-            continue
-
-
-def newest(root: Path, broken: Collection[str] = ()) -> Path | None:
-    """The newest complete checkpoint, before what is in its files is verified."""
-    return next((folder for folder, _ in list_complete(root, broken)), None)
-
-
-def final_name(folder: Path) -> Path:
-    """What a checkpoint's folder is called, or will be once it has its name."""
-    return folder.with_name(folder.name.removesuffix(STAGING))
-
-
-def seal(staging: Path, target: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Turns a filled staging folder, whose files are on the disk, into a checkpoint.
-
-    Args:
-        target: What it will be called. A folder of that name was found broken before, and is moved aside.
-        files: Size and digest of each file, by its path inside the folder.
-        facts: What else the manifest says, such as the step.
+def put_file(store: CheckpointStore, name: str, file: str, content: bytes) -> Files:
+    """Writes a file of an unsealed checkpoint, and returns its line of the manifest.
 
     Raises:
         OSError: If it cannot be written.
     """
+    new = NewFile(store, name, file)
+    try:
+        new.write(content)
+    finally:
+        described = new.close()
+    return described
+
+
+def list_whole(store: CheckpointStore, broken: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the checkpoints whose files are all there, newest first, each with its manifest; see `check_sizes`.
+
+    Args:
+        broken: Names of checkpoints whose content was found damaged; they are left out.
+    """
+    for name in store.list_names():
+        with suppress(CheckpointError):
+            if name not in broken:
+                yield name, check_sizes(store, name)
+
+
+def newest_address(store: CheckpointStore, broken: Collection[str] = ()) -> str | None:
+    """Returns where the newest checkpoint is whose files are all there, before what is in them is verified."""
+    return next((store.address(name) for name, _ in list_whole(store, broken)), None)
+
+
+def list_resumable(store: CheckpointStore, *, unsealed: bool = True) -> list[str]:
+    """Returns the checkpoints to try, newest first.
+
+    Args:
+        unsealed: Also those that are whole and not sealed: whoever wrote them ended before.
+    """
+    found = store.list_names()
+    for name in store.list_unsealed() if unsealed else ():
+        with suppress(CheckpointError):
+            check_sizes(store, name)
+            found.append(name)
+    return sorted(found, key=lambda name: (-(step_of(sealed_name(name)) or 0), len(name)))
+
+
+def seal_checkpoint(store: CheckpointStore, name: str, files: Files, facts: dict[str, Any]) -> None:
+    """Turns what was written, and is on the disk, into a checkpoint.
+
+    Args:
+        facts: What else the manifest says, such as the step.
+
+    Raises:
+        OSError: If it cannot be written, or other files are there.
+    """
+    _check_files(store, name, files)
     content = {"format": FORMAT, **facts, "files": files}
-    write_json(staging / MANIFEST, {**content, "digest": digest_of(content)})
-    sync(staging)
-    _check_listing(staging, files)
-    give_name(staging, target)
+    put_file(store, name, MANIFEST, json_text({**content, "digest": digest_of(content)}).encode())
+    store.seal(name)
 
 
-def give_name(staging: Path, target: Path) -> None:
-    """Renames a whole staging folder; what has its name already was found broken, and is moved aside.
+def read_manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
+    """Returns a checkpoint's manifest.
 
     Raises:
-        OSError: If it cannot be renamed.
+        CheckpointError: If it is missing, damaged, or contradicts itself or the checkpoint's name.
     """
-    if os.path.lexists(target):  # a link that leads nowhere is there, too
-        aside = target.with_name(target.name + ".broken")
-        remove(aside)
-        target.rename(aside)
-    staging.rename(target)
-    sync(target.parent)
-
-
-def describe_file(root: Path, file: Path) -> dict[str, dict[str, Any]]:
-    """Puts a file on the disk and returns its line of the manifest.
-
-    Raises:
-        OSError: If it cannot be written or read.
-    """
-    sync(file)
-    return {file.relative_to(root).as_posix(): {"bytes": file.stat().st_size, "xxh3_128": digest(file)}}
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """A checkpoint's manifest.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, or contradicts itself or the folder's name.
-    """
-    file = folder / MANIFEST
-    with os.fdopen(open_manifest(folder), "rb") as opened:
-        try:
-            manifest = json_files.parse(opened.read())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    file = store.address(name, MANIFEST)
+    unfinished = f"{store.address(name)} has no {MANIFEST}, so it was never finished"
+    with checkpoint_errors(file, missing=unfinished), store.open_file(name, MANIFEST) as opened:
+        manifest = json_files.parse(opened.read())
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{file} is not the manifest of a checkpoint")
     if manifest.get("format") != FORMAT:
@@ -153,75 +146,57 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     claimed = manifest.pop("digest", None)
     if claimed != digest_of(manifest):
         raise CheckpointError(f"{file} was changed after it was written: its own digest does not match")
-    if manifest.get("step") != step_of(final_name(folder)) and step_of(final_name(folder)) is not None:
+    if step_of(sealed_name(name)) not in (None, manifest.get("step")):
         raise CheckpointError(f"{file} speaks of step {manifest.get('step')}, not of the step in the folder's name")
     return manifest
 
 
-def open_manifest(folder: Path, how: int = os.O_RDONLY) -> int:
-    file = folder / MANIFEST
-    with _named(file, missing=f"{folder} has no {MANIFEST}, so it was never finished"):
-        if folder.is_symlink():
-            raise CheckpointError(f"{folder} is a symbolic link, not a folder")
-        _size(file)
-        return os.open(file, how)
-
-
-@contextmanager
-def _named(file: Path, *, missing: str) -> Iterator[None]:
-    """Turns the system's errors about a file into ours."""
-    try:
-        yield
-    except CheckpointError:
-        raise  # an OSError too
-    except FileNotFoundError as error:
-        raise CheckpointError(missing) from error
-    except (OSError, ValueError) as error:  # ValueError: a name that no file system has
-        raise CheckpointError(f"{file!s} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _size(file: Path) -> int:
-    """A plain file's bytes. Anything else is refused: what a link points to may change, a pipe never ends.
-
-    Raises:
-        CheckpointError: If it is no plain file.
-        OSError: If it is missing or cannot be looked at.
-    """
-    facts = file.lstat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise CheckpointError(f"{file} is {_KINDS.get(stat.S_IFMT(facts.st_mode), 'a device')}, not a file")
-    return facts.st_size
-
-
-def _check_listing(folder: Path, files: dict[str, Any]) -> None:
+def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> None:
     """Compares names, kinds and sizes with a manifest's, without reading the files.
 
     Raises:
         CheckpointError: With the first that differs.
     """
-    for name, facts in files.items():
-        file = folder / name
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{folder / MANIFEST} lists {name}, which is not inside the checkpoint")
+    manifest = store.address(name, MANIFEST)
+    with checkpoint_errors(store.address(name), missing=f"{store.address(name)} is gone"):
+        there = store.list_files(name)
+    for file, facts in files.items():
+        path, address, found = PurePosixPath(file), store.address(name, file), there.get(file)
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(f"{manifest} lists {file}, which is not inside the checkpoint")
         known = isinstance(facts, dict) and isinstance(facts.get("bytes"), int)
         if not known or not isinstance(facts.get("xxh3_128"), str):
-            raise CheckpointError(f"{folder / MANIFEST} has no size and digest for {name}")
-        with _named(file, missing=f"{file} is missing"):
-            for parent in [folder / parent for parent in PurePosixPath(name).parents][:-1]:
-                if parent.is_symlink():
-                    raise CheckpointError(f"{parent} is a symbolic link, not a folder")
-            size = _size(file)
-        if size != facts["bytes"]:
-            raise CheckpointError(f"{file} has {size:,} bytes instead of {facts['bytes']:,}")
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *names)):
-            # Hidden names are a file system's own, such as .nfs0001. A folder is as good as what it holds.
-            expected = path.relative_to(folder).as_posix() in files or path == folder / MANIFEST
-            if not (expected or path.name.startswith(".") or (path.is_dir() and not path.is_symlink())):
-                raise CheckpointError(f"{path} is in the checkpoint's folder, but not in its manifest")
+            raise CheckpointError(f"{manifest} has no size and digest for {file}")
+        for parent in map(str, path.parents):
+            kind = there.get(parent, FOLDER)
+            if isinstance(kind, str) and kind != FOLDER:
+                raise CheckpointError(f"{store.address(name, parent)} is {kind}, not a folder")
+        with checkpoint_errors(address, missing=f"{address} is missing"):
+            if found is None:
+                store.open_file(name, file).close()  # says why, where it is a name that no store has
+                raise FileNotFoundError
+        if isinstance(found, str):
+            raise CheckpointError(f"{address} is {found}, not a file")
+        if found != facts["bytes"]:
+            raise CheckpointError(f"{address} has {found:,} bytes instead of {facts['bytes']:,}")
+    for file, kind in there.items():
+        # Hidden names are a file system's own, such as .nfs0001. A folder is as good as what it holds.
+        if not (file in files or file == MANIFEST or kind == FOLDER or PurePosixPath(file).name.startswith(".")):
+            raise CheckpointError(f"{store.address(name, file)} is in the checkpoint's folder, but not in its manifest")
 
 
-def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
+def check_sizes(store: CheckpointStore, name: str) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint whose files are all there, in their sizes; what is in them is not read.
+
+    Raises:
+        CheckpointError: If one is not.
+    """
+    manifest = read_manifest(store, name)
+    _check_files(store, name, manifest["files"])
+    return manifest
+
+
+def verify_checkpoint(store: CheckpointStore, name: str, *, share: int = 0, shares: int = 1) -> None:
     """Reads a checkpoint's files and compares them with its manifest.
 
     Args:
@@ -231,29 +206,27 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
     Raises:
         CheckpointError: With the first file that is missing, cut short, changed, or nobody's.
     """
-    files = read_manifest(folder)["files"]
+    files = read_manifest(store, name)["files"]
     if STATE not in files:
-        raise CheckpointError(f"{folder / MANIFEST} does not list {STATE}")
-    _check_listing(folder, files)
-    for name, facts in sorted(files.items())[share::shares]:
-        file = folder / name
-        with _named(file, missing=f"{file} is missing"):
-            found = digest(file)
+        raise CheckpointError(f"{store.address(name, MANIFEST)} does not list {STATE}")
+    _check_files(store, name, files)
+    for file, facts in sorted(files.items())[share::shares]:
+        address = store.address(name, file)
+        with checkpoint_errors(address, missing=f"{address} is missing"), store.open_file(name, file) as opened:
+            found = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
         if found != facts["xxh3_128"]:
-            raise CheckpointError(f"{file} was changed after it was written: its digest does not match")
+            raise CheckpointError(f"{address} was changed after it was written: its digest does not match")
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+def read_state(store: CheckpointStore, name: str) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself.
 
     Raises:
         CheckpointError: If it cannot be read, or contradicts the manifest.
     """
-    file, manifest = folder / STATE, read_manifest(folder)
-    try:
-        state: dict[str, Any] = json_files.parse(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    file, manifest = store.address(name, STATE), read_manifest(store, name)
+    with checkpoint_errors(file, missing=f"{file} is missing"), store.open_file(name, STATE) as opened:
+        state: dict[str, Any] = json_files.parse(opened.read())
     if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):
         raise CheckpointError(f"{file} is not the state of a checkpoint")
     missing = [key for key in _STATE_KEYS if key not in state]
@@ -270,42 +243,3 @@ def read_state(folder: Path) -> dict[str, Any]:
         if place["file"] not in manifest["files"]:
             raise CheckpointError(f"{file} needs {place['file']} for {key}, which the manifest does not list")
     return state
-
-
-@contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Keeps `prune`, in whatever process, from deleting a checkpoint while it is read.
-
-    Raises:
-        CheckpointError: If it is gone, or cannot be locked.
-    """
-    handle = open_manifest(folder)
-    try:
-        with _named(folder / MANIFEST, missing=f"{folder} is gone"):
-            lock(handle, fcntl.LOCK_SH)
-        # Whoever held it meanwhile may have deleted it.
-        if not os.path.exists(folder / MANIFEST) or not os.path.samestat(os.fstat(handle), os.stat(folder / MANIFEST)):
-            raise CheckpointError(f"{folder} was deleted meanwhile")
-        yield
-    finally:
-        os.close(handle)
-
-
-def lock(handle: int, how: int) -> None:
-    """Locks a file where its file system can; a run says at its start where that cannot (`run_directory`)."""
-    try:
-        fcntl.flock(handle, how)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
-def complete(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there, in their sizes; what is in them is not read.
-
-    Raises:
-        CheckpointError: If one is not.
-    """
-    manifest = read_manifest(folder)
-    _check_listing(folder, manifest["files"])
-    return manifest

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.checkpoint import integrity
+from finetune.checkpoint.checkpoint_store import CheckpointStore
+from finetune.checkpoint.tensor_files import TensorReader
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
 from finetune.utils.errors import CheckpointError
@@ -20,45 +20,47 @@ from finetune.utils.errors import CheckpointError
 class Checkpoint:
     """A whole checkpoint."""
 
-    folder: Path
+    store: CheckpointStore
+    name: str
     state: dict[str, Any]
     held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """Keeps others from deleting it, until it is restored."""
 
+    @property
+    def address(self) -> str:
+        """Path or URL, for people."""
+        return self.store.address(self.name)
 
-def find(root: Path, backend: Backend, *, unnamed: bool = False) -> Checkpoint | None:
-    """The newest whole checkpoint below `root`, the same on every rank; None if there is no folder of one.
+
+def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> Checkpoint | None:
+    """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
 
     Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
 
     Args:
-        unnamed: Also take a complete staging folder, whose writer ended before it had its name.
+        unsealed: Also take one that is whole, whose writer ended before it was sealed.
 
     Raises:
         CheckpointError: If there are checkpoints, but none is whole.
     """
     # Rank 0's list counts: another machine's view of a shared folder may lag behind.
-    there = integrity.list_checkpoints(root) if backend.is_main else []
-    if unnamed and backend.is_main:
-        there += integrity.list_unnamed(root)
-    there.sort(key=lambda folder: (-(integrity.step_of(integrity.final_name(folder)) or 0), len(folder.name)))
-    names: list[str] = backend.tell([folder.name for folder in there])
+    names: list[str] = backend.tell(integrity.list_resumable(store, unsealed=unsealed) if backend.is_main else [])
     if not names:
         return None
-    for folder in (root / name for name in names):
+    for name in names:
         try:
-            return verified(folder, backend)
+            return verify_on_all_ranks(store, name, backend)
         except CheckpointError as error:
             if not getattr(error, "elsewhere", False):
                 warn(f"Checkpoint refused: {error}. Trying an older one.")
     raise CheckpointError(
-        f"No checkpoint below {root} is whole, as said above. Restore one from a copy, or choose another output.dir; "
-        "output.overwrite=true starts from the beginning."
+        f"No checkpoint below {store.address()} is whole, as said above. Restore one from a copy, or choose another "
+        "output.dir; output.overwrite=true starts from the beginning."
     )
 
 
-def verified(folder: Path, backend: Backend) -> Checkpoint:
-    """A checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
+def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> Checkpoint:
+    """Returns a checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
 
     Raises:
         CheckpointError: On every rank if it is not whole; on those that saw nothing wrong it has `elsewhere` set.
@@ -67,9 +69,9 @@ def verified(folder: Path, backend: Backend) -> Checkpoint:
     state: dict[str, Any] = {}
     held = ExitStack()
     try:
-        held.enter_context(integrity.reading(folder))
-        integrity.verify(folder, share=backend.rank, shares=backend.world)
-        state = integrity.read_state(folder)
+        held.enter_context(store.hold(name))
+        integrity.verify_checkpoint(store, name, share=backend.rank, shares=backend.world)
+        state = integrity.read_state(store, name)
     except CheckpointError as error:
         problem = error
     failed = backend.sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
@@ -78,13 +80,13 @@ def verified(folder: Path, backend: Backend) -> Checkpoint:
     if problem is not None:
         raise problem
     if failed:
-        other = CheckpointError(f"{folder} is not whole, as another process found")
+        other = CheckpointError(f"{store.address(name)} is not whole, as another process found")
         other.elsewhere = True  # type: ignore[attr-defined]
         raise other
-    return Checkpoint(folder, state, held)
+    return Checkpoint(store, name, state, held)
 
 
-def restore(
+def restore_checkpoint(
     checkpoint: Checkpoint, backend: Backend, network: nn.Module, optimizer: Any, *, with_optimizer: bool = True
 ) -> None:
     """Fills a prepared model and its optimiser. Every rank reads what it needs; nothing is gathered.
@@ -98,7 +100,7 @@ def restore(
     """
     places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
     with checkpoint.held:
-        load = _opened(checkpoint.folder, places)
+        load = _open_tensors(checkpoint)
         wanted = [
             key
             for key in places
@@ -114,23 +116,26 @@ def restore(
         backend.set_scaler_state(checkpoint.state["scaler"])
 
 
-def _opened(folder: Path, places: dict[str, dict[str, Any]]) -> Callable[[str], torch.Tensor]:
-    """Reads a tensor by its key, mapped from its file: what is not touched is not read."""
-    files: dict[str, Any] = {}
+def _open_tensors(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """Returns a function that reads a tensor by its key."""
+    places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
+    files: dict[str, TensorReader] = {}
     for name in sorted({place["file"] for place in places.values()}):
         try:
-            files[name] = safe_open(folder / name, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name} cannot be opened: {error}") from error
+            files[name] = TensorReader(checkpoint.store.open_file(checkpoint.name, name))
+        except (OSError, ValueError) as error:
+            address = checkpoint.store.address(checkpoint.name, name)
+            raise CheckpointError(f"{address} cannot be opened: {error}") from error
 
     def load(key: str) -> torch.Tensor:
         place = places[key]
         try:
-            tensor: torch.Tensor = files[place["file"]].get_tensor(place["name"])
-        except SafetensorError as error:
-            raise CheckpointError(f"{folder / place['file']} has no tensor {place['name']}") from error
+            tensor = files[place["file"]].read(place["name"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            address = checkpoint.store.address(checkpoint.name, place["file"])
+            raise CheckpointError(f"{address} has no tensor {place['name']}") from error
         if list(tensor.shape) != place["shape"]:
-            raise CheckpointError(f"{folder}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
+            raise CheckpointError(f"{checkpoint.address}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
         return tensor
 
     return load

@@ -1,4 +1,4 @@
-"""Where a run begins: at its start, or at a checkpoint of its own or of another run."""
+"""Finds where a run begins: at its start, or at a checkpoint of its own or of another run."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from torch import nn
 
 from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
 from finetune.checkpoint.best_evaluation import still_ended
+from finetune.checkpoint.checkpoint_store import find_checkpoint, sealed_name
 from finetune.checkpoint.load_checkpoint import Checkpoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
@@ -18,17 +19,17 @@ from finetune.utils.errors import RecipeError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins."""
+    """Place at which a run begins."""
 
     checkpoint: Checkpoint | None = None
     keep_optimizer: bool = True
-    """Whether the checkpoint's optimiser state fits this recipe's optimiser."""
+    """True if the checkpoint's optimiser state fits this recipe's optimiser."""
     changed: tuple[str, ...] = ()
-    """What differs from the checkpoint, as the recipe allows."""
+    """Keys that differ from the checkpoint's, as the recipe allows."""
     finished: bool = False
-    """Whether the run had come to its end, and all is written."""
+    """True if the run had come to its end, and all is written."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What the run had found so far."""
+    """Results of the run so far."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -36,8 +37,9 @@ class ResumePoint:
 
     @property
     def source(self) -> str | None:
-        """The checkpoint's folder."""
-        return str(self.checkpoint.folder.resolve()) if self.checkpoint is not None else None
+        """Path or URL of the checkpoint."""
+        found = self.checkpoint
+        return found.store.address(found.name, absolute=True) if found is not None else None
 
     @property
     def step(self) -> int:
@@ -55,7 +57,7 @@ class ResumePoint:
         return int(self.state.get("tokens", 0))
 
     def evaluation_is_due(self, last: int) -> bool:
-        """Whether evaluation and samples are due before the first step: those that a stop cut off, or all there is.
+        """Returns whether evaluation and samples are due before the first step: what a stop cut off, or all there is.
 
         Args:
             last: Steps of the whole run.
@@ -69,7 +71,9 @@ class ResumePoint:
             CheckpointError: If it does not fit.
         """
         if self.checkpoint is not None:
-            load_checkpoint.restore(self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer)
+            load_checkpoint.restore_checkpoint(
+                self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer
+            )
 
     def lines(self) -> list[str]:
         """Lines for people."""
@@ -77,7 +81,7 @@ class ResumePoint:
             return []
         state = self.state
         lines = [
-            f"resumed at step {self.step} from {self.checkpoint.folder}, saved under "
+            f"resumed at step {self.step} from {self.checkpoint.address}, saved under "
             f"{state['backend']} x {state['processes']} in {state['precision']}"
         ]
         if self.changed:
@@ -87,14 +91,14 @@ class ResumePoint:
         return lines
 
 
-def check(recipe: Recipe, directory: RunDirectory) -> None:
+def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
     """Refuses what can be seen before data is read or processes have met.
 
     Raises:
         RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
     """
     mode = recipe.resume.mode
-    own = bool(integrity.list_checkpoints(directory.checkpoints) or integrity.list_unnamed(directory.checkpoints))
+    own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
             f"resume=must, but {directory.path} holds no checkpoint. Check output.dir, or set resume=auto to start."
@@ -107,7 +111,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
             f"resume={mode}: {source / 'checkpoints'} is a symbolic link, and links in a run directory are not "
             "followed. Give the checkpoint itself that you want to begin from."
         )
-    if not (_is_checkpoint(source) or integrity.list_checkpoints(source / "checkpoints")):
+    store, name = find_checkpoint(source.resolve())
+    if name is None and not store.list_names():
         raise RecipeError(
             f"resume={mode}: there is no checkpoint, and no run with one. Give auto, must, never, the path of a "
             "checkpoint (such as runs/run/checkpoints/step-00000120), or of a run."
@@ -115,9 +120,8 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
     starts = (directory.previous or {}).get("starts", [])
     if not own and not starts:
         return
-    inside = directory.checkpoints.resolve() in (source.resolve().parent, source.resolve() / "checkpoints")
-    newest = integrity.newest(directory.checkpoints)
-    if inside and _is_checkpoint(source) and newest is not None and newest.resolve() != source.resolve():
+    inside = directory.checkpoints.address(absolute=True) == store.address()
+    if inside and name is not None and integrity.newest_address(store) not in (None, store.address(name)):
         raise RecipeError(
             f"resume={mode}: {directory.path} holds newer checkpoints, which would be overtaken. Choose another "
             "output.dir to begin from this one."
@@ -130,7 +134,7 @@ def check(recipe: Recipe, directory: RunDirectory) -> None:
         )
 
 
-def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
+def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
     """Refuses to resume a run whose mathematics differ, before a network is built.
 
     Raises:
@@ -138,20 +142,20 @@ def compare(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> Non
     """
     saved = (directory.previous or {}).get("identity")
     if saved is not None:
-        # Whether the size of micro-batches matters is known once the network is built: `choose` compares it.
+        # Whether the size of micro-batches matters is known once the network is built, and compared then.
         known = {key: value for key, value in saved.items() if key != run_fingerprint.MICRO_SIZE}
         allowed = [name for name in recipe.resume.allow if name != run_fingerprint.MICRO_SIZE]
-        run_fingerprint.compare(known, now, allowed, place=str(directory.path))
+        run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
 def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
-    """The size of micro-batches that a resumed run has to keep; None if it is free to choose."""
+    """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
     free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
     return None if saved is None else int(saved)
 
 
-def choose(
+def choose_resume_point(
     recipe: Recipe,
     directory: RunDirectory,
     backend: Backend,
@@ -159,7 +163,7 @@ def choose(
     *,
     num_steps: int,
 ) -> ResumePoint:
-    """The place to begin at, the same on every rank; every rank must call it.
+    """Returns the place to begin at, the same on every rank; every rank must call it.
 
     A run's own newest checkpoint comes first, also where it once began from another run's: so the same command
     resumes after every stop.
@@ -174,7 +178,7 @@ def choose(
     """
     # As rank 0 has read it, which alone holds the directory.
     previous: dict[str, Any] | None = backend.tell(directory.previous)
-    own = load_checkpoint.find(directory.checkpoints, backend, unnamed=True) if previous is not None else None
+    own = load_checkpoint.find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     finished = finished and still_ended(recipe, before["results"])
@@ -190,23 +194,23 @@ def choose(
         if backend.tell(directory.had_checkpoints()):
             raise RecipeError(
                 f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
-                f"{directory.checkpoints}. Starting again at step 1 would overwrite its metrics. To resume, put a "
-                "checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To start "
-                "again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
+                f"{directory.checkpoints.address()}. Starting again at step 1 would overwrite its metrics. To resume, "
+                "put a checkpoint back there, or choose another output.dir and begin from a copy by resume=PATH. To "
+                "start again, choose another output.dir, or set output.overwrite=true, which deletes what is left."
             )
     if own is None and recipe.resume.mode not in ("auto", "must", "never"):
         # What is named may be a link; what lies in it may not.
-        source = Path(recipe.resume.mode).resolve()
-        if _is_checkpoint(source):
-            found = load_checkpoint.verified(source, backend)
+        store, name = find_checkpoint(Path(recipe.resume.mode).resolve())
+        if name is not None:
+            found = load_checkpoint.verify_on_all_ranks(store, name, backend)
         else:
-            found = load_checkpoint.find(source / "checkpoints", backend)
+            found = load_checkpoint.find_newest(store, backend)
     if found is None:
         return ResumePoint()
-    changed = run_fingerprint.compare(found.state["identity"], now, recipe.resume.allow, place=str(found.folder))
+    changed = run_fingerprint.compare_identities(found.state["identity"], now, recipe.resume.allow, place=found.address)
     if found.state["step"] > num_steps:
         raise RecipeError(
-            f"{found.folder} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
+            f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
     if own is not None:
@@ -221,15 +225,10 @@ def choose(
 
 
 def _adopt(own: Checkpoint, directory: RunDirectory, backend: Backend) -> Checkpoint:
-    """Gives a staging folder that was found whole its name; any other checkpoint stays as it is."""
-    target = integrity.final_name(own.folder)
-    if target == own.folder:
-        return own
-    directory.on_main(backend, lambda: integrity.give_name(own.folder, target))
-    if backend.is_main:
-        warn(f"{own.folder} is whole, though the run ended before it got its name. It is {target.name} now.")
-    return replace(own, folder=target)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    """Seals a checkpoint that was found whole and unsealed; any other stays as it is."""
+    name = sealed_name(own.name)
+    if name != own.name:
+        directory.on_main(backend, lambda: own.store.seal(own.name))
+        if backend.is_main:
+            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
+    return replace(own, name=name)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from finetune.checkpoint import integrity
-from finetune.checkpoint.run_facts import INCIDENTS, read_facts, read_incidents
+from finetune.checkpoint.checkpoint_store import open_store, step_of
+from finetune.checkpoint.run_facts import INCIDENTS, Incident, brief_list, read_facts, read_incidents
 from finetune.data.rows.row_order import RowOrder, row_checksum
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -28,37 +28,15 @@ _DAMAGED = "damaged"
 _MOST_ROWS = 1 << 40
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A step that changed no weight."""
-
-    step: int
-    """Counted from 1."""
-    kind: str
-    """`nonfinite`: a loss or gradient was not finite; `overflow`: fp16's loss scale was too large."""
-    rows: list[int]
-    """Rows that it read, in the order of positions."""
-
-    @classmethod
-    def of(cls, incident: dict[str, Any]) -> "Skipped":
-        """Reads a line of `incidents.jsonl`."""
-        rows = [row for part in incident["micro_batches"] for row in part["rows"]]
-        return cls(incident["step"], incident["kind"], rows)
-
-    def line(self) -> str:
-        """For people."""
-        return f"step {self.step} ({self.kind}): rows {_brief(self.rows, 32)}"
-
-
-def skipped(directory: Path) -> list[Skipped]:
-    """The steps that a run has skipped, in order, as far as they can be read; none if it has written down no incident.
+def read_skipped(directory: Path) -> list[Incident]:
+    """Returns the steps that a run has skipped, in order, as far as they can be read.
 
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
     """
     file = directory / INCIDENTS
     try:
-        return [Skipped.of(line) for line in read_incidents(directory).whole]
+        return [Incident.from_line(line) for line in read_incidents(directory).whole]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -78,8 +56,8 @@ class Used:
     order: RowOrder
 
 
-def used(directory: Path) -> Iterator[Used]:
-    """The rows of each step that the run's weights have learned from, in order.
+def used_rows(directory: Path) -> Iterator[Used]:
+    """Yields the rows that the run's weights have learned from, step by step.
 
     Steps without a readable line are left out. Where a resume took steps again, the later time counts: the earlier one
     was lost with the weights.
@@ -92,7 +70,7 @@ def used(directory: Path) -> Iterator[Used]:
 
 
 def read_ledger(directory: Path) -> Lines:
-    """The lines of a run's ledger.
+    """Returns the lines of a run's ledger.
 
     Raises:
         OSError: If there is none.
@@ -100,7 +78,7 @@ def read_ledger(directory: Path) -> Lines:
     return read_whole_lines(directory / LEDGER, _is_line)
 
 
-def mend(directory: Path, step: int) -> list[str]:
+def mend_ledger(directory: Path, step: int) -> list[str]:
     """Sets damaged lines of the ledger aside before a run goes on after a step.
 
     Nothing holds a copy of them: what is lost is said, here and by each audit.
@@ -235,7 +213,7 @@ class Audit:
     """Steps, counted from 1, that do not begin where the one before ended."""
     missing: list[int]
     """Steps, counted from 1, before the last, of which no line can be read."""
-    skipped: list[Skipped]
+    skipped: list[Incident]
     """Steps whose rows were read, and changed no weight."""
 
     @property
@@ -254,12 +232,12 @@ class Audit:
             lines.append(f"epoch {epoch.number + 1}: {epoch.rows:,} rows, {end}{more}")
         if self.skipped:
             lines.append(f"{len(self.skipped):,} of these steps skipped, so their rows changed no weight:")
-            lines += [f"  {step.line()}" for step in self.skipped[:10]]
+            lines += [f"  {incident.line()}" for incident in self.skipped[:10]]
             lines += [f"  and {len(self.skipped) - 10:,} more, in {INCIDENTS}"] * (len(self.skipped) > 10)
         if self.unproved:
-            lines.append(f"NOT the rows that the order says: steps {_brief(self.unproved)}")
+            lines.append(f"NOT the rows that the order says: steps {brief_list(self.unproved)}")
         if self.gaps:
-            lines.append(f"NOT where the step before ended: steps {_brief(self.gaps)}")
+            lines.append(f"NOT where the step before ended: steps {brief_list(self.gaps)}")
         if self.missing:
             lines.append(f"NOT audited: {_no_line(self.missing)}")
         if self.lost:
@@ -268,8 +246,8 @@ class Audit:
         return lines
 
 
-def span(text: str) -> tuple[int, int]:
-    """The steps of `A:B`, or of `A` alone.
+def parse_steps(text: str) -> tuple[int, int]:
+    """Returns the steps of `A:B`, or of `A` alone.
 
     Raises:
         RecipeError: If it is neither.
@@ -279,11 +257,6 @@ def span(text: str) -> tuple[int, int]:
         return int(first), int(last or first)
     except ValueError as error:
         raise RecipeError(f"--steps {text}: give A:B, such as 100:120, or one step.") from error
-
-
-def _brief(numbers: list[int], most: int = 10) -> str:
-    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
 
 
 def _no_line(steps: list[int]) -> str:
@@ -299,7 +272,7 @@ def _no_line(steps: list[int]) -> str:
     return f"no line for step{'s' * (len(steps) > 1)} {', '.join(said)}{more} is there, or can be read"
 
 
-def audit(directory: Path) -> Audit:
+def audit_ledger(directory: Path) -> Audit:
     """Counts how often each row of each epoch was used, over all resumes.
 
     Raises:
@@ -338,7 +311,7 @@ def audit(directory: Path) -> Audit:
         for (data, number), seen in counts.items()
     ]
     last = before + 1
-    unlearned = [step for step in skipped(directory) if first <= step.step <= last]
+    unlearned = [step for step in read_skipped(directory) if first <= step.step <= last]
     return Audit(first, total, _lost(directory, lines, begun + 1, last), epochs, unproved, gaps, missing, unlearned)
 
 
@@ -354,8 +327,7 @@ def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:
         return None  # the ledger alone has to do
     if first > begun:
         return f"NOT from the beginning: the run began with step {begun}"
-    checkpoints = integrity.list_checkpoints(directory / "checkpoints")
-    saved = (integrity.step_of(checkpoints[0]) or 0) if checkpoints else 0
+    saved = next((step_of(name) or 0 for name in open_store(directory).list_names()), 0)
     # Where a damaged checkpoint was refused, its step was taken, and lost again: the ledger has been there.
     if all(line.get("step", -1) + 1 < saved for line in lines.whole):
         reached = max(reached, saved)

@@ -15,7 +15,7 @@ import filelock
 import torch
 
 from finetune.checkpoint import run_facts, trusted_code
-from finetune.checkpoint.integrity import name_of
+from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, open_store
 from finetune.config.recipe import dump_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
@@ -25,27 +25,15 @@ from finetune.utils.atomic_files import (
     device_of,
     json_text,
     lock_file,
-    remove,
+    remove_path,
     rewrite_lines,
     set_damaged_lines_aside,
     write_text,
 )
-from finetune.utils.compat.library_versions import installed
+from finetune.utils.compat.library_versions import PROVEN, installed
 from finetune.utils.errors import CheckpointError, RecipeError
 
-_LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "peft",
-    "bitsandbytes",
-    "torchao",
-    "deepspeed",
-    "safetensors",
-    "numpy",
-)
+_LIBRARIES = (*PROVEN, "numpy", "safetensors", "tokenizers", "torchao")
 
 # What a run leaves in its directory, and what `output.overwrite` deletes. `run.json` comes last: a deletion that is cut
 # short leaves a directory that is still a run's.
@@ -76,7 +64,7 @@ _LOCK_PATIENCE_S = 30.0
 
 @dataclass
 class RunDirectory:
-    """Where a run's files go: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
+    """Folder of a run's files: `recipe.yaml`, `run.json`, `metrics.jsonl`, `checkpoints/`, `model/` and so on."""
 
     path: Path
     previous: dict[str, Any] | None
@@ -89,8 +77,8 @@ class RunDirectory:
     """The texts of `recipe.yaml` and `run.json`, on rank 0 and once it has written them."""
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> CheckpointStore:
+        return open_store(self.path)
 
     @classmethod
     def check(cls, recipe: Recipe) -> "RunDirectory":
@@ -114,39 +102,20 @@ class RunDirectory:
                 "write to."
             ) from error
         _check_links(path)
-        previous = cls._look(recipe)
+        # Workers that a launcher has started again after a failure mean the run that they have begun.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        overwrite = recipe.output.overwrite and not again
+        mode = "auto" if again and recipe.resume.mode == "never" else recipe.resume.mode
+        previous = _find_previous(path, mode, overwrite)
         lock = None
         if os.environ.get("RANK", "0") == "0":
             lock = _hold(path)
-            previous = cls._look(recipe)  # whoever held it until now may have changed it
+            previous = _find_previous(path, mode, overwrite)  # whoever held it until now may have changed it
         held = Path(lock.lock_file).stat() if lock is not None else None
-        return cls(path, previous, _overwrites(recipe), lock, device_of(path), held)
-
-    @staticmethod
-    def _look(recipe: Recipe) -> dict[str, Any] | None:
-        """The run that the directory holds and that may be gone on with."""
-        path, mode, overwrite = Path(recipe.output.dir), recipe.resume.mode, _overwrites(recipe)
-        if overwrite and mode not in ("auto", "never"):
-            raise RecipeError(
-                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
-            )
-        if overwrite:
-            _check_deletable(path)
-        previous = None if overwrite else _read(path)
-        if previous is None and not overwrite and (path / "model").exists():
-            raise RecipeError(
-                f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so "
-                "that nothing is replaced."
-            )
-        if previous is not None and mode == "never" and not _started_again():
-            raise RecipeError(
-                f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
-                "output.overwrite=true to delete it, or resume=auto to resume it."
-            )
-        return previous
+        return cls(path, previous, overwrite, lock, device_of(path), held)
 
     def had_checkpoints(self) -> bool:
-        """Whether the run that the directory holds has written a checkpoint, be it there or not."""
+        """Returns whether the run that the directory holds has written a checkpoint, be it there or not."""
         before = self.previous or {}
         steps = [start["from_step"] for start in before.get("starts", [])]
         if not steps:
@@ -164,14 +133,12 @@ class RunDirectory:
             OSError: If it cannot be written.
         """
         facts = self.facts()
-        known = {"first_checkpoint": step, **facts, **self._code(facts, self.checkpoints / name_of(step) / "model")}
+        known = {"first_checkpoint": step, **facts}
+        if trusted_code.SHIPPED in facts.get("code", {}):
+            weights = self.checkpoints.local_folder(name_of(step)) / "model"
+            known["code"] = trusted_code.sign_weights(facts["code"], weights)
         if known != facts:
             self._put("run.json", json_text(known))
-
-    @staticmethod
-    def _code(facts: dict[str, Any], weights: Path) -> dict[str, Any]:
-        """What `run.json` says of code, with that beside weights that this run has just written."""
-        return {"code": trusted_code.sign_weights(facts["code"], weights)} if "code" in facts else {}
 
     def make_again(self, backend: Backend) -> bool:
         """Makes the directory again, with what a run needs there, if somebody has deleted it; every rank calls it.
@@ -184,31 +151,29 @@ class RunDirectory:
         Raises:
             CheckpointError: On every rank, if another run has begun in its place.
         """
-        missing: list[str] = []
-        problem: str | None = None
+        missing: list[str] | None = []
         if backend.is_main:
             try:
                 missing = self._make_again()
             except (filelock.Timeout, _TakenError):
-                problem = (
-                    f"output.dir: {self.path} was deleted while this run was under way, and another run has begun "
-                    "there. Nothing more can be saved. Give each run an output.dir of its own, and start this one "
-                    "again."
-                )
+                missing = None
             except (OSError, ValueError):
-                missing = []  # What is written next fails as well, and says why.
-        told = backend.tell({"missing": missing, "problem": problem})
-        if told["problem"] is not None:
-            raise CheckpointError(told["problem"])
-        if missing:
+                pass  # What is written next fails as well, and says why.
+        missing = backend.tell(missing)
+        if missing is None:
+            raise CheckpointError(
+                f"output.dir: {self.path} was deleted while this run was under way, and another run has begun there. "
+                "Nothing more can be saved. Give each run an output.dir of its own, and start this one again."
+            )
+        if missing and backend.is_main:
             warn(
                 f"output.dir: {self.path} has lost {', '.join(missing)} while this run was under way: somebody has "
                 "deleted them. They are made again, and the run goes on; checkpoints that were there are lost."
             )
-        return bool(told["missing"])
+        return bool(missing)
 
     def _make_again(self) -> list[str]:
-        """Does so on rank 0; returns what was missing."""
+        """Makes it on rank 0; returns what was missing."""
         missing = [name for name in (*self._written, "checkpoints") if not (self.path / name).exists()]
         assert self._lock is not None
         assert self._lock_file is not None
@@ -227,7 +192,7 @@ class RunDirectory:
             and self.facts().get("starts") != json_files.parse(self._written["run.json"])["starts"]
         ):
             raise _TakenError
-        self.checkpoints.mkdir(exist_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
         for name, text in self._written.items():
             if name in missing:
                 write_text(self.path / name, text)
@@ -256,10 +221,10 @@ class RunDirectory:
         starts = self._earlier_starts()
         if self._overwrite:
             for name in _LEFT:
-                remove(self.path / name)
+                remove_path(self.path / name)
         elif self.previous is not None:
             self._rewind(begin["from_step"])
-        self.checkpoints.mkdir(exist_ok=True)
+        (self.path / "checkpoints").mkdir(exist_ok=True)
         self._put("recipe.yaml", dump_recipe(recipe))
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -268,7 +233,8 @@ class RunDirectory:
             "processes": processes,
             **begin,
         }
-        known: dict[str, Any] = {"command": sys.argv, "versions": _versions(), "git_commit": _git_commit()}
+        versions = {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
+        known: dict[str, Any] = {"command": sys.argv, "versions": versions, "git_commit": _git_commit()}
         if self.previous is not None and "first_checkpoint" in self.previous:
             known["first_checkpoint"] = self.previous["first_checkpoint"]
         if code := trusted_code.sign_code(self.path, recipe):
@@ -284,7 +250,8 @@ class RunDirectory:
 
         def write() -> None:
             facts = self.facts() | more
-            facts |= self._code(facts, self.path / "model")
+            if "code" in facts:
+                facts["code"] = trusted_code.sign_weights(facts["code"], self.path / "model")
             facts["results"] = {key: value for key, value in results.items() if not key.startswith("_")}
             facts["stopped" if "stopped" in results else "finished"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self._put("run.json", json_text(facts))
@@ -353,13 +320,27 @@ class _TakenError(Exception):
     """Another run has begun in the directory."""
 
 
-def _started_again() -> bool:
-    """Whether a launcher has started workers again after a failure: it means the run that they have begun."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _overwrites(recipe: Recipe) -> bool:
-    return recipe.output.overwrite and not _started_again()
+def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | None:
+    """Returns `run.json` of the run that the directory holds and that may be gone on with."""
+    if overwrite:
+        if mode not in ("auto", "never"):
+            raise RecipeError(
+                f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
+            )
+        _check_deletable(path)
+        return None
+    previous = _read(path)
+    if previous is None and (path / "model").exists():
+        raise RecipeError(
+            f"output.dir: {path} has a folder 'model', but no run of this toolkit. Choose another output.dir, so that "
+            "nothing is replaced."
+        )
+    if previous is not None and mode == "never":
+        raise RecipeError(
+            f"output.dir: {path} already holds a run, and resume=never. Choose another output.dir, remove it, set "
+            "output.overwrite=true to delete it, or resume=auto to resume it."
+        )
+    return previous
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -387,7 +368,8 @@ def _check_links(path: Path) -> None:
 
 def _check_deletable(path: Path) -> None:
     """Only what a run of this toolkit has left may be overwritten."""
-    found = [name for name in _LEFT if _holds_something(path / name)]
+    left = [name for name in _LEFT if (path / name).exists()]
+    found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
     if found and not _is_run(path):
         raise RecipeError(
             f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
@@ -396,7 +378,7 @@ def _check_deletable(path: Path) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a directory holds a run, by a file that only runs write."""
+    """Returns whether a directory holds a run, by a file that only runs write."""
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
         try:
             with (path / name).open("rb") as file:
@@ -406,10 +388,6 @@ def _is_run(path: Path) -> bool:
         if isinstance(facts, dict) and key in facts:
             return True
     return False
-
-
-def _holds_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _lock_file(path: Path) -> Path:
@@ -447,10 +425,6 @@ def _hold(path: Path) -> filelock.BaseFileLock:
                 f"output.dir: {path} is in use by {who}. Wait until that run has ended, or choose another output.dir."
             ) from error
     return lock
-
-
-def _versions() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
 
 
 def _git_commit() -> str | None:

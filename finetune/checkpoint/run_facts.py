@@ -1,5 +1,7 @@
 """`run.json`, and what else every reader of a run directory has to know of its files. No torch here."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ _INCIDENT: json_files.Shape = {"step": int, "kind": str, "in_a_row": int, "micro
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """The `run.json` of a run.
+    """Returns the `run.json` of a run.
 
     Raises:
         RecipeError: If there is no run.
@@ -77,8 +79,41 @@ def read_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
+@dataclass(frozen=True)
+class Incident:
+    """A step that was skipped: it changed no weight."""
+
+    step: int
+    """Counted from 1."""
+    kind: str
+    """`nonfinite`: a loss or gradient was not finite; `overflow`: fp16's loss scale was too large."""
+    in_a_row: int
+    fatal: bool
+    """Whether the run ended by it."""
+    grad_norm: str
+    rows: tuple[int, ...]
+    """Rows that it read, in the order of positions."""
+
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> "Incident":
+        """Returns what a line of `incidents.jsonl` tells."""
+        rows = tuple(row for part in line["micro_batches"] for row in part["rows"])
+        fatal, norm = bool(line.get("fatal", False)), str(line.get("grad_norm", ""))
+        return cls(line["step"], line["kind"], line["in_a_row"], fatal, norm, rows)
+
+    def line(self) -> str:
+        """Returns what people read."""
+        return f"step {self.step} ({self.kind}): rows {brief_list(self.rows, 32)}"
+
+
+def brief_list(numbers: Sequence[int], most: int = 10) -> str:
+    """Returns the first of many numbers, and how many more there are."""
+    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
+
+
 def read_metrics(directory: Path) -> Lines:
-    """The lines of a run's metrics, as the file has them.
+    """Returns the lines of a run's metrics, as the file has them.
 
     Raises:
         OSError: If there is no such file.
@@ -87,15 +122,18 @@ def read_metrics(directory: Path) -> Lines:
 
 
 def read_incidents(directory: Path) -> Lines:
-    """The steps that a run has skipped.
+    """Returns the lines of the steps that a run has skipped.
 
     Raises:
         OSError: If there is no such file.
     """
+    return read_whole_lines(directory / INCIDENTS, is_incident)
+
+
+def is_incident(line: dict[str, Any]) -> bool:
+    """Returns whether a run writes such a line of incidents."""
     needed = ("step", "kind", "in_a_row", "micro_batches")
-    return read_whole_lines(
-        directory / INCIDENTS, lambda line: json_files.misfit(line, _INCIDENT, needed) is None and line["step"] > 0
-    )
+    return json_files.misfit(line, _INCIDENT, needed) is None and line["step"] > 0
 
 
 def _is_metric(line: dict[str, Any]) -> bool:

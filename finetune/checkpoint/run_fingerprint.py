@@ -18,7 +18,7 @@ from torch import nn
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.row_order import RowOrder
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest, digest_of, write_json
+from finetune.utils.atomic_files import digest_of, file_digest, write_json
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import RecipeError
 
@@ -54,7 +54,7 @@ def _drops(values: dict[str, Any]) -> bool:
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
-def identify(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) -> dict[str, Any]:
+def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) -> dict[str, Any]:
     """The identity of a run.
 
     Args:
@@ -119,7 +119,7 @@ def _digest(file: Path, cache: Path) -> str:
         known = json_files.read(kept)
         if known["facts"] == before:
             return str(known["digest"])
-    found = digest(file)
+    found = file_digest(file)
     settled = time.time_ns() - max(before[-2:]) > _SETTLED_NS
     if settled and _facts(file) == before:
         with suppress(OSError):  # the next start reads the file again
@@ -151,7 +151,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     return {prefix: value}
 
 
-def compare(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
+def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
     """The keys that differ and may.
 
     Args:

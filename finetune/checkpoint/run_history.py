@@ -7,8 +7,9 @@ import re
 import socket
 import time
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from finetune.checkpoint import integrity
-from finetune.checkpoint.run_facts import read_facts
+from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store, step_of
+from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, Incident, is_incident, read_facts
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
 from finetune.utils.errors import CheckpointError
@@ -33,7 +34,7 @@ STATUSES: dict[Status, str] = {
     "diverged": "too many steps in a row were not finite",
     "lost": "its process is gone, and did not say why: killed, crashed, or its machine went down",
 }
-"""What each status means."""
+"""Meanings of statuses."""
 
 TRAINING = (
     "step",
@@ -54,7 +55,7 @@ TRAINING = (
     "time",
 )
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
-"""Of an evaluation, always; keys of metrics, which begin with `validation_` too, follow where there are some."""
+"""Keys of an evaluation; those of metrics, which begin with `validation_` too, follow where there are some."""
 
 # What may stand in names of files and on a page.
 _METRIC = re.compile(r"validation_[A-Za-z0-9_-]{1,64}")
@@ -77,22 +78,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Incident:
-    """A step that was skipped."""
-
-    step: int
-    """Counted from 1."""
-    kind: str
-    """`nonfinite` or `overflow`."""
-    in_a_row: int
-    fatal: bool
-    """Whether the run ended by it."""
-    grad_norm: str
-    rows: tuple[int, ...]
-    """That the step read."""
-
-
-@dataclass(frozen=True)
 class Start:
     """A start of the run: its first one, or a restart."""
 
@@ -109,7 +94,7 @@ class Start:
     resumed_from: str | None
 
     def seconds(self, now: float) -> float:
-        """How long it has held its processes."""
+        """Returns how long it has held its processes."""
         return max(0.0, (now if self.end is None else self.end) - self.time)
 
 
@@ -125,7 +110,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run's directory says of it."""
+    """Contents of a run's directory."""
 
     directory: Path
     facts: dict[str, Any]
@@ -181,7 +166,7 @@ class RunHistory:
 
     @property
     def best_by(self) -> str:
-        """What tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
+        """Key that tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
         named = (self.recipe.get("checkpoint") or {}).get("keep_best_by")
         return named if isinstance(named, str) and ranking(named)[0] in self.evaluations else "validation_loss"
 
@@ -206,7 +191,7 @@ class RunHistory:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all logged steps but the first of each start, which pays for what comes once."""
+        """Tokens a second over all logged steps but the first of each start, which pays for what comes once."""
         seconds, tokens = self._between(self.training["tokens"])
         return tokens / seconds if seconds > 0 else None
 
@@ -229,7 +214,7 @@ class RunHistory:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of training, at its mean speed; None if that is not known."""
+        """Seconds of training, at its mean speed; None if that is not known."""
         speed = self.step_s
         if speed is None or self.num_steps is None:
             return None
@@ -254,7 +239,7 @@ class RunHistory:
 
     @property
     def launch(self) -> str:
-        """What it ran under: `ddp x 8`."""
+        """Kind of launch and number of processes: `ddp x 8`."""
         launch, runs = self.facts.get("launch", {}), self.facts.get("runs", {})
         kind = runs.get("kind") or launch.get("kind") or "?"
         world = runs.get("world_size") or launch.get("num_processes")
@@ -270,56 +255,68 @@ class RunReader:
             only_outcome: Of the metrics read the evaluations, the training line before each, and the newest, which is
                 fast for any number of lines.
         """
-        self._directory = directory
-        self._metrics = _Metrics(directory / "metrics.jsonl", only_outcome=only_outcome)
-        self._incidents = _Lines(directory / "incidents.jsonl")
-        self._skipped: dict[int, Incident] = {}
+        self._directory, self._only_outcome = directory, only_outcome
+        self._metrics, self._incidents = _Lines(directory / METRICS), _Lines(directory / INCIDENTS)
 
     def read(self) -> RunHistory:
-        """The run as it is now.
+        """Returns the run as it is now.
 
         Raises:
             RecipeError: If there is none.
             CheckpointError: If it cannot be read.
         """
-        directory = self._directory
+        directory, now = self._directory, time.time()
         facts = read_facts(directory)
         try:
-            self._metrics.refresh()
-            self._read_incidents()
+            if self._metrics.was_replaced():
+                self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
+                self._samples: list[Sample] = []
+            self._metrics.take(_outcome if self._only_outcome else iter, self._add_metrics)
+            if self._incidents.was_replaced():
+                self._skipped: list[Incident] = []
+            self._incidents.take(iter, self._add_incident)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
-        now = time.time()
-        training, evaluations = self._metrics.training.arrays(), self._metrics.evaluations.arrays()
-        incidents = tuple(self._skipped[step] for step in sorted(self._skipped))
+        training, evaluations = self._training.arrays(), self._evaluations.arrays()
         last_written = _last_written(directory)
-        status = _status(facts, incidents, training, last_written, now)
+        status = _status(facts, self._skipped, training, last_written, now)
         return RunHistory(
             directory=directory,
             facts=facts,
             recipe=_read_recipe(directory / "recipe.yaml"),
             training=training,
             evaluations=evaluations,
-            samples=tuple(self._metrics.samples),
-            incidents=incidents,
+            samples=tuple(self._samples),
+            incidents=tuple(self._skipped),
             starts=_starts(facts, training, status, last_written),
-            checkpoints=_checkpoints(directory / "checkpoints"),
+            checkpoints=_checkpoints(open_store(directory)),
             status=status,
             damaged_lines=self._metrics.damaged + self._incidents.damaged,
             read_at=now,
         )
 
-    def _read_incidents(self) -> None:
-        if self._incidents.was_replaced():
-            self._skipped = {}
-        for line in self._incidents.new():
-            try:
-                found = _incident(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, OverflowError):
-                self._incidents.damaged += 1
-                continue
-            self._skipped = {step: value for step, value in self._skipped.items() if step < found.step}
-            self._skipped[found.step] = found
+    def _add_metrics(self, line: dict[str, Any]) -> None:
+        """Takes in a line. Where a restart logs steps again, the later lines count."""
+        step = line["step"]
+        if type(step) is not int:
+            raise ValueError
+        if "grad_norm" in line:
+            self._training.drop_from(step)
+            self._evaluations.drop_from(step)
+            _drop_from(self._samples, step)
+            self._training.add(line)
+        elif found := [key for key in line if _METRIC.fullmatch(key)]:
+            self._evaluations.drop_from(step)
+            self._evaluations.add(line, found)
+        elif "sample" in line:
+            _drop_from(self._samples, step)
+            self._samples.append(Sample(step, str(line["sample"])))
+
+    def _add_incident(self, line: dict[str, Any]) -> None:
+        if not is_incident(line):
+            raise ValueError
+        _drop_from(self._skipped, line["step"])
+        self._skipped.append(Incident.from_line(line))
 
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
@@ -340,12 +337,13 @@ class _Lines:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._which: tuple[int, int] | None = None
+        # Another one than that of any file.
+        self._which: tuple[int, int] | None = (0, 0)
         self._offset = 0
         self.damaged = 0
 
     def was_replaced(self) -> bool:
-        """Whether the file is another one than at the last call, so that what was read of it counts no more."""
+        """Returns whether the file is another one than at the last call, so that what was read of it counts no more."""
         try:
             facts = self._file.stat()
         except FileNotFoundError:
@@ -358,8 +356,16 @@ class _Lines:
             self._which, self._offset, self.damaged = which, 0, 0
         return replaced
 
-    def new(self) -> Iterator[bytes]:
-        """Lines since the last time; one that is being written is left for the next."""
+    def take(self, choose: Callable[[Iterator[bytes]], Iterable[bytes]], add: Callable[[dict[str, Any]], None]) -> None:
+        """Gives the chosen lines since the last time to `add`, and counts those that it cannot take."""
+        for line in choose(self._new()):
+            try:
+                add(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                self.damaged += 1
+
+    def _new(self) -> Iterator[bytes]:
+        """Yields lines since the last time; one that is being written is left for the next."""
         if self._which is None:
             return
         with self._file.open("rb") as handle:
@@ -371,107 +377,52 @@ class _Lines:
                 yield line
 
 
-@dataclass
-class _Columns:
+def _outcome(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Yields evaluations, and the newest training line before each of them and at the end."""
+    newest = None
+    for line in lines:
+        if b'"validation_' in line:
+            if newest is not None:
+                yield newest
+            yield line
+            newest = None
+        elif not (line.startswith(b"{") and line.endswith(b"}\n")):
+            yield line  # damaged, and counted as that
+        elif b'"grad_norm"' in line:
+            newest = line
+    if newest is not None:
+        yield newest
+
+
+class _Columns(dict[str, "array[float]"]):
     """Series that grow, by key."""
 
-    keys: tuple[str, ...]
-    columns: dict[str, "array[float]"] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.columns = {key: array("d") for key in self.keys}
+    def __init__(self, keys: Iterable[str]) -> None:
+        super().__init__((key, array("d")) for key in keys)
 
     def add(self, line: dict[str, Any], more: Iterable[str] = ()) -> None:
         """Adds a line's values; of `more` keys too, which are columns from now on."""
         # All of them first: a line that is damaged must leave no column longer than another.
-        values = {key: float("nan") if line.get(key) is None else float(line[key]) for key in {*self.columns, *more}}
+        values = {key: float("nan") if line.get(key) is None else float(line[key]) for key in {*self, *more}}
         for key in more:
-            self.columns.setdefault(key, array("d", [float("nan")] * len(self.columns["step"])))
-        for key, column in self.columns.items():
+            self.setdefault(key, array("d", [float("nan")] * len(self["step"])))
+        for key, column in self.items():
             column.append(values[key])
 
-    def drop_from(self, step: float) -> None:
+    def drop_from(self, step: int) -> None:
         """Takes back what was logged of this step and of later ones."""
-        steps = self.columns["step"]
+        steps = self["step"]
         while steps and steps[-1] >= step:
-            for column in self.columns.values():
+            for column in self.values():
                 column.pop()
 
     def arrays(self) -> dict[str, Series]:
-        return {key: np.array(column, dtype=np.float64) for key, column in self.columns.items()}
+        return {key: np.array(column, dtype=np.float64) for key, column in self.items()}
 
 
-class _Metrics:
-    """`metrics.jsonl`. Where a restart logs steps again, the later lines count."""
-
-    def __init__(self, file: Path, *, only_outcome: bool) -> None:
-        self._lines = _Lines(file)
-        self._only_outcome = only_outcome
-        self._clear()
-
-    def _clear(self) -> None:
-        self.training, self.evaluations = _Columns(TRAINING), _Columns(EVALUATION)
-        self.samples: list[Sample] = []
-
-    @property
-    def damaged(self) -> int:
-        return self._lines.damaged
-
-    def refresh(self) -> None:
-        if self._lines.was_replaced():
-            self._clear()
-        for line in self._outcome() if self._only_outcome else self._lines.new():
-            try:
-                self._add(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                self._lines.damaged += 1
-
-    def _outcome(self) -> Iterator[bytes]:
-        """Evaluations, and the newest training line before each of them and at the end."""
-        newest = None
-        for line in self._lines.new():
-            if b'"validation_' in line:
-                if newest is not None:
-                    yield newest
-                yield line
-                newest = None
-            elif not (line.startswith(b"{") and line.endswith(b"}\n")):
-                yield line  # damaged, and counted as that
-            elif b'"grad_norm"' in line:
-                newest = line
-        if newest is not None:
-            yield newest
-
-    def _add(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        if type(step) is not int:
-            raise ValueError
-        if "grad_norm" in line:
-            for columns in (self.training, self.evaluations):
-                columns.drop_from(step)
-            self._drop_samples(step)
-            self.training.add(line)
-        elif found := [key for key in line if _METRIC.fullmatch(key)]:
-            self.evaluations.drop_from(step)
-            self.evaluations.add(line, found)
-        elif "sample" in line:
-            self._drop_samples(step)
-            self.samples.append(Sample(int(step), str(line["sample"])))
-
-    def _drop_samples(self, step: float) -> None:
-        while self.samples and self.samples[-1].step >= step:
-            self.samples.pop()
-
-
-def _incident(line: dict[str, Any]) -> Incident:
-    return Incident(
-        step=int(line["step"]),
-        kind=str(line["kind"]),
-        in_a_row=int(line["in_a_row"]),
-        fatal=bool(line.get("fatal", False)),
-        grad_norm=str(line.get("grad_norm", "")),
-        rows=tuple(int(row) for part in line["micro_batches"] for row in part["rows"]),
-    )
+def _drop_from(found: list[Sample] | list[Incident], step: int) -> None:
+    while found and found[-1].step >= step:
+        found.pop()
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
@@ -482,32 +433,27 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _checkpoints(root: Path) -> tuple[SavedCheckpoint, ...]:
+def _checkpoints(store: CheckpointStore) -> tuple[SavedCheckpoint, ...]:
     found = []
-    for folder in integrity.list_checkpoints(root):
-        try:
-            # Written last: without it the checkpoint is none.
-            written = (folder / integrity.MANIFEST).stat().st_mtime
-        except OSError:
-            continue
-        found.append(SavedCheckpoint(integrity.step_of(folder) or 0, written, folder))
-    return tuple(reversed(found))
+    for name in reversed(store.list_names()):
+        # Without a manifest it is none.
+        with suppress(OSError):
+            found.append(SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name))))
+    return tuple(found)
 
 
 def _last_written(directory: Path) -> float | None:
-    """When the run last wrote something that grows."""
+    """Returns when the run last wrote something that grows."""
     times = []
-    for name in ("metrics.jsonl", "ledger.jsonl", "incidents.jsonl", "run.json", "checkpoints"):
-        try:
+    for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
+        with suppress(OSError):
             times.append((directory / name).stat().st_mtime)
-        except OSError:
-            continue
     return max(times, default=None)
 
 
 def _status(
     facts: dict[str, Any],
-    incidents: tuple[Incident, ...],
+    incidents: list[Incident],
     training: dict[str, Series],
     last_written: float | None,
     now: float,
@@ -528,7 +474,7 @@ def _status(
 
 
 def _is_alive(start: dict[str, Any]) -> bool:
-    """Whether the process of a start on this machine is at work, and its number not another one's by now."""
+    """Returns whether the process of a start on this machine is at work, and its number not another one's by now."""
     begun = _seconds(start.get("time"))
     try:
         process = psutil.Process(int(start["pid"]))
@@ -544,27 +490,24 @@ def _starts(
 ) -> tuple[Start, ...]:
     told: list[dict[str, Any]] = facts["starts"]
     steps, times = training["step"], training["time"]
-    logged = _last(times)
+    logged = _latest(times)
     # Whole seconds, and so before the last line that was written in the same.
     ended = _seconds(facts.get("finished")) or _seconds(facts.get("stopped"))
     if ended is not None and logged is not None:
         ended = max(ended, logged)
     found = []
-    for number, start in enumerate(told):
-        last = number == len(told) - 1
-        begun = _seconds(start.get("time")) or 0.0
-        to_step = start.get("to_step")
-        if last:
+    for start, following in zip(told, [*told[1:], None], strict=True):
+        begun, from_step = _seconds(start.get("time")) or 0.0, int(start.get("from_step", 0))
+        if following is None:
             end = None if status == "running" else ended or logged or last_written
             to_step = int(steps[-1]) if len(steps) else None
         else:
-            following = told[number + 1]
             # One that was killed has said nothing after its last line.
-            end = start.get("last_logged") or _logged_before(training, begun, _seconds(following.get("time"))) or begun
+            until = _seconds(following.get("time")) or np.inf
+            end = start.get("last_logged") or _latest(times[(times >= begun) & (times <= until)]) or begun
             end = max(end, _seconds(start.get("ended")) or end)
             # Its last step need not be one that is logged.
-            to_step = max(to_step or 0, following.get("from_step", 0))
-        begun_at = int(start.get("from_step", 0))
+            to_step = max(start.get("to_step") or 0, following.get("from_step", 0))
         found.append(
             Start(
                 time=begun,
@@ -572,24 +515,18 @@ def _starts(
                 host=str(start.get("host", "?")),
                 pid=int(start.get("pid", 0)),
                 processes=int(start.get("processes", 1)),
-                from_step=begun_at,
-                to_step=max(begun_at, begun_at if to_step is None else int(to_step)),
+                from_step=from_step,
+                to_step=max(from_step, to_step or 0),
                 resumed_from=start.get("resumed_from"),
             )
         )
     return tuple(found)
 
 
-def _last(times: Series) -> float | None:
-    """The last time of a series that may have gaps."""
+def _latest(times: Series) -> float | None:
+    """Returns the latest of times that may have gaps."""
     known = times[np.isfinite(times)]
-    return float(known[-1]) if len(known) else None
-
-
-def _logged_before(training: dict[str, Series], begun: float, following: float | None) -> float | None:
-    times = training["time"]
-    inside = (times >= begun) & (times <= (following if following is not None else np.inf))
-    return float(times[inside].max()) if inside.any() else None
+    return float(known.max()) if len(known) else None
 
 
 def _seconds(text: Any) -> float | None:

@@ -1,20 +1,16 @@
 """Writes checkpoints: every rank its share, in the background, whole or not at all.
 
 A save has two parts. The step waits for the first: each rank copies its pieces to host memory. The second runs in a
-thread: tensors are put together one at a time, and go to files in a staging folder, and to the disk. When every rank
-has written, which the ranks learn from the all-reduce of a later step, rank 0 writes the manifest and renames.
+thread: tensors are put together one at a time, and go to files of an unsealed checkpoint. When every rank has written,
+which the ranks learn from the all-reduce of a later step, rank 0 writes the manifest and seals it.
 """
 
 import errno
-import fcntl
 import json
-import math
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint import integrity
-from finetune.checkpoint.snapshot import Files, Snapshot
-from finetune.config.recipe_schema import ranking
+from finetune.checkpoint import integrity, retention
+from finetune.checkpoint.checkpoint_store import UNSEALED, CheckpointStore, name_of, sealed_name
+from finetune.checkpoint.integrity import Files, put_file
+from finetune.checkpoint.snapshot import Snapshot
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
 from finetune.utils import json_files
-from finetune.utils.atomic_files import remove, sync
+from finetune.utils.atomic_files import json_text
+from finetune.utils.temporary_folders import temporary_folder
 
 _INDEX = "model.safetensors.index.json"
 NOT_FINITE = "a tensor holds numbers that are not finite"
@@ -38,7 +36,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank."""
+    """Outcome of a save, the same on every rank."""
 
     step: int
     error: str | None
@@ -50,7 +48,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        root: Path,
+        store: CheckpointStore,
         backend: Backend,
         *,
         adapter_keys: dict[str, str] | None,
@@ -62,12 +60,11 @@ class CheckpointWriter:
     ) -> None:
         """
         Args:
-            root: The folder of the checkpoints.
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
-            broken: Names of folders whose content was found damaged.
+            broken: Names of checkpoints whose content was found damaged.
             infinite: Buffers that may hold infinities, such as causal masks.
         """
-        self._root, self._backend, self._describe = root, backend, describe
+        self._store, self._backend, self._describe = store, backend, describe
         self._keep_newest, self._best_by = keep, best_by
         self._snapshot = Snapshot(backend, adapter_keys, infinite)
         self._broken = set(broken)
@@ -80,34 +77,34 @@ class CheckpointWriter:
 
     @property
     def active(self) -> bool:
-        """Whether a save has been started and its outcome is not known yet; the same on every rank."""
+        """True while the outcome of a save is not known; the same on every rank."""
         return self._step is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """True while this rank is writing."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank could not write."""
+        """True if this rank could not write."""
         return self._error is not None
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint, as far as is known without reading it."""
-        return integrity.newest(self._root, self._broken)
+    def newest(self) -> str | None:
+        """Address of the newest checkpoint, as far as is known without reading it."""
+        return integrity.newest_address(self._store, self._broken)
 
     def start(self, network: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
         """Copies everything to host memory and starts to write. Nothing may be active.
 
         Args:
             network: The network inside the prepared model.
-            state: Goes into `state.json`; `step` names the folder, and pruning reads what begins with `validation_`.
+            state: Goes into `state.json`; `step` names it, and pruning reads what begins with `validation_`.
         """
         assert not self.active
         self._step, self._state = int(state["step"]), state
         self._snapshot.take(network, optimizer)
-        self._run(lambda: self._snapshot.write(self._staging, self._part(self._backend.rank)))
+        self._run(self._write)
 
     def settle(self, *, busy: bool, failed: bool) -> SaveOutcome | None:
         """Takes the next step towards a whole checkpoint, if all ranks are ready for it.
@@ -163,47 +160,43 @@ class CheckpointWriter:
             raise self._fault
 
     @property
-    def _staging(self) -> Path:
-        return self._target.with_name(self._target.name + integrity.STAGING)
-
-    @property
-    def _target(self) -> Path:
+    def _name(self) -> str:
         assert self._step is not None
-        return self._root / integrity.name_of(self._step)
+        return name_of(self._step) + UNSEALED
 
-    def _part(self, rank: int) -> Path:
-        return self._staging / f"part-{rank}.json"
+    def _write(self) -> None:
+        """Writes this rank's share, and for rank 0 what it is."""
+        content = json_text(self._snapshot.write(self._store, self._name))
+        put_file(self._store, self._name, f"part-{self._backend.rank}.json", content.encode())
 
     def _seal(self) -> None:
-        """What belongs to all ranks' tensors, the manifest, and the rename; on rank 0."""
-        staging, model = self._staging, self._staging / "model"
-        parts = [self._part(rank) for rank in range(self._backend.world)]
+        """Writes what belongs to all ranks' tensors, and the manifest; on rank 0."""
+        store, name = self._store, self._name
         files: Files = {}
         tensors: dict[str, Any] = {}
+        parts = [f"part-{rank}.json" for rank in range(self._backend.world)]
         for part in parts:
-            content = json_files.read(part)
+            with store.open_file(name, part) as opened:
+                content = json_files.parse(opened.read())
             files |= content["files"]
             tensors |= content["tensors"]
-        self._describe(model)
-        weights = {t["name"]: Path(t["file"]).name for t in tensors.values() if t["file"].startswith("model/")}
-        if len(set(weights.values())) > 1:
-            index = {"metadata": {}, "weight_map": weights}
-            (model / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-        state = staging / integrity.STATE
-        state.write_text(
-            json.dumps({**self._state, "tensors": tensors}, indent=1, default=str) + "\n", encoding="utf-8"
-        )
-        for path in (state, *(path for path in sorted(model.rglob("*")) if path.is_file())):
-            if path.relative_to(staging).as_posix() not in files:
-                files |= integrity.describe_file(staging, path)
+        with temporary_folder() as folder:
+            self._describe(folder)
+            weights = {t["name"]: Path(t["file"]).name for t in tensors.values() if t["file"].startswith("model/")}
+            if len(set(weights.values())) > 1:
+                index = {"metadata": {}, "weight_map": weights}
+                (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            state = json.dumps({**self._state, "tensors": tensors}, indent=1, default=str) + "\n"
+            files |= put_file(store, name, integrity.STATE, state.encode())
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                files |= put_file(store, name, f"model/{path.relative_to(folder).as_posix()}", path.read_bytes())
         for part in parts:
-            part.unlink()
-        sync(model)
+            store.delete_file(name, part)
         facts = {key: value for key, value in self._state.items() if key == "step" or key.startswith("validation_")}
-        integrity.seal(staging, self._target, files, facts)
-        self._broken.discard(self._target.name)
+        integrity.seal_checkpoint(store, name, files, facts)
+        self._broken.discard(sealed_name(name))
         try:
-            prune(self._root, keep=self._keep_newest, best_by=self._best_by, broken=self._broken)
+            retention.prune_checkpoints(store, keep=self._keep_newest, best_by=self._best_by, broken=self._broken)
         except OSError as error:
             # The new checkpoint is whole; that an old one could not be deleted is no reason to say otherwise.
             warn(f"An old checkpoint cannot be deleted: {error}")
@@ -212,61 +205,16 @@ class CheckpointWriter:
         assert self._step is not None
         if failed and self._backend.is_main:
             # Before the ranks agree on the reason: after that, another may have begun to write the next one.
-            clean(self._root)
+            self._store.delete_remains()
         error = self._reason() if failed else None
         outcome = SaveOutcome(self._step, error)
         self._step, self._sealing, self._error, self._thread = None, False, None, None
         return outcome
 
     def _reason(self) -> str:
-        """Why a rank failed, in the same words on every rank; the system's number for it is what travels."""
+        """Returns why a rank failed, in the same words on every rank; the system's number for it is what travels."""
         if self._error is not None and self._error.errno in (None, errno.EDOM):
             warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
         worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
         return NOT_FINITE if worst == errno.EDOM else os.strerror(worst)
-
-
-def prune(root: Path, *, keep: int, best_by: str | None, broken: Collection[str] = ()) -> None:
-    """Deletes all checkpoints but the newest `keep` and, if asked, the one that is best by an evaluation's value.
-
-    Only complete ones count and only complete ones are deleted; one that is being read stays until the next time.
-    Call it from one process, after a checkpoint was sealed.
-
-    Args:
-        best_by: As `checkpoint.keep_best_by` has it.
-        broken: Names of folders whose content was found damaged: they do not count either.
-
-    Raises:
-        OSError: If a folder cannot be deleted.
-    """
-    whole = list(integrity.list_complete(root, broken))
-    staying = {folder for folder, _ in whole[:keep]}
-    if best_by is not None:
-        key, sign = ranking(best_by)
-        scored = [(sign * m[key], folder) for folder, m in whole if m.get(key) is not None and math.isfinite(m[key])]
-        staying |= {max(scored, key=lambda pair: pair[0])[1]} if scored else set()
-    for folder, _ in whole:
-        if folder not in staying:
-            _delete(folder)
-
-
-def _delete(folder: Path) -> None:
-    doomed = folder.with_name(folder.name + integrity.DOOMED)
-    # Open for writing: over NFS, only such files can be locked against others.
-    with os.fdopen(integrity.open_manifest(folder, os.O_RDWR), "r+b") as opened:
-        try:
-            integrity.lock(opened.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
-        folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def clean(root: Path) -> None:
-    """Removes what a run that was cut short left half written or half deleted."""
-    for path in root.glob("step-*"):
-        if path.suffix in (integrity.STAGING, integrity.DOOMED):
-            with suppress(OSError):
-                remove(path)

@@ -119,11 +119,11 @@ def audit(parsed: argparse.Namespace) -> int:
     from finetune.checkpoint import row_ledger
 
     directory = Path(parsed.run)
-    first, last = row_ledger.span(parsed.steps) if parsed.steps else (0, -1)
-    found = row_ledger.audit(directory)
+    first, last = row_ledger.parse_steps(parsed.steps) if parsed.steps else (0, -1)
+    found = row_ledger.audit_ledger(directory)
     for line in found.lines():
         print(line)
-    for entry in row_ledger.used(directory):
+    for entry in row_ledger.used_rows(directory):
         if first <= entry.step + 1 <= last:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
     return 0 if found.holds else 1

@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest, digest_of, sync, unlockable
+from finetune.utils.atomic_files import digest_of, file_digest, sync_to_disk, why_unlockable
 from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
@@ -121,16 +121,16 @@ class Cache:
             facts = build(staging)
             files = sorted(path for path in staging.iterdir() if path.is_file())
             for path in files:
-                sync(path)
+                sync_to_disk(path)
             # The index comes last: a folder with an index is a folder with everything.
             index = staging / _INDEX
-            content = {"files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": digest(p)} for p in files}}
+            content = {"files": {p.name: {"bytes": p.stat().st_size, "xxh3_128": file_digest(p)} for p in files}}
             content["facts"] = facts
             index.write_text(json.dumps({**content, "digest": digest_of(content)}))
-            sync(index)
-            sync(staging)
+            sync_to_disk(index)
+            sync_to_disk(staging)
             os.rename(staging, folder)
-            sync(self._root)
+            sync_to_disk(self._root)
         except BaseException as error:
             # What is wrong with the data stays wrong; a build that was stopped, or had no room left, can continue.
             kept = not isinstance(error, DataError) and (staging / STATE).exists()
@@ -173,7 +173,7 @@ class Cache:
             _NoLockError: If nothing can be locked here.
         """
         try:
-            reason = unlockable(self._root)
+            reason = why_unlockable(self._root)
             if reason is not None:
                 # A lock of this machine would not do: processes of several machines may prepare the same data.
                 problem = DataError(
@@ -273,7 +273,7 @@ def _check_file(file: Path, size: int, written: str | None) -> None:
     try:
         if file.is_symlink() or not file.is_file():
             raise _DamageError(f"is damaged ({file.name} is missing)")
-        if file.stat().st_size != size or (written is not None and digest(file) != written):
+        if file.stat().st_size != size or (written is not None and file_digest(file) != written):
             raise _DamageError(f"is damaged ({file.name} is not what was written)")
     except OSError as error:
         raise _DamageError(f"is damaged ({file.name}: {error.strerror or error})") from error

@@ -5,6 +5,7 @@ weights are all that has to be restored: from the nearest checkpoint before the 
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
+from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
 from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative, tolerance
@@ -118,7 +120,7 @@ def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> 
         _check_identity(directory, facts["identity"], run.identity)
         for step in range(run.resume.step, number - 1):
             _take(run, step)
-        replayed = _look(run, directory, facts, number, str(start or "the first ones"), entry)
+        replayed = _look(run, directory, facts, number, start or "the first ones", entry)
         run.backend.close()
     return replayed
 
@@ -126,7 +128,7 @@ def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> 
 def _entry(directory: Path, number: int) -> row_ledger.Used:
     """What the ledger says of a step."""
     first = last = 0
-    for entry in row_ledger.used(directory):
+    for entry in row_ledger.used_rows(directory):
         last = entry.step + 1
         first = first or last
         if last == number:
@@ -139,38 +141,35 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
     raise RecipeError(f"--step {number}: {directory} has taken steps {first} to {last}. Give one of them.")
 
 
-def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
+def _nearest(directory: Path, facts: dict[str, Any], most: int) -> str | None:
     """The newest whole checkpoint of at most so many steps, or None for the beginning of the run.
 
     Raises:
         CheckpointError: If the run began from another one's checkpoint, and that is gone.
     """
-    for folder in integrity.list_checkpoints(directory / "checkpoints"):
-        if (integrity.step_of(folder) or 0) <= most:
-            try:
-                integrity.verify(folder)
-            except CheckpointError:
-                continue
-            return folder
+    store = open_store(directory)
+    for name in store.list_names():
+        if (step_of(name) or 0) <= most:
+            with suppress(CheckpointError):
+                integrity.verify_checkpoint(store, name)
+                return store.address(name)
     begun = facts["starts"][0]
     if not begun["from_step"]:
         return None
-    if begun["from_step"] <= most and (Path(begun["resumed_from"]) / "manifest.json").is_file():
-        return Path(begun["resumed_from"])
+    if begun["from_step"] <= most and find_checkpoint(Path(begun["resumed_from"]))[1] is not None:
+        return str(begun["resumed_from"])
     raise CheckpointError(
         f"{directory} began at step {begun['from_step']} from {begun['resumed_from']}, and no whole checkpoint of at "
         f"most {most} steps is left. Replay a later step, or bring that checkpoint back."
     )
 
 
-def _recipe(recipe: Recipe, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
+def _recipe(recipe: Recipe, facts: dict[str, Any], start: str | None, folder: Path) -> Recipe:
     """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
         # What may not differ is compared afterwards, and said in other words.
-        "resume": recipe.resume.model_copy(
-            update={"mode": str(start) if start else "never", "allow": tuple(facts["identity"])}
-        ),
+        "resume": recipe.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "sample": None,
         "eval": EvalSection(),

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from finetune.checkpoint.best_evaluation import sentence
+from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series
 from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report import figures
@@ -54,7 +54,7 @@ def screen(run: RunHistory, width: int) -> RenderableType:
         parts += [Text(), plot]
     parts += [Text(), _figures(run, width)]
     if run.ended_early is not None:
-        parts += [Text(), Text(sentence(run.ended_early))]
+        parts += [Text(), Text(early_stop_sentence(run.ended_early))]
     if run.samples:
         last = run.samples[-1]
         parts += [Text(), Text(f"sample at step {last.step:,}", style="dim"), _lines(last.text, width, _SAMPLE_LINES)]

@@ -59,13 +59,14 @@ class Mesh:
             "tp": launch.tensor,
         }
         mesh = cls(sizes, rank, {})
-        groups = {name: mesh._make_group((name,), timeout) for name in ("tp", "sp") if sizes[name] > 1}
+        groups = {name: mesh.make_group((name,), timeout) for name in ("tp", "sp") if sizes[name] > 1}
         # Without tensor parallelism these are all ranks, which have a group already.
         whole = Group(launch.num_processes, rank, None)
-        groups["average"] = mesh._make_group(AVERAGE, timeout) if launch.tensor > 1 else whole
+        groups["average"] = mesh.make_group(AVERAGE, timeout) if launch.tensor > 1 else whole
         return cls(sizes, rank, groups)
 
-    def _make_group(self, dimensions: tuple[str, ...], timeout: timedelta) -> Group:
+    def make_group(self, dimensions: tuple[str, ...], timeout: timedelta) -> Group:
+        """Makes the group of this rank over some dimensions; every rank must call it."""
         ranks = np.arange(np.prod(list(self.sizes.values()))).reshape(tuple(self.sizes.values()))
         axes = [DIMENSIONS.index(name) for name in dimensions]
         rows = np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, self.size(*dimensions)).tolist()

@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint import integrity, trusted_code
+from finetune.checkpoint.checkpoint_store import (
+    CheckpointStore,
+    LocalCheckpointStore,
+    find_checkpoint,
+    name_of,
+    open_store,
+    step_of,
+)
 from finetune.checkpoint.run_facts import RUN, read_facts
 from finetune.config import path_kinds
 from finetune.config.recipe import load_recipe
@@ -26,7 +34,7 @@ class WeightSource:
     facts: dict[str, Any]
     """`run.json`; empty if the run has none."""
     trusted: bool = False
-    """Whether the person at the keyboard says that the run's code may run."""
+    """True if the person at the keyboard says that the run's code may run."""
     held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """Keeps the run from deleting the checkpoint; close it when it has been read."""
 
@@ -46,14 +54,14 @@ _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", 
 
 
 def is_run(place: Path) -> bool:
-    """Whether a folder is a run's, or one of its checkpoints."""
+    """Returns whether a folder is a run's, or one of its checkpoints."""
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
 
 
 def find_weights(
     place: Path, step: int | None = None, *, runs: Collection[str] = _LOADS, trusted: bool = False
 ) -> WeightSource:
-    """The weights that a run or checkpoint holds, after every byte of a checkpoint was compared with its manifest.
+    """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
     Of a run it is the step that is asked for, else the last: the newest checkpoint's, or what `model/` holds if the
     run continued after that.
@@ -78,11 +86,11 @@ def find_weights(
 
 def _find(place: Path, step: int | None) -> WeightSource:
     if _is_checkpoint(place):
-        if step is not None and step != integrity.step_of(place.resolve()):
+        if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
         folder = place.resolve()
         _check_links(folder.parent.parent)
-        return _source(folder.parent.parent, folder)
+        return _source(folder.parent.parent, LocalCheckpointStore(folder.parent), folder.name)
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
         if (wrong := path_kinds.not_a_run(place)) is not None:
@@ -91,41 +99,42 @@ def _find(place: Path, step: int | None) -> WeightSource:
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
         )
-    root = place / "checkpoints"
+    store = open_store(place)
+    names = store.list_names()
     if step is not None:
-        folder = root / integrity.name_of(step)
-        if not folder.is_dir():
-            there = ", ".join(str(integrity.step_of(path)) for path in reversed(integrity.list_checkpoints(root)))
+        if name_of(step) not in names:
+            there = ", ".join(str(step_of(name)) for name in reversed(names))
             raise CheckpointError(f"{place} has no checkpoint of step {step}. Its steps are {there or 'none'}.")
-        return _source(place, folder)
-    newest = next(iter(integrity.list_checkpoints(root)), None)
+        return _source(place, store, name_of(step))
+    newest = next(iter(names), None)
     facts = _facts(place)
     last = facts.get("length", {}).get("num_steps")
-    if "finished" in facts and (place / "model").is_dir() and (newest is None or integrity.step_of(newest) != last):
+    if "finished" in facts and (place / "model").is_dir() and (newest is None or step_of(newest) != last):
         return WeightSource(place, place / "model", last, load_recipe(place / "recipe.yaml"), facts)
     if newest is None:
         raise CheckpointError(
             f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
             "checkpoint (checkpoint.every_steps) or to its end."
         )
-    return _source(place, newest)
+    return _source(place, store, newest)
 
 
-def _source(run: Path, folder: Path) -> WeightSource:
+def _source(run: Path, store: CheckpointStore, name: str) -> WeightSource:
     if not (run / "recipe.yaml").is_file():
         raise CheckpointError(
-            f"{folder} does not lie in its run's directory: {run} has no recipe.yaml, which says what the weights "
-            "are. Put it back below checkpoints/ of its run."
+            f"{store.address(name)} does not lie in its run's directory: {run} has no recipe.yaml, which says what "
+            "the weights are. Put it back below checkpoints/ of its run."
         )
     held = ExitStack()
     try:
-        held.enter_context(integrity.reading(folder))
-        integrity.verify(folder)
-        step = integrity.read_state(folder)["step"]
+        held.enter_context(store.hold(name))
+        integrity.verify_checkpoint(store, name)
+        step = integrity.read_state(store, name)["step"]
     except CheckpointError as error:
         held.close()
         raise CheckpointError(f"{error}. Name another step with --step.") from error
-    return WeightSource(run, folder / "model", step, load_recipe(run / "recipe.yaml"), _facts(run), held=held)
+    weights = store.local_folder(name) / "model"
+    return WeightSource(run, weights, step, load_recipe(run / "recipe.yaml"), _facts(run), held=held)
 
 
 def _check_links(run: Path) -> None:
@@ -139,7 +148,7 @@ def _check_links(run: Path) -> None:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    return (place / "manifest.json").is_file() or integrity.step_of(place) is not None
+    return find_checkpoint(place)[1] is not None or step_of(place.name) is not None
 
 
 def _facts(run: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def write(
     results = facts.get("results", {})
     lines += [f"- {key}: {results[key]:.5g}" for key in _FIGURES if isinstance(results.get(key), (int, float))]
     lines += [f"- {key}: {facts[key]}" for key in ("precision", "finished") if key in facts]
-    skipped = [step for step in row_ledger.skipped(source.run) if source.step is None or step.step <= source.step]
+    skipped = [step for step in row_ledger.read_skipped(source.run) if source.step is None or step.step <= source.step]
     if skipped:
         lines += ["", "## Skipped steps", "", "They changed no weight, since a loss or gradient was not finite.", ""]
         lines += [f"- {step.line()}" for step in skipped]

@@ -17,7 +17,7 @@ from finetune.export.validate_files import INDEX, tensors_of, tensors_of_file
 from finetune.models.forward_wrapper import unwrap
 from finetune.models.lora_adapters import adapter_config, adapter_keys, transformer
 from finetune.models.pretrained_files import as_written, written_one_by_one
-from finetune.utils.atomic_files import follow_umask, remove, sync, write_json
+from finetune.utils.atomic_files import follow_umask, remove_path, sync_to_disk, write_json
 from finetune.utils.errors import CheckpointError
 
 _FILE_BYTES = 5 * 10**9
@@ -99,7 +99,7 @@ def _write(
     add_card: Callable[[Path], None],
 ) -> None:
     staging = directory.with_name(directory.name + ".staging")
-    remove(staging)
+    remove_path(staging)
     staging.mkdir()  # not its parents: below a mount that has vanished, that would fill the wrong disk
     if adapter_config(network) is not None:
         keys = adapter_keys(network)
@@ -120,7 +120,7 @@ def _write(
         tokenizer.save_pretrained(staging)
     add_card(staging)
     sync_files(staging)
-    remove(directory)
+    remove_path(directory)
     staging.rename(directory)
 
 
@@ -245,4 +245,4 @@ def sync_files(folder: Path) -> None:
     follow_umask(folder)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            sync(path)
+            sync_to_disk(path)

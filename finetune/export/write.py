@@ -24,7 +24,7 @@ from finetune.models.heads import Head
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import find_task
-from finetune.utils.atomic_files import lock_file, remove, sync, write_json
+from finetune.utils.atomic_files import lock_file, remove_path, sync_to_disk, write_json
 from finetune.utils.errors import CheckpointError, RecipeError
 
 Say = Callable[[str], None]
@@ -291,7 +291,7 @@ def _cannot_write(target: Path, error: OSError) -> CheckpointError:
 def _staging(target: Path) -> Path:
     staging = target.with_name(target.name + ".staging")
     try:
-        remove(staging)
+        remove_path(staging)
         staging.mkdir()
     except OSError as error:
         raise _cannot_write(target, error) from error
@@ -302,11 +302,11 @@ def _set_aside(staging: Path, target: Path) -> None:
     """What failed stays to be looked at, under a name that nobody opens by accident."""
     failed = target.with_name(target.name + ".failed")
     with contextlib.suppress(OSError):  # what is wrong is being reported already
-        remove(failed)
+        remove_path(failed)
         if any(staging.glob("*.safetensors")):
             staging.rename(failed)
         else:
-            remove(staging)
+            remove_path(staging)
 
 
 def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
@@ -315,6 +315,6 @@ def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
     facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
     write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
     sync_files(staging)
-    sync(staging)
+    sync_to_disk(staging)
     staging.rename(target)
-    sync(target.parent)
+    sync_to_disk(target.parent)

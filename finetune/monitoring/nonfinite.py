@@ -1,6 +1,5 @@
 """Steps whose loss or gradient is not finite: skipped on all ranks, counted, and reported."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class NonFiniteGuard:
         limit = {"nonfinite": self._max_skipped, "overflow": _MAX_OVERFLOWS}[kind]
         return {**incident, "fatal": self._in_a_row[kind] >= limit}
 
-    def diverged(self, incident: dict[str, Any], checkpoint: Path | None) -> DivergedError:
+    def diverged(self, incident: dict[str, Any], checkpoint: str | None) -> DivergedError:
         """The error to stop with after a fatal incident."""
         what = "a loss or gradient that is not finite" if incident["kind"] == "nonfinite" else "an overflow"
         keep = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."

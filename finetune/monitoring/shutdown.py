@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from finetune.utils import orphan_watch, signals
 
@@ -15,7 +14,7 @@ from finetune.utils import orphan_watch, signals
 class ShutdownHandler:
     """Turns signals, and the end of the launcher, into a request to stop at a step's boundary."""
 
-    def __init__(self, grace_s: float, newest: Callable[[], Path | None]) -> None:
+    def __init__(self, grace_s: float, newest: Callable[[], str | None]) -> None:
         """
         Args:
             grace_s: Seconds after a request until the process ends, saved or not.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from finetune.utils.atomic_files import read_whole_lines, remove, write_text
+from finetune.utils.atomic_files import read_whole_lines, remove_path, write_text
 
 _PROJECT = "finetune"
 _TEXTS = ("sample",)
@@ -157,7 +157,7 @@ class Trackers:
             if not file.exists():
                 folder.mkdir(exist_ok=True)
                 write_text(file, uuid.uuid4().hex[:12])
-            remove(folder / name)
+            remove_path(folder / name)
             run_id = file.read_text(encoding="utf-8")
             self._open[name] = _KINDS[name](folder / name, self._directory.resolve().name, run_id, self._config)
             if metrics.exists() and (lines := read_whole_lines(metrics).whole):

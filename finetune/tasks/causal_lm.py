@@ -62,7 +62,7 @@ def _outputs(network: nn.Module, batch: Batch) -> Any:
 
 def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
-    batch = sequence.split(batch, sequence.row_group(network))
+    batch = sequence.split(batch, getattr(network, "row_group", None))
     inner = lora_adapters.transformer(network)
     fused = chunked_loss.of_network(inner)
     if fused is None:

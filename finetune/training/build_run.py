@@ -15,7 +15,7 @@ from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
-from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identify
+from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Feed, TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
@@ -229,7 +229,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
     memory = backend.memory(model, optimizers.state_bytes(recipe))
-    resume = resume_point.choose(recipe, directory, backend, identity, num_steps=length.num_steps)
+    resume = resume_point.choose_resume_point(recipe, directory, backend, identity, num_steps=length.num_steps)
     profiler = _build_profiler(recipe, backend, directory, resume, length)
     resume.restore(backend, unwrap(model), optimizer)
     if not resume.finished:
@@ -304,7 +304,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
             infinite=network.infinite,
         ),
-        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest, directory.checkpoints)),
+        shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,
@@ -323,7 +323,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     """
     task = find_task(recipe)
     directory = RunDirectory.check(recipe)
-    resume_point.check(recipe, directory)
+    resume_point.check_resume(recipe, directory)
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
@@ -336,8 +336,8 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     weights = check_task_weights(task, recipe, data)
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
-    identity = identify(recipe, order, base)
-    resume_point.compare(recipe, directory, identity)
+    identity = identity_of(recipe, order, base)
+    resume_point.compare_with_previous(recipe, directory, identity)
     return _Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 

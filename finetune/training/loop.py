@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.checkpoint import best_evaluation, integrity
+from finetune.checkpoint import best_evaluation
+from finetune.checkpoint.checkpoint_store import name_of
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Window
 from finetune.export import merge, model_card, save_model
@@ -129,16 +130,17 @@ def _say_stopped(run: Run) -> None:
 def _end_early(run: Run) -> None:
     best = run.state.best
     ended = run.results["ended_early"] = {"step": run.state.step, "best": best.to_dict()}
-    kept = run.directory.checkpoints / integrity.name_of(best.step or 0)
-    where = f"The best checkpoint is {kept}" if kept.exists() else "No checkpoint was saved at the best step"
-    run.reporter.say(f"This run {best_evaluation.sentence(ended)}. {where}.")
+    store, name = run.directory.checkpoints, name_of(best.step or 0)
+    saved = name in store.list_names()
+    where = f"The best checkpoint is {store.address(name)}" if saved else "No checkpoint was saved at the best step"
+    run.reporter.say(f"This run {best_evaluation.early_stop_sentence(ended)}. {where}.")
 
 
 def _nothing_left(run: Run) -> str:
     """Why a finished run is not continued, and how it could be."""
     ended = run.results.get("ended_early")
     if ended is not None:
-        said = best_evaluation.sentence(ended)
+        said = best_evaluation.early_stop_sentence(ended)
         return f"Nothing is left to do: this run {said}. Raise eval.patience, or set it to null, to continue it."
     return f"Nothing is left to do: this run ended at step {run.length.num_steps}. Raise its length to continue it."
 

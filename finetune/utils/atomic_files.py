@@ -23,7 +23,7 @@ _CHUNK = 1 << 22
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Returns once a file, or the names in a folder, are on the disk.
 
     Raises:
@@ -48,13 +48,13 @@ def write_text(path: Path, text: str) -> None:
         # A new file in any case: one that is there may be a link to somewhere else.
         with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
             file.write(text)
-        sync(staging)
+        sync_to_disk(staging)
         os.replace(staging, path)
     except OSError:
         with contextlib.suppress(OSError):
             staging.unlink()
         raise
-    sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -71,7 +71,7 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
-def unlockable(folder: Path) -> str | None:
+def why_unlockable(folder: Path) -> str | None:
     """Why files in a folder cannot be locked; None if they can.
 
     Raises:
@@ -99,14 +99,14 @@ def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
     Raises:
         OSError: If the folder cannot be written.
     """
-    reason = unlockable(folder)
+    reason = why_unlockable(folder)
     if reason is None:
         return folder / name, None
     key = digest_of(str(folder.resolve() / name))[:16]
     return Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{key}.lock", reason
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Deletes a file, a link, or a folder with all that is in it; never what a link points to.
 
     Raises:
@@ -133,7 +133,7 @@ def follow_umask(folder: Path) -> None:
             path.chmod(mode)
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """32 hexadecimal digits of a file's content. It finds damage, not forgery.
 
     Source: xxHash's XXH3 with 128 bits, which reads as fast as memory does.
@@ -315,7 +315,7 @@ def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
     aside = path.with_name(f"{path.name}.damaged")
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab") as file:
         file.write(b"".join(line + b"\n" for line in lines.damaged.values()))
-    sync(aside)
+    sync_to_disk(aside)
     first, count = min(lines.damaged), len(lines.damaged)
     return f"{path}: damaged lines, {count:,} in all and the first of them line {first}, were moved to {aside.name}"
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import OneRank, copy, forge, forge_state, mlp, run_here
 
-from finetune.checkpoint import load_checkpoint, save_checkpoint
+from finetune.checkpoint import load_checkpoint
+from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.utils.errors import CheckpointError
 
 # A reader that opens a pipe would wait for ever.
@@ -38,16 +39,16 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """Why a checkpoint is refused."""
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint.verified(folder, OneRank())  # type: ignore[arg-type]
+        load_checkpoint.verify_on_all_ranks(LocalCheckpointStore(folder.parent), folder.name, OneRank())  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def found(root: Path) -> Path:
     """The checkpoint that a run resumes from."""
-    got = load_checkpoint.find(root, OneRank())  # type: ignore[arg-type]
+    got = load_checkpoint.find_newest(LocalCheckpointStore(root), OneRank())  # type: ignore[arg-type]
     assert got is not None
     got.held.close()
-    return got.folder
+    return Path(got.address)
 
 
 # ---------------------------------------------------------------- what is damaged
@@ -248,10 +249,11 @@ def test_none_is_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    assert load_checkpoint.find(tmp_path / "nowhere", OneRank()) is None  # type: ignore[arg-type]
+    nowhere = LocalCheckpointStore(tmp_path / "nowhere")
+    assert load_checkpoint.find_newest(nowhere, OneRank()) is None  # type: ignore[arg-type]
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-00000012.staging").mkdir()
-    assert load_checkpoint.find(tmp_path, OneRank()) is None  # type: ignore[arg-type]
+    assert load_checkpoint.find_newest(LocalCheckpointStore(tmp_path), OneRank()) is None  # type: ignore[arg-type]
 
 
 def test_what_a_file_system_leaves_is_no_damage(root: Path) -> None:
@@ -269,7 +271,7 @@ def test_half_written_and_half_deleted_ones_are_no_checkpoints_and_go(root: Path
     (root / "step-00000026.staging").write_text("a file")
     (root / "notes.txt").write_text("mine")
     assert found(root) == whole
-    save_checkpoint.clean(root)
+    LocalCheckpointStore(root).delete_remains()
     left = sorted(path.name for path in root.iterdir())
     assert left == ["notes.txt", "step-00000010", "step-00000015", "step-00000020", "step-00000021.broken"]
 

@@ -12,7 +12,8 @@ from inside import Crash, Done, copy, crash_after, early_stopping, run_here, sto
 from rich.console import Console
 
 from finetune.checkpoint import integrity
-from finetune.checkpoint.best_evaluation import BestEvaluation, sentence, still_ended
+from finetune.checkpoint.best_evaluation import BestEvaluation, early_stop_sentence, still_ended
+from finetune.checkpoint.checkpoint_store import open_store
 from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
@@ -89,7 +90,7 @@ def test_a_run_ends_when_its_patience_does(ended: Done) -> None:
     assert "finished" in ended.facts
     assert (ended.directory / "model").is_dir()
     assert ended.checkpoints == [f"step-{BEST:08d}", f"step-{END:08d}"]
-    kept = integrity.read_manifest(ended.directory / "checkpoints" / ended.checkpoints[0])
+    kept = integrity.read_manifest(open_store(ended.directory), ended.checkpoints[0])
     assert kept["validation_loss"] == min(losses)
     said = (
         f"ended early at step 14: no better validation_loss than {min(losses):.4f} at step 8 in 3 evaluations in a row"
@@ -146,7 +147,7 @@ def test_patience_without_what_it_looks_at_is_refused(tmp_path: Path) -> None:
 def test_the_report_says_so(ended: Done) -> None:
     run = read_run(ended.directory)
     said = one_run.status_line(run)
-    assert said == sentence(ended.results["ended_early"])
+    assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
     assert f"step {BEST}" in one_run.summary("run", run, None, live=False)

@@ -23,6 +23,7 @@ from ranks import PARAGRAPH
 from safetensors.torch import load_file
 
 from finetune.checkpoint import integrity, row_ledger
+from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
@@ -102,20 +103,22 @@ def undisturbed(done: Done, calm: Done) -> None:
     assert done.steps == list(range(1, 21))
     assert done.losses == calm.losses
     torch.testing.assert_close(done.weights, calm.weights, rtol=0, atol=0)
-    found = row_ledger.audit(done.directory)
+    found = row_ledger.audit_ledger(done.directory)
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (1, 20)
-    for folder in integrity.list_checkpoints(done.directory / "checkpoints"):
-        integrity.verify(folder)
+    store = open_store(done.directory)
+    for name in store.list_names():
+        integrity.verify_checkpoint(store, name)
 
 
 def whole(directory: Path) -> list[int]:
     """The steps of the checkpoints, each verified; there is nothing else beside them."""
-    found = integrity.list_checkpoints(directory / "checkpoints")
-    for folder in found:
-        integrity.verify(folder)
+    store = open_store(directory)
+    found = store.list_names()
+    for name in found:
+        integrity.verify_checkpoint(store, name)
     assert len(found) == len(list((directory / "checkpoints").iterdir()))
-    return sorted(integrity.step_of(folder) or 0 for folder in found)
+    return sorted(step_of(name) or 0 for name in found)
 
 
 # ---------------------------------------------------------------- full
@@ -412,8 +415,8 @@ def test_two_ranks_agree(fork_server: ForkServer, disk: Disk, tmp_path: Path) ->
     ]
     assert lines[0] == lines[1] == lines[2]
     assert [step for step, _ in lines[0]] == list(range(1, 21))
-    assert row_ledger.audit(disk.place / "gone").holds
-    assert row_ledger.audit(disk.place / "full").holds
+    assert row_ledger.audit_ledger(disk.place / "gone").holds
+    assert row_ledger.audit_ledger(disk.place / "full").holds
     # The third ends on both ranks, which say one paragraph.
     assert whole(disk.place / "last") == [5, 10, 15]
     assert len(PARAGRAPH.findall(output)) == 1, output[-4000:]

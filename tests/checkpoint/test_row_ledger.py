@@ -47,7 +47,7 @@ def should_read(steps: int, size: int, *, drop: bool, seed: int = 3) -> list[lis
 
 def read(directory: Path) -> list[list[int]]:
     """The rows of each step, as the ledger says."""
-    return [entry.rows.tolist() for entry in row_ledger.used(directory)]
+    return [entry.rows.tolist() for entry in row_ledger.used_rows(directory)]
 
 
 def rewrite(directory: Path, lines: list[dict[str, Any]]) -> None:
@@ -58,7 +58,7 @@ def rewrite(directory: Path, lines: list[dict[str, Any]]) -> None:
 def holds(directory: Path) -> bool:
     """Whether an audit is content; that it cannot be read counts as a no."""
     try:
-        return row_ledger.audit(directory).holds
+        return row_ledger.audit_ledger(directory).holds
     except CheckpointError:
         return False
 
@@ -89,7 +89,7 @@ def test_each_row_once_however_often_it_stopped(tmp_path_factory: pytest.TempPat
             run_here(tree, (crash_after if crash else stop_after)(step))
         except Crash:
             assert crash
-    found = row_ledger.audit(directory)
+    found = row_ledger.audit_ledger(directory)
     assert found.holds, found.lines()
     assert read(directory) == should_read(last, size, drop=drop)
     # Counted here once more, without the ledger's own bookkeeping.
@@ -116,7 +116,7 @@ def test_two_ranks_and_one_in_turn(fork_server: ForkServer, tmp_path: Path) -> N
         recipe.write_text(yaml.safe_dump(tree))
         with fork_server.start("ddp", tmp_path / "ranks", str(recipe)) as ranks:
             assert ranks.wait() == [0, 0], ranks.output()
-    found = row_ledger.audit(directory)
+    found = row_ledger.audit_ledger(directory)
     assert found.holds, found.lines()
     assert read(directory) == should_read(20, 12, drop=False)
     assert [start["processes"] for start in json.loads((directory / "run.json").read_text())["starts"]] == [2, 1, 2, 1]
@@ -133,7 +133,7 @@ def test_rows_that_another_process_read_are_seen(tmp_path: Path, monkeypatch: py
         return rows
 
     monkeypatch.setattr(TokenFileFeed, "micro_batches", wrong)
-    found = row_ledger.audit(run_here(mlp(tmp_path / "run")).directory)
+    found = row_ledger.audit_ledger(run_here(mlp(tmp_path / "run")).directory)
     assert found.unproved == [7]
     assert not found.holds
 
@@ -143,7 +143,7 @@ def test_a_run_that_began_from_anothers_checkpoint(tmp_path: Path) -> None:
     tree = mlp(tmp_path / "two", length={"steps": 30}, resume={"mode": str(tmp_path / "one")})
     run_here(tree, stop_after(17))
     run_here(tree)
-    found = row_ledger.audit(tmp_path / "two")
+    found = row_ledger.audit_ledger(tmp_path / "two")
     assert found.holds, found.lines()
     assert (found.first, found.num_steps) == (11, 20)
     assert read(tmp_path / "two") == should_read(30, 8, drop=False)[10:]
@@ -161,7 +161,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Done:
         run_here(tree, crash_after(33))
     run_here(tree, stop_after(45))
     done = run_here(tree)
-    assert row_ledger.audit(done.directory).holds
+    assert row_ledger.audit_ledger(done.directory).holds
     assert [line["start"] for line in read_lines(done.directory / "ledger.jsonl") if "start" in line] == [0, 30, 45]
     return done
 
@@ -280,9 +280,9 @@ def test_a_torn_line_is_mended_by_the_next_start(finished: Done, tmp_path: Path)
     directory = copy(finished.directory, tmp_path / "run")
     with (directory / "ledger.jsonl").open("ab") as file:
         file.write(b'{"step":62,"ro')
-    assert row_ledger.audit(directory).holds
+    assert row_ledger.audit_ledger(directory).holds
     run_here(mlp(directory, length={"steps": 70}))
-    assert row_ledger.audit(directory).holds
+    assert row_ledger.audit_ledger(directory).holds
     assert read(directory) == should_read(70, 8, drop=False)
 
 
@@ -322,7 +322,7 @@ def test_a_resume_says_what_can_no_longer_be_audited(tmp_path: Path, kind: str) 
     which = f"step {lost[0]}" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]}"
     assert f"no line for {which} is there, or can be read" in " ".join(done.said.split())
     assert done.losses == straight.losses
-    found = row_ledger.audit(tmp_path / "run")
+    found = row_ledger.audit_ledger(tmp_path / "run")
     assert not found.holds
     assert found.lines()[-1] == "THE LEDGER DOES NOT HOLD"
     if lost[0] > 1:
@@ -333,7 +333,7 @@ def test_a_resume_says_what_can_no_longer_be_audited(tmp_path: Path, kind: str) 
     assert not found.unproved
     assert not found.gaps
     expected = should_read(20, 8, drop=False)
-    steps = {entry.step + 1: entry.rows.tolist() for entry in row_ledger.used(tmp_path / "run")}
+    steps = {entry.step + 1: entry.rows.tolist() for entry in row_ledger.used_rows(tmp_path / "run")}
     assert steps == {step: expected[step - 1] for step in range(1, 21) if step not in lost}
     # What was damaged is kept.
     assert (tmp_path / "run" / "ledger.jsonl.damaged").exists() == (
@@ -345,10 +345,10 @@ def test_a_resume_says_what_can_no_longer_be_audited(tmp_path: Path, kind: str) 
 def test_a_checkpoint_proves_that_a_ledger_is_cut(tmp_path: Path, kept: int) -> None:
     """Also of a run that has not ended, and so says nothing of how far it came."""
     done = run_here(mlp(tmp_path / "run"), stop_after(10))
-    assert row_ledger.audit(done.directory).holds
+    assert row_ledger.audit_ledger(done.directory).holds
     lines = lines_of(done)
     rewrite(done.directory, lines[: 1 + kept])
-    found = row_ledger.audit(done.directory)
+    found = row_ledger.audit_ledger(done.directory)
     assert found.lost == "NOT to the end: the run has come to step 10"
     assert not found.holds
 
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_was_refused_proves_nothing(tmp_path: Path) -> None:
     run_here(tree, stop_after(15))
     (tmp_path / "run" / "checkpoints" / "step-00000015" / "state.json").write_text("{}")
     run_here(tree, stop_after(12))
-    found = row_ledger.audit(tmp_path / "run")
+    found = row_ledger.audit_ledger(tmp_path / "run")
     assert found.holds, found.lines()
     assert found.num_steps == 12
 
@@ -402,4 +402,4 @@ def test_what_is_no_run_is_called_by_what_it_is(tmp_path: Path, name: str, says:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match=says):
-        row_ledger.audit(tmp_path / name)
+        row_ledger.audit_ledger(tmp_path / name)

@@ -24,7 +24,7 @@ from finetune.diagnostics.replay import replay
 from finetune.distributed.native_ops import native_ops
 from finetune.export import write
 from finetune.utils import atomic_files
-from finetune.utils.atomic_files import digest
+from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import BackendError, CheckpointError, DataError, RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("run_directory")]
@@ -193,7 +193,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
     stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = copy(stopped, tmp_path / "run")
-    remove = atomic_files.remove
+    remove = atomic_files.remove_path
 
     def cut(path: Path) -> None:
         remove(path)
@@ -202,7 +202,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
 
     tree = mlp(directory, output={"overwrite": True}, length={"steps": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "remove", cut)
+        patch.setattr(run_directory, "remove_path", cut)
         with pytest.raises(Crash):
             run_here(tree)
     assert run_here(tree).steps == [1, 2, 3]
@@ -280,7 +280,7 @@ def manifest(change: Callable[[dict[str, Any], Path], Any]) -> Callable[[Path, P
 
 
 def facts_of(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
+    return {"bytes": file.stat().st_size, "xxh3_128": file_digest(file)}
 
 
 def tensor_in(name: Callable[[Path], Any]) -> Callable[[Path, Path], None]:

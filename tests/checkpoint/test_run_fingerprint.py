@@ -246,7 +246,7 @@ def facts(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     num_rows, size = len(ready.train), recipe.batch.global_size
     length = measure_length(recipe.length, size, recipe.data, num_rows)
     order = RowOrder(recipe.seed, num_rows, length.epoch_rows, size, ready.digest)
-    return json.loads(json.dumps(run_fingerprint.identify(recipe, order, run_fingerprint.base_of(recipe))))
+    return json.loads(json.dumps(run_fingerprint.identity_of(recipe, order, run_fingerprint.base_of(recipe))))
 
 
 def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
@@ -266,23 +266,23 @@ def check(folder: Path, mathematical: list[str], free: list[str]) -> None:
         raise
     expected = sorted(set().union(*map(reported, mathematical)))
     if not expected:
-        assert run_fingerprint.compare(saved, now, (), place="runs/run") == []
+        assert run_fingerprint.compare_identities(saved, now, (), place="runs/run") == []
         return
     with pytest.raises(RecipeError) as caught:
-        run_fingerprint.compare(saved, now, (), place="runs/run")
+        run_fingerprint.compare_identities(saved, now, (), place="runs/run")
     said = str(caught.value)
     assert said.startswith("runs/run holds a run whose mathematics differ from this recipe's: ")
     assert f"resume.allow=[{', '.join(expected)}]" in said
     for key in expected:
         assert f"{key}: " in said
     # What is named may differ, and nothing else.
-    assert run_fingerprint.compare(saved, now, expected, place="") == expected
+    assert run_fingerprint.compare_identities(saved, now, expected, place="") == expected
     sections = {key.split(".")[0] for key in expected}
-    assert run_fingerprint.compare(saved, now, sections, place="") == expected
+    assert run_fingerprint.compare_identities(saved, now, sections, place="") == expected
     for key in expected:
         others = [other for other in expected if other != key and not key.startswith(other + ".")]
         with pytest.raises(RecipeError, match=rf"resume\.allow=\[.*{key}\]"):
-            run_fingerprint.compare(saved, now, others, place="")
+            run_fingerprint.compare_identities(saved, now, others, place="")
 
 
 @pytest.mark.parametrize("key", [*MATHEMATICS, *FREE])
@@ -299,26 +299,26 @@ def test_several_at_once(folder: Path, data: Any) -> None:
 
 def test_adapters_or_none(folder: Path) -> None:
     with pytest.raises(RecipeError, match=r"resume\.allow=\[lora\.alpha, lora\.dora, .*lora\.targets\]"):
-        run_fingerprint.compare(facts(folder, {}), facts(folder, LORA), (), place="")
+        run_fingerprint.compare_identities(facts(folder, {}), facts(folder, LORA), (), place="")
 
 
 def test_a_model_is_what_is_in_it(folder: Path, tmp_path: Path) -> None:
     """Elsewhere it is the same; with one other number it is another."""
     first, second = (shutil.copytree(MODEL, tmp_path / name) for name in ("here", "there"))
     here, there = (facts(folder, {"model.config": None, "model.name": str(path)}) for path in (first, second))
-    assert run_fingerprint.compare(here, there, (), place="") == []
+    assert run_fingerprint.compare_identities(here, there, (), place="") == []
     config = json.loads((second / "config.json").read_text())
     (second / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
     changed = facts(folder, {"model.config": None, "model.name": str(second)})
     with pytest.raises(RecipeError, match=r"model\.name: other content\. .*resume\.allow=\[model\.name\]"):
-        run_fingerprint.compare(here, changed, (), place="")
+        run_fingerprint.compare_identities(here, changed, (), place="")
 
 
 @pytest.mark.parametrize(("name", "close"), [("optim.lrr", "optim.lr"), ("data.train", "data"), ("logs", None)])
 def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: str | None) -> None:
     one = facts(folder, {})
     with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
-        run_fingerprint.compare(one, one, [name], place="")
+        run_fingerprint.compare_identities(one, one, [name], place="")
     assert close is None or f"Did you mean '{close}'?" in str(caught.value)
 
 
@@ -329,8 +329,8 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose content is read for a digest."""
     names: list[str] = []
-    digest = atomic_files.digest
-    monkeypatch.setattr(run_fingerprint, "digest", lambda file: (names.append(file.name), digest(file))[1])
+    digest = atomic_files.file_digest
+    monkeypatch.setattr(run_fingerprint, "file_digest", lambda file: (names.append(file.name), digest(file))[1])
     return names
 
 
@@ -349,7 +349,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_digest_is_remembered(weights: Path, tmp_path: Path, read: list[str], monkeypatch: Any) -> None:
     later(monkeypatch)
     found = [run_fingerprint._digest(weights, tmp_path / "cache") for _ in range(3)]
-    assert found == [atomic_files.digest(weights)] * 3
+    assert found == [atomic_files.file_digest(weights)] * 3
     assert read == ["model.safetensors"]
 
 
@@ -385,7 +385,7 @@ def test_whatever_changes_a_file_changes_its_digest(
     tick = weights.stat().st_ctime_ns
     until(lambda: clock(tmp_path) > tick, 10, "the file system's clock stands still")
     change(weights)
-    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights) != before
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.file_digest(weights) != before
 
 
 def clock(folder: Path) -> int:
@@ -410,9 +410,9 @@ def test_what_is_damaged_in_the_cache_is_read_again(
     run_fingerprint._digest(weights, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(text.encode("latin-1"))
-    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "cache") == atomic_files.file_digest(weights)
     (tmp_path / "file").touch()
-    assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.digest(weights)
+    assert run_fingerprint._digest(weights, tmp_path / "file" / "cache") == atomic_files.file_digest(weights)
 
 
 def test_a_hub_model_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

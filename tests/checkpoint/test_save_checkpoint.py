@@ -13,7 +13,9 @@ import torch
 from inside import Done, at_step, mlp, run_here, stop_after
 from safetensors import safe_open
 
-from finetune.checkpoint import integrity, save_checkpoint, snapshot
+from finetune.checkpoint import integrity, retention, snapshot
+from finetune.checkpoint.checkpoint_store import sealed_name, step_of
+from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import Run
@@ -47,13 +49,13 @@ class Writer:
         self.make = snapshot.TensorFile
         monkeypatch.setattr(snapshot, "TensorFile", self)
 
-    def __call__(self, path: Path, tensors: Any) -> Any:
+    def __call__(self, file: NewFile, tensors: Any) -> Any:
         self.began.set()
         assert self.may.wait(60)
-        step = int(path.relative_to(path.parents[path.parts[::-1].index("checkpoints") - 1]).parts[0][5:13])
+        step = step_of(sealed_name(file.name))
         if step in self.errors:
             raise self.errors[step]
-        return self.make(path, tensors)
+        return self.make(file, tensors)
 
 
 def written(run: Run) -> None:
@@ -161,10 +163,11 @@ def test_so_is_what_fails_later(tmp_path: Path, straight: Done, monkeypatch: pyt
     def describe(run: Run) -> None:
         run.checkpoints._saver._describe = fail
 
-    module = {"seal": integrity, "prune": save_checkpoint}.get(where)
-    right: Callable[..., None] = (lambda folder: None) if module is None else getattr(module, where)
-    if module is not None:
-        monkeypatch.setattr(module, where, fail)
+    right: Callable[..., None] = lambda folder: None  # noqa: E731
+    if where != "describe":
+        module, name = {"seal": (integrity, "seal_checkpoint"), "prune": (retention, "prune_checkpoints")}[where]
+        right = getattr(module, name)
+        monkeypatch.setattr(module, name, fail)
     done = run_here(mlp(tmp_path / "run", checkpoint=ALL), describe if where == "describe" else None)
     undisturbed(done, straight)
     assert len(calls) == 4
@@ -200,7 +203,7 @@ def test_a_fault_of_the_program_surfaces(tmp_path: Path, monkeypatch: pytest.Mon
     def wrong(*args: Any, **kwargs: Any) -> None:
         raise TypeError("a slip")
 
-    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (integrity, "seal")), wrong)
+    monkeypatch.setattr(*((snapshot, "TensorFile") if place == "write" else (integrity, "seal_checkpoint")), wrong)
     with pytest.raises(TypeError, match="a slip"):
         run_here(mlp(tmp_path / "run"))
     assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()] == [".staging"]

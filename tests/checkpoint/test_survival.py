@@ -24,7 +24,7 @@ from harness import LIMIT_S, ROOT, command, environment
 from ranks import PARAGRAPH, by_finetune, free_port
 from terminal import Terminal
 
-from finetune.checkpoint import integrity
+from finetune.checkpoint.checkpoint_store import name_of
 from finetune.utils.exit_codes import REQUEUE
 
 pytestmark = pytest.mark.xdist_group("survival")
@@ -290,7 +290,7 @@ def test_ctrl_c_says_where_a_run_stopped_and_leaves_nothing_behind(victim: Victi
         terminal.press_ctrl_c()
         assert terminal.end() == REQUEUE, terminal.output
     step = victim.newest()
-    checkpoint = victim.checkpoints / integrity.name_of(step)
+    checkpoint = victim.checkpoints / name_of(step)
     said = f"Stopped at step {step} of 24 (SIGINT), saved in {checkpoint}. The same command resumes here."
     assert terminal.output.count(said) == 1
     for word in ("Traceback", "signal", "Error", "SIGTERM"):

@@ -14,7 +14,7 @@ from finetune.cli import main
 from finetune.data.rows.row_order import rows_at
 from finetune.diagnostics import replay
 from finetune.diagnostics.replay import Replayed
-from finetune.utils.atomic_files import digest
+from finetune.utils.atomic_files import file_digest
 from finetune.utils.console import plain_console
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -46,7 +46,7 @@ def again(directory: Path, step: int) -> Replayed:
 def state(directory: Path) -> dict[str, tuple[str, int]]:
     """Content and time of every file, and of the folders."""
     return {
-        str(path): (digest(path) if path.is_file() else "", path.stat().st_mtime_ns)
+        str(path): (file_digest(path) if path.is_file() else "", path.stat().st_mtime_ns)
         for path in sorted((directory, *directory.rglob("*")))
     }
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from finetune.cli import main
 from finetune.export import find_weights, model_card, push_to_hub, stop_tokens, validate_files, verify_export
 from finetune.models.heads import NEXT_TOKEN
-from finetune.utils.atomic_files import digest
+from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
 
 pytestmark = [
@@ -355,7 +355,7 @@ def spoiled(run: Path, target: Path, act: Callable[[dict[str, torch.Tensor]], An
     for folder in (spoilt / "checkpoints").iterdir():
         file = folder / "model" / name
         change(file.parent, act, name)
-        facts = {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
+        facts = {"bytes": file.stat().st_size, "xxh3_128": file_digest(file)}
         forge(folder, lambda manifest, facts=facts: manifest["files"].update({f"model/{name}": facts}))
     return spoilt
 

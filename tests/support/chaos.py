@@ -30,6 +30,7 @@ from inside import mlp
 from ranks import by_finetune
 
 from finetune.checkpoint import integrity, row_ledger
+from finetune.checkpoint.checkpoint_store import CheckpointStore, name_of, open_store, sealed_name, step_of
 from finetune.utils import errors
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.exit_codes import REQUEUE
@@ -87,34 +88,35 @@ class Victim:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
+    @property
+    def store(self) -> CheckpointStore:
+        return open_store(self.directory)
+
     def staged(self) -> set[str]:
         """The checkpoints that are being written, or that somebody who was killed has left unfinished."""
         return {path.name for path in self.checkpoints.glob("*.staging")}
 
     def look(self) -> None:
         """Notes the checkpoints that are there."""
-        for folder in integrity.list_checkpoints(self.checkpoints):
-            if folder.name not in self.whole:
+        for name in self.store.list_names():
+            if name not in self.whole:
                 try:
-                    self.whole[folder.name] = integrity.read_manifest(folder)["validation_loss"]
+                    self.whole[name] = integrity.read_manifest(self.store, name)["validation_loss"]
                 except errors.CheckpointError:
                     # Deleted since it was listed. If it still has its name, it never was whole.
-                    demand(not folder.exists(), f"{folder.name} was listed before it was whole")
+                    demand(name not in self.store.list_names(), f"{name} was listed before it was whole")
 
     def newest(self) -> int:
         """The step of the newest checkpoint, named or killed before it got its name; 0 without one."""
-        found = [
-            *integrity.list_checkpoints(self.checkpoints),
-            *map(integrity.final_name, integrity.list_unnamed(self.checkpoints)),
-        ]
-        return max((integrity.step_of(folder) or 0 for folder in found), default=0)
+        found = map(sealed_name, integrity.list_resumable(self.store))
+        return max((step_of(name) or 0 for name in found), default=0)
 
     def check(self) -> None:
         """What must hold whenever nobody is at work."""
         self.look()
-        there = {folder.name: folder for folder in integrity.list_checkpoints(self.checkpoints)}
-        for folder in there.values():
-            integrity.verify(folder)
+        there = self.store.list_names()
+        for name in there:
+            integrity.verify_checkpoint(self.store, name)
         demand(not list(self.checkpoints.glob("*.broken")), "a checkpoint was found broken")
         best = min((loss for loss in self.whole.values() if loss is not None), default=None)
         for name, loss in self.whole.items():
@@ -134,7 +136,7 @@ class Victim:
         """The final model's files, and the digests of what the last checkpoint holds."""
         files: dict[str, bytes | str] = {}
         files |= {file.name: file.read_bytes() for file in (self.directory / "model").iterdir() if file.suffix != ".md"}
-        manifest = integrity.read_manifest(self.checkpoints / integrity.name_of(self.steps))
+        manifest = integrity.read_manifest(self.store, name_of(self.steps))
         files |= {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name != integrity.STATE}
         return files
 
@@ -147,7 +149,7 @@ class Victim:
             demand(one == other, f"metrics.jsonl has {one} instead of {other}")
         demand(len(found) == len(expected), f"metrics.jsonl has {len(found)} lines instead of {len(expected)}")
         demand(self.tensors() == straight.tensors(), "the final weights are others")
-        proof = row_ledger.audit(self.directory)
+        proof = row_ledger.audit_ledger(self.directory)
         demand(proof.holds and proof.num_steps == self.steps, "\n".join(proof.lines()))
 
 

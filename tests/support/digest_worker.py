@@ -8,7 +8,7 @@ from finetune.checkpoint import run_fingerprint
 from finetune.training import entry_point
 from finetune.utils import atomic_files
 
-_digest = atomic_files.digest
+_digest = atomic_files.file_digest
 
 
 def digest(file: Path) -> str:
@@ -18,6 +18,6 @@ def digest(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    run_fingerprint.digest = digest
+    run_fingerprint.file_digest = digest
     run_fingerprint._SETTLED_NS = 0  # the base was made a moment ago
     sys.exit(entry_point.train_main())

@@ -175,12 +175,12 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def forge_state(folder: Path, change: Callable[[Any], Any]) -> None:
     """Changes a checkpoint's `state.json`, and makes the manifest's figures of it right again."""
-    from finetune.utils.atomic_files import digest
+    from finetune.utils.atomic_files import file_digest
 
     file = folder / "state.json"
     state = json.loads(file.read_text())
     file.write_text(json.dumps(change(state) or state))
-    facts = {"bytes": file.stat().st_size, "xxh3_128": digest(file)}
+    facts = {"bytes": file.stat().st_size, "xxh3_128": file_digest(file)}
     forge(folder, lambda manifest: manifest["files"].update({"state.json": facts}))
 
 

@@ -94,7 +94,7 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("begin", "repeat", "finish", "clear"):
             moments.before(split_writer.SplitWriter, name)
         moments.before(token_shards, "write_json")
-        moments.before(cache, "sync")
+        moments.before(cache, "sync_to_disk")
         moments.before(cache.os, "rename")
         try:
             recipe = validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}})

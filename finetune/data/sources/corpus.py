@@ -21,7 +21,7 @@ from finetune.data.sources.readers import (
 from finetune.data.sources.streams import Meter
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest
+from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import DataError
 
 _BATCH_ROWS = 1024
@@ -227,7 +227,7 @@ def _open_sample(count: int, fields: Fields) -> tuple[str, _Opened]:
 
 def _hash_file(path: Path) -> str:
     try:
-        return digest(path)
+        return file_digest(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Check data.train and data.validation."

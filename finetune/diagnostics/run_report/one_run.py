@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.checkpoint.best_evaluation import sentence
+from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import STATUSES, RunHistory
 from finetune.data.data_report import WORDS
 from finetune.diagnostics.run_report import figures
@@ -54,7 +54,7 @@ def status_line(run: RunHistory) -> str:
     if run.status == "diverged":
         last = run.incidents[-1]
         return f"diverged at step {last.step:,}{of}: {last.in_a_row} steps in a row were not finite"
-    return sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
+    return early_stop_sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
 
 
 def _what(run: RunHistory) -> str:

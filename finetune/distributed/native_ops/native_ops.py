@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import toolchain
-from finetune.utils.atomic_files import unlockable
+from finetune.utils.atomic_files import why_unlockable
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
 
@@ -346,7 +346,7 @@ def build_folder(op: Op) -> Path:
 def _lock(op: Op) -> FileLock:
     # flock: the kernel frees it when its process ends, however that ends.
     folder = build_folder(op)
-    reason = unlockable(folder.parent)
+    reason = why_unlockable(folder.parent)
     if reason is not None:
         raise BackendError(
             f"torch's folder for compiled extensions, {folder.parent}, lies on a file system that has no locks (flock: "
