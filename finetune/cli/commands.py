@@ -380,12 +380,12 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
     _prepare_libraries(parsed)
-    from finetune.export import evaluate_harness, harness_file
+    from finetune.export import evaluate_harness, harness_results
 
     evaluate_harness.check_extra()
     place = _open(parsed, exact=True)
     if place.home is not None:
-        harness_file.read(place.home)  # before the work, not after it
+        harness_results.read_results(place.home)  # before the work, not after it
     options = {"num_fewshot": parsed.num_fewshot, "limit": parsed.limit, "batch_size": parsed.batch_size}
     rows = evaluate_harness.score(place, parsed.harness, chat=parsed.chat, **options)
     if parsed.json:
@@ -393,7 +393,7 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
     else:
         plain_console().print(evaluate_harness.table(rows))
     if place.home is not None:
-        _to_stderr(f"Written: {harness_file.add(place.home, rows)}")
+        _to_stderr(f"Written: {harness_results.add_results(place.home, rows)}")
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":

@@ -16,7 +16,7 @@ from rich.table import Table
 
 import finetune
 from finetune.config.recipe import hint
-from finetune.export.harness_file import metric_of
+from finetune.export.harness_results import metric_of
 from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer

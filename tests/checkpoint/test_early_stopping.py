@@ -149,7 +149,7 @@ def test_the_report_says_so(ended: Done) -> None:
     assert said == sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
-    assert f"step {BEST}" in one_run.summary("run", run, None, live=False)
+    assert f"step {BEST}" in str(one_run.summary_of_run("run", run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
         True,

@@ -102,8 +102,7 @@ def test_a_run_in_a_browser(finished: Path, tmp_path: Path, browser: Page, width
 def test_dark_and_light(finished: Path, tmp_path: Path, browser: Page) -> None:
     colors = (
         "return [getComputedStyle(document.body).backgroundColor, "
-        "document.querySelector('[data-chart=loss] .xtick text').style.fill, "
-        "document.querySelector('[data-chart=loss] .js-line').style.stroke]"
+        "document.querySelector('[data-chart=loss] .xtick text').style.fill]"
     )
     file = written(tmp_path, finished)
     light = browser.open(file, theme="light").js(colors)
@@ -140,13 +139,14 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
     legend = shown.js("return document.querySelector('[data-chart=loss] .legend').textContent")
     assert str(finished) in legend
     assert str(other) in legend
-    differing = shown.js("return [...document.querySelectorAll('#differences code')].map((c) => c.textContent)")
+    keys = "[...document.querySelectorAll('#differences tbody th')]"
+    differing = shown.js(f"return {keys}.map((key) => key.textContent)")
     assert "optim.lr" in differing
     assert "output.dir" not in differing
     assert "seed" not in differing
     # No name of a key is broken into lines.
-    broken = "return [...document.querySelectorAll('#differences code')].filter((c) => c.getClientRects().length > 1)"
-    assert shown.js(f"{broken}.map((c) => c.textContent)") == []
+    lines = "const r = new Range(), lines = (node) => (r.selectNodeContents(node), r.getClientRects().length); "
+    assert shown.js(f"{lines} return {keys}.filter((key) => lines(key) > 1).map((key) => key.textContent)") == []
     assert shown.overflow() == 0
     assert shown.js("return window.spoiled") is None
     assert shown.console() == []
@@ -299,8 +299,8 @@ def test_text_in_chart_data_is_only_text(finished: Path, tmp_path: Path) -> None
 
 
 def test_the_page_names_no_other_place(finished: Path, tmp_path: Path) -> None:
-    shown = page.content([("one", read_run(finished))])
-    whole = page.page(shown)
+    shown = page.content_of([("one", read_run(finished))])
+    whole = page.page_of(shown)
     own = whole.replace(page.plotly_script(), "")
     assert "http://" not in own
     assert "https://" not in own

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.diagnostics.run_report import one_run
-from finetune.export import evaluate_harness, generate_text, harness_file, load_model
+from finetune.export import evaluate_harness, generate_text, harness_results, load_model
 from finetune.utils.errors import CheckpointError, DataError
 
 pytestmark = [pytest.mark.xdist_group("harness")]
@@ -163,12 +163,12 @@ def test_figures_are_kept_beside_what_they_are_of(
     ]
     few = evaluated(capsys, str(run / "checkpoints" / "step-00000002"), *words, "--limit", "5", "--num-fewshot", "0")
     again = evaluated(capsys, str(run), *words)
-    assert harness_file.read(run) == [*few.values(), *again.values()]
+    assert harness_results.read_results(run) == [*few.values(), *again.values()]
     assert [(row["step"], row["samples"], row["limit"]) for row in (few["acc"], again["acc"])] == [
         (2, 5, 5),
         (4, QUESTIONS, None),
     ]
-    shown = one_run._harness(read_run(run))
+    shown = str(one_run._benchmarks(read_run(run)))
     assert "next_word, first 5" in shown
     assert f"{again['acc']['value']:.4g}" in shown
     (run / "harness.json").write_text('[{"task": "other"}]')
@@ -270,5 +270,5 @@ def test_a_fault_of_this_package_is_not_put_on_a_task(stub: Callable[[Exception]
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "harness.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not what"):
-        harness_file.add(tmp_path, [])
+        harness_results.add(tmp_path, [])
     assert (tmp_path / "harness.json").read_text() == "{}"

@@ -47,13 +47,13 @@ class LiveReport:
         self._readers = [(directory, RunReader(directory)) for directory in directories]
         self._price = price
         self._lock = threading.Lock()
-        self._predictions: list[str | int | None] = []
+        self._prediction: str | int | None = None
         self.content()
 
     def predict(self) -> None:
         """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
         if len(self._readers) == 1:
-            self._predictions = [predicted_peak(self._readers[0][1].read(), compute=True)]
+            self._prediction = predicted_peak(self._readers[0][1].read(), compute=True)
 
     def content(self) -> Content:
         """What the page shows now.
@@ -63,11 +63,11 @@ class LiveReport:
         """
         with self._lock:
             runs = named([(directory, reader.read()) for directory, reader in self._readers])
-            return page.content(runs, price=self._price, predictions=self._predictions, live=True)
+            return page.content_of(runs, price=self._price, prediction=self._prediction, live=True)
 
     def page(self) -> bytes:
         """The page."""
-        return page.page(self.content(), refresh_s=self.refresh_s).encode()
+        return page.page_of(self.content(), refresh_s=self.refresh_s).encode()
 
     def data(self) -> bytes:
         """What a page that is open asks for."""

@@ -38,14 +38,14 @@ def write_report(
     runs = named([(directory, read_run(directory)) for directory in directories])
     file = to or (directories[0] / "report" if len(runs) == 1 else _folder_of(runs)) / "report.html"
     _check_file(file)
-    predictions = [predicted_peak(run, compute=predict) for _, run in runs] if len(runs) == 1 else []
-    shown = page.content(runs, price=price, predictions=predictions)
+    prediction = predicted_peak(runs[0][1], compute=predict) if len(runs) == 1 else None
+    shown = page.content_of(runs, price=price, prediction=prediction)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_text(file, page.page(shown))
-        from finetune.diagnostics.run_report import png_charts
+        atomic_files.write_text(file, page.page_of(shown))
+        from finetune.diagnostics.run_report.png_charts import write_pictures
 
-        return [file, *png_charts.write(shown.charts, runs, file)]
+        return [file, *write_pictures(shown.charts, runs[0][0] if len(runs) == 1 else f"{len(runs)} runs", file)]
     except OSError as error:
         raise RecipeError(
             f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."

@@ -14,7 +14,7 @@ _SAME = ("task", "step", "chat", "num_fewshot", "limit")
 _KEYS = {*_SAME, "metric", "filter", "value", "stderr", "samples"}
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read_results(folder: Path) -> list[dict[str, Any]]:
     """The figures kept in a folder, one a task, metric and filter; none if there is no file.
 
     Raises:
@@ -32,7 +32,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Writes figures behind those that are there, and instead of those of the same evaluation.
 
     Returns:
@@ -42,7 +42,7 @@ def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
         CheckpointError: If it cannot be read or written.
     """
     file, new = folder / NAME, {_evaluation(row) for row in rows}
-    kept = [row for row in read(folder) if _evaluation(row) not in new]
+    kept = [row for row in read_results(folder) if _evaluation(row) not in new]
     try:
         atomic_files.write_json(file, [*kept, *rows])
     except OSError as error:
