@@ -18,14 +18,16 @@ def script(shell: str) -> str:
 
 
 class CompletingParser(ArgumentParser):
-    """A parser whose arguments complete by their names, the same in every command."""
+    """A parser whose arguments complete, and expand `~`, by their names; the same in every verb."""
 
-    def add_argument(self, *words: Any, **options: Any) -> Action:
-        """Adds an argument as argparse does."""
-        action = super().add_argument(*words, **options)
+    def _add_action(self, action: Action) -> Action:
+        """Adds an argument, of a group too."""
         if action.dest in _COMPLETERS:
             action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
-        return action
+        if action.dest in _PATHS and action.type is None:
+            # No shell expands `~` behind `=` or within quotes.
+            action.type = os.path.expanduser
+        return super()._add_action(action)
 
 
 def answer(parser: ArgumentParser) -> None:
@@ -86,6 +88,9 @@ def _paths(prefix: str, endings: tuple[str, ...]) -> list[str]:
 
     return [str(path) for path in FilesCompleter(endings)(prefix)]
 
+
+# Arguments that are paths, or may be; recipes and launch files are found by name as well.
+_PATHS = {"base", "configs", "data", "directory", "folder", "harness", "json", "links", "model", "run", "to", "write"}
 
 _COMPLETERS = {
     "config_file": launch_files,

@@ -463,10 +463,10 @@ def test_overrides_may_stand_anywhere(verb: str, monkeypatch: pytest.MonkeyPatch
         [*recipe, *options, "a.b=1", "c.d=2"],
         [*options, *recipe, "a.b=1", "c.d=2"],
     ):
-        parsed = cli._parse(cli._build_parser(), [verb, *words])
+        parsed = cli.parse_arguments(cli.build_parser(), [verb, *words])
         assert (parsed.words if verb == "explain" else parsed.overrides) == ["a.b=1", "c.d=2"], words
     with pytest.raises(SystemExit):
-        cli._parse(cli._build_parser(), [verb, *recipe, *options, "a.b=1", "--nonsense"])
+        cli.parse_arguments(cli.build_parser(), [verb, *recipe, *options, "a.b=1", "--nonsense"])
 
 
 def test_the_driver_sees_what_torch_sees() -> None:

@@ -64,7 +64,10 @@ def test_two_runs_with_the_same_nan_took_no_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proof_of_an_export_names_the_tensor(tmp_path: Path, name: str) -> None:
     spoilt = run(tmp_path / "one", name)
-    assert verify_export.worst_of(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (name, INF)
+    assert verify_export.worst_tensor(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (
+        name,
+        INF,
+    )
 
 
 def test_scores_that_are_not_finite_prove_nothing() -> None:

@@ -38,7 +38,11 @@ LIGHT = [
     "__init__",
     "cli/main",
     "cli/completion",
-    "cli/commands",
+    "cli/recipe_verbs",
+    "cli/model_verbs",
+    "cli/run_verbs",
+    "cli/machine_verbs",
+    "cli/arguments",
     "training/entry_point",
     "distributed/launch/launcher",
     "config/recipe",
@@ -195,8 +199,8 @@ def test_what_is_not_done(file: Path) -> None:
         assert called != "torch.save", f"{place}: writes pickle"
         if called == "print":
             to_stderr = any(k.arg == "file" and ast.unparse(k.value) == "sys.stderr" for k in node.keywords)
-            allowed = file.relative_to(PACKAGE).as_posix() in ("cli/commands.py", "training/entry_point.py") or (
-                file.name in TO_STDERR and to_stderr
+            allowed = (
+                file.parent.name == "cli" or file.name == "entry_point.py" or (file.name in TO_STDERR and to_stderr)
             )
             assert allowed, f"{place}: prints; say it through the reporter"
         if re.search(r"Auto\w+\.from_(pretrained|config)$", called) or "_AUTO[" in called:

@@ -71,7 +71,7 @@ class _Written:
     """Buffers that may hold infinities."""
 
 
-def export(
+def export_weights(
     place: Path,
     kind: str,
     say: Say,
@@ -137,7 +137,7 @@ def _write(job: _Job, staging: Path, say: Say) -> None:
     tokenizer = job.ready.tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    size = validate_files.check(staging, written.shapes, job.dtype, written.ties, written.infinite)
+    size = validate_files.check_files(staging, written.shapes, job.dtype, written.ties, written.infinite)
     stop_tokens.check(staging, written.stops, tokenizer)
     count = len(written.shapes) - len(written.ties)
     say(f"Written: {count} tensors of {str(job.dtype).removeprefix('torch.')}, {size:,} bytes.")
@@ -190,9 +190,9 @@ def _verify(job: _Job, staging: Path) -> verify_export.Figures:
     model = merge.trained(job.source, recipe, job.ready, quantised=False)
     text = lora_adapters.config_of(model).get_text_config()
     longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
-    probe = verify_export.ask(model, task, job.ready, text.vocab_size, longest)
+    probe = verify_export.probe_network(model, task, job.ready, text.vocab_size, longest)
     expected = _expected(job, model)
-    worst = verify_export.worst_of(staging, expected)
+    worst = verify_export.worst_tensor(staging, expected)
     del model, expected
     gc.collect()
     adapter = job.kind == "adapter"
@@ -205,7 +205,7 @@ def _verify(job: _Job, staging: Path) -> verify_export.Figures:
         "num_labels": job.config.num_labels if adapter and classifier else None,
         "dequantize": job.quantized == "stored",
     }
-    answer = verify_export.fresh(staging, probe, question)
+    answer = verify_export.open_in_fresh_process(staging, probe, question)
     notes: tuple[str, ...] = ()
     if job.quantized is not None:
         quantized = merge.trained(job.source, recipe, job.ready, quantised=True)
@@ -218,7 +218,7 @@ def _verify(job: _Job, staging: Path) -> verify_export.Figures:
         dtype=job.dtype,
         notes=notes,
     )
-    verify_export.judge(staging, answer, probe, figures)
+    verify_export.check_figures(staging, answer, probe, figures)
     return figures
 
 
@@ -312,7 +312,7 @@ def _set_aside(staging: Path, target: Path) -> None:
 
 def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
     """Writes what describes the weights, and gives the folder its name."""
-    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe))
+    model_card.write_model_card(staging, job.source, job.kind, proof, merge.base_folder(job.recipe))
     facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
     write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
     sync_files(staging)
