@@ -1,7 +1,7 @@
 """Shell completion: what a word of the command line can become. argcomplete asks at each press of the tab key."""
 
 import os
-from argparse import Action, ArgumentParser
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ def script(shell: str) -> str:
 class CompletingParser(ArgumentParser):
     """A parser whose arguments complete, and expand `~`, by their names; the same in every verb."""
 
-    def _add_action(self, action: Action) -> Action:
+    def _add_action(self, action: Any) -> Any:
         """Adds an argument, of a group too."""
         if action.dest in _COMPLETERS:
-            action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
+            action.completer = _COMPLETERS[action.dest]
         if action.dest in _PATHS and action.type is None:
             # No shell expands `~` behind `=` or within quotes.
             action.type = os.path.expanduser

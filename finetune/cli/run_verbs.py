@@ -183,20 +183,20 @@ def watch(parsed: argparse.Namespace) -> None:
     """`finetune watch`."""
     from rich.console import Console
 
-    from finetune.diagnostics.watch import watch as run
+    from finetune.diagnostics.watch import watch_run
 
-    run(Path(parsed.run), Console(highlight=False), once=parsed.once)
+    watch_run(Path(parsed.run), Console(highlight=False), once=parsed.once)
 
 
 def runs(parsed: argparse.Namespace) -> None:
     """`finetune runs`."""
     from rich.console import Console
 
-    from finetune.diagnostics.list_runs import as_json, list_runs, table
+    from finetune.diagnostics.list_runs import list_runs, runs_table
 
     found = list_runs(Path(parsed.directory))
     if parsed.json:
-        print(as_json(found))
+        print(json.dumps([vars(one) for one in found], indent=2))
         return
     if not found:
         print(f"No run below {parsed.directory}.")
@@ -204,7 +204,7 @@ def runs(parsed: argparse.Namespace) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
-    console.print(table(found))
+    console.print(runs_table(found))
     for one in found:
         if one.problem is not None:
             console.print(f"{one.run}: {one.problem}", markup=False)

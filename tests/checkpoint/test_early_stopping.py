@@ -17,7 +17,7 @@ from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics import watch
-from finetune.diagnostics.list_runs import list_runs, table
+from finetune.diagnostics.list_runs import list_runs, runs_table
 from finetune.diagnostics.run_report import charts, one_run
 from finetune.utils.errors import RecipeError
 
@@ -158,7 +158,7 @@ def test_the_report_says_so(ended: Done) -> None:
         "validation_loss",
     )
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    console.print(table([listed]), watch.screen(run, 200))
+    console.print(runs_table([listed]), watch.screen(run, 200))
     said_here = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ended early  14/60" in said_here
     assert f"@{BEST}" in said_here

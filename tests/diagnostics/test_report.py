@@ -226,7 +226,15 @@ def test_who_may_read_a_live_page(finished: Path, served: Any) -> None:
 def test_which_hosts_are_own() -> None:
     for host in ("127.0.0.1", "127.0.0.1:80", "[::1]:80", "[::1]", "::1", "localhost", "LOCALHOST:1", "10.0.0.7:99"):
         assert is_own_host(host), host
-    for host in ("", "evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.nip.io", "[evil]:80"):
+    for host in (
+        "",
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "[evil]:80",
+        "evil@localhost",
+    ):
         assert not is_own_host(host), host
 
 
