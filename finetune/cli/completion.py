@@ -1,7 +1,7 @@
 """Shell completion: what a word of the command line can become. argcomplete asks at each press of the tab key."""
 
 import os
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ def script(shell: str) -> str:
 class CompletingParser(ArgumentParser):
     """A parser whose arguments complete, and expand `~`, by their names; the same in every verb."""
 
-    def _add_action(self, action: Any) -> Any:
-        """Adds an argument, of a group too."""
+    def add_argument(self, *words: Any, **options: Any) -> Action:
+        """Adds an argument as argparse does."""
+        action = super().add_argument(*words, **options)
         if action.dest in _COMPLETERS:
-            action.completer = _COMPLETERS[action.dest]
+            action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
         if action.dest in _PATHS and action.type is None:
             # No shell expands `~` behind `=` or within quotes.
             action.type = os.path.expanduser
-        return super()._add_action(action)
+        return action
 
 
 def answer(parser: ArgumentParser) -> None:
@@ -90,7 +91,7 @@ def _paths(prefix: str, endings: tuple[str, ...]) -> list[str]:
 
 
 # Arguments that are paths, or may be; recipes and launch files are found by name as well.
-_PATHS = {"base", "configs", "data", "directory", "folder", "harness", "json", "links", "model", "run", "to", "write"}
+_PATHS = {"base", "configs", "data", "directory", "folder", "json", "links", "model", "run", "to", "write"}
 
 _COMPLETERS = {
     "config_file": launch_files,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,10 @@ def add_model_verbs(verbs: Any) -> None:
     verb = add_verb(verbs, "eval", evaluate, "evaluate a run, checkpoint, adapter or export on files or on benchmarks")
     verb.add_argument("run", help=_ANY_MODEL)
     on = verb.add_mutually_exclusive_group(required=True)
-    on.add_argument("--data", nargs="+", metavar="FILE", help="loss and perplexity on files; what `path` may be")
-    on.add_argument(
-        "--harness",
-        nargs="+",
-        metavar="TASK",
-        help="tasks of lm-evaluation-harness: names, task files or folders",
-    )
+    what = "loss and perplexity on files; what `path` may be"
+    on.add_argument("--data", nargs="+", type=os.path.expanduser, metavar="FILE", help=what)
+    what = "tasks of lm-evaluation-harness: names, task files or folders"
+    on.add_argument("--harness", nargs="+", type=os.path.expanduser, metavar="TASK", help=what)
     verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
     verb.add_argument(
         "--chat",

@@ -78,24 +78,24 @@ def parity(parsed: argparse.Namespace) -> int:
     """`finetune parity`; returns 1 if the runs are not on one path."""
     prepare_libraries()
     if not Path(parsed.recipe).is_dir():
-        return _launched(parsed)
+        return _compare_launches(parsed)
     if len(parsed.overrides) != 1 or parsed.on or parsed.inject or parsed.shrink or parsed.to:
         raise RecipeError(
             f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B`, with no "
             "option but --json. To launch, give a recipe and `--on single,ddp`."
         )
-    from finetune.diagnostics.parity.compare import compare
-    from finetune.diagnostics.parity.finished_run import read
+    from finetune.diagnostics.parity.compare import compare_runs
+    from finetune.diagnostics.parity.finished_run import read_finished
 
     places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
     names = [place.name for place in places]
-    runs = [
-        read(place, name if len(set(names)) == 2 else str(place)) for place, name in zip(places, names, strict=True)
-    ]
-    return _result(parsed, [compare(*runs)])
+    if names[0] == names[1]:
+        names = [str(place) for place in places]
+    runs = [read_finished(place, name) for place, name in zip(places, names, strict=True)]
+    return _print_comparisons(parsed, [compare_runs(*runs)])
 
 
-def _launched(parsed: argparse.Namespace) -> int:
+def _compare_launches(parsed: argparse.Namespace) -> int:
     from finetune.config.recipe import hint, load_recipe
 
     if not parsed.on:
@@ -107,25 +107,25 @@ def _launched(parsed: argparse.Namespace) -> int:
         raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Say how many with --steps.")
     recipe = load_recipe(parsed.recipe, parsed.overrides)
     from finetune.diagnostics.parity import launch_runs
-    from finetune.diagnostics.parity.compare import compare
+    from finetune.diagnostics.parity.compare import compare_runs
 
     if parsed.inject is not None and parsed.inject not in launch_runs.FAULTS:
         known = list(launch_runs.FAULTS)
         raise RecipeError(
             f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are {', '.join(known)}."
         )
-    configs = launch_runs.find(parsed.on)
+    configs = launch_runs.find_configs(parsed.on)
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     holds = False
     try:
-        written = launch_runs.prepare(recipe, configs, folder, steps=parsed.steps, shrink=parsed.shrink)
+        written = launch_runs.write_recipes(recipe, configs, folder, steps=parsed.steps, shrink=parsed.shrink)
         runs = []
         for config in configs:
             fault = parsed.inject if config is configs[-1] else None
             place = folder / config.name
-            runs.append(launch_runs.run(config, written[config.name], place, fault=fault, say=to_stderr))
-        comparisons = [compare(runs[0], other) for other in runs[1:]]
-        code = _result(parsed, comparisons)
+            runs.append(launch_runs.launch_run(config, written[config.name], place, fault=fault, say=to_stderr))
+        comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
+        code = _print_comparisons(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
@@ -138,12 +138,12 @@ def _launched(parsed: argparse.Namespace) -> int:
             to_stderr(f"the runs are in {folder}")
 
 
-def _result(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
+def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
     from finetune.diagnostics.parity import parity_report
     from finetune.utils.console import plain_console
 
     if parsed.json:
-        print(json.dumps(parity_report.to_json(comparisons), indent=2))
+        print(json.dumps(parity_report.report_as_json(comparisons), indent=2))
     else:
         parity_report.print_report(comparisons, plain_console())
     return 0 if all(comparison.holds for comparison in comparisons) else 1
@@ -154,9 +154,9 @@ def replay(parsed: argparse.Namespace) -> int:
     from finetune.utils.console import plain_console
 
     prepare_libraries()
-    from finetune.diagnostics.replay import replay as run
+    from finetune.diagnostics.replay import replay_step
 
-    found = run(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
+    found = replay_step(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
     found.print_to(plain_console())
     return 0 if found.holds else 1
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
-from finetune.diagnostics.parity.compare import relative, tolerance
+from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.optim import lr_schedule
 from finetune.training import evaluation
 from finetune.training.build_run import Run, build_run
@@ -82,7 +82,9 @@ class Replayed:
             if self.then is None:
                 table.add_row(key, _number(value), "not logged")
             else:
-                table.add_row(key, _number(value), _number(self.then[key]), f"{relative(self.then[key], value):.0e}")
+                table.add_row(
+                    key, _number(value), _number(self.then[key]), f"{relative_difference(self.then[key], value):.0e}"
+                )
         console.print(table)
         if self.incident is not None:
             console.print(f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}")
@@ -96,7 +98,7 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.7g}"
 
 
-def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
+def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
 
     Args:
@@ -216,13 +218,13 @@ def _look(
     finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
     logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
-    allowed = tolerance(facts, facts)
+    allowed = tolerance_between(facts, facts)
     limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")
     for key, before in (then or {}).items():
-        if not relative(before, finite[key]) <= limits[key]:
+        if not relative_difference(before, finite[key]) <= limits[key]:
             change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
     incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []

@@ -20,7 +20,7 @@ from ranks import CONFIG
 
 from finetune.checkpoint import run_directory
 from finetune.data.cache import Cache
-from finetune.diagnostics.replay import replay
+from finetune.diagnostics.replay import replay_step
 from finetune.distributed.native_ops import native_ops
 from finetune.export import export_weights
 from finetune.utils import atomic_files
@@ -389,7 +389,7 @@ def test_a_strangers_recipe_names_no_folder_of_mine(stopped: Path, tmp_path: Pat
     (theirs / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = content(theirs)
     with alone():
-        assert replay(theirs, 7).holds
+        assert replay_step(theirs, 7).holds
     run_here(mlp(tmp_path / "run", resume={"mode": str(theirs)}), stop_after(13))
     assert content(theirs) == before
 

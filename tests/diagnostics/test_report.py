@@ -397,8 +397,8 @@ def test_differences() -> None:
         [{"path": long, "weight": 1.0}, {"path": "c"}],
     ]
     assert differences([{"data": {"train": train}} for train in sources]) == {
-        "data.train[0].path": ["a", long],
-        "data.train[1].path": ["–", "c"],
+        "data.train.0.path": ["a", long],
+        "data.train.1.path": ["–", "c"],
     }
     assert differences([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
 

@@ -351,7 +351,7 @@ def test_every_command_refuses(place: Place, here: Here, capsys: pytest.CaptureF
         assert re.search(SAYS, said.err), said
 
     here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
-    here.monkeypatch.setattr(launch_runs, "run", lambda *_, **__: pytest.fail("started"))
+    here.monkeypatch.setattr(launch_runs, "launch_run", lambda *_, **__: pytest.fail("started"))
     refused("launch", "--config_file", str(file), recipe)
     refused("explain", recipe, "--config_file", str(file))
     refused("parity", recipe, "--on", f"single,{file}")

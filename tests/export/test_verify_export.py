@@ -151,7 +151,7 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
     runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[dict[str, Any]] = []
-    fresh = verify_export.fresh
+    fresh = verify_export.open_in_fresh_process
 
     def spy(*given: Any) -> dict[str, Any]:
         answers.append(fresh(*given))

@@ -52,7 +52,7 @@ def train(directory: Path, sections: dict[str, Any]) -> Trained:
 
 
 def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any]) -> dict[str, Any]:
-    """In place of `verify_export.fresh`: starting another process would take most of a test's time."""
+    """In place of `verify_export.open_in_fresh_process`: starting another process would take most of a test's time."""
     with tempfile.TemporaryDirectory() as place:
         save_file(probe.tensors, f"{place}/tensors")
         ask = {"folder": str(folder), "tensors": f"{place}/tensors", "auto": verify_export._AUTO[about["head"]]}

@@ -148,6 +148,8 @@ BACKEND_WORD = re.compile(r"(?i:fsdp|deepspeed|zero[-_ ]?(stage|[1-3]))|ZeRO")
 NAMED = {
     "orphan_watch.py": {'"deepspeed"', '"deepspeed.launcher."'},
     "run_directory.py": {'"deepspeed"', '"deepspeed_config"'},
+    # It writes launch files.
+    "new_project.py": {'"fsdp"', '"deepspeed_config"', '"deepspeed_config_file"'},
     "library_imports.py": {
         "# Accelerate notes per parameter that FSDP2 keeps fp32 master weights, which the start line says as well."
     },

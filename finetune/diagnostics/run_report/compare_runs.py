@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.checkpoint.run_history import RunHistory
+from finetune.config.provenance import flat
 from finetune.diagnostics.run_report import figures
 from finetune.diagnostics.run_report.one_run import last_loss, model_name, peak
 from finetune.diagnostics.run_report.page_parts import Section, Summary, Table, Text
@@ -74,23 +75,14 @@ def sections_of_runs(runs: Sequence[tuple[str, RunHistory]]) -> list[Section]:
 
 def differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Returns the keys, with dots, whose values are not the same in all trees, and these values."""
-    flat = [dict(_flat(tree)) for tree in trees]
-    keys = dict.fromkeys(key for values in flat for key in values if not key.startswith(_OWN))
+    flattened = [flat(tree) for tree in trees]
+    keys = dict.fromkeys(key for values in flattened for key in values if not key.startswith(_OWN))
     found = {}
     for key in keys:
-        values = [_shown(values[key]) if key in values else "–" for values in flat]
+        values = [_shown(values[key]) if key in values else "–" for values in flattened]
         if len(set(values)) > 1:
             found[key] = values
     return found
-
-
-def _flat(tree: Any, place: str = "") -> list[tuple[str, Any]]:
-    """Keys and values; of a list of objects, such as `data.train`, each object's: `data.train[0].path`."""
-    if isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
-        return [pair for number, item in enumerate(tree) for pair in _flat(item, f"{place}[{number}]")]
-    if not isinstance(tree, dict) or not tree:
-        return [(place, tree)]
-    return [pair for key, value in tree.items() for pair in _flat(value, f"{place}.{key}" if place else str(key))]
 
 
 def _shown(value: Any) -> str:
