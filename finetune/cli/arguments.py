@@ -39,11 +39,6 @@ def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
     return {option: value for option in OPTIONS if (value := getattr(parsed, option)) is not None}
 
 
-def add_json_argument(verb: argparse.ArgumentParser) -> None:
-    """Adds --json."""
-    verb.add_argument("--json", action="store_true", help="for programs")
-
-
 def add_weights_arguments(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments that say which weights of a run or adapter to take."""
     verb.add_argument("--step", type=int, help="of a run, the checkpoint's step; the last one if left out")

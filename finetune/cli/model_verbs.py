@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli.arguments import (
-    add_json_argument,
     add_verb,
     add_weights_arguments,
     prepare_libraries,
@@ -62,7 +61,7 @@ def add_model_verbs(verbs: Any) -> None:
     verb.add_argument("--num-fewshot", type=int, metavar="N", help="--harness: examples before each question")
     verb.add_argument("--limit", type=int, metavar="N", help="--harness: the first N questions of each task only")
     verb.add_argument("--batch-size", type=int, metavar="N", help="--harness: texts in a forward pass; 8 if left out")
-    add_json_argument(verb)
+    verb.add_argument("--json", action="store_true", help="for programs")
     add_weights_arguments(verb)
 
 

@@ -97,7 +97,7 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
 
 
 def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
-    """Returns launch files, `single` too, and the DeepSpeed configs that they name, by their place in the project."""
+    """Returns launch files, `single` too, and the configs that they name, by their place in the project."""
     files = {"single": (shipped(LAUNCH_FILES) / "single.yaml").read_text(encoding="utf-8"), **launch_files}
     found = {}
     for name, text in sorted(files.items()):

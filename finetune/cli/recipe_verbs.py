@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli.arguments import (
-    add_json_argument,
     add_launch_arguments,
     add_verb,
     launch_options,
@@ -47,13 +46,13 @@ def add_recipe_verbs(verbs: Any) -> None:
         "words", nargs="*", metavar="KEY | key.key=value", help="a key to explain; values to explain with"
     )
     verb.add_argument("--all", action="store_true", help="also show default values")
-    add_json_argument(verb)
+    verb.add_argument("--json", action="store_true", help="for programs")
 
     verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and what to fix")
     add_launch_arguments(verb, required=False)
     verb.add_argument("--recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
-    add_json_argument(verb)
+    verb.add_argument("--json", action="store_true", help="for programs")
 
     verb = add_verb(verbs, "data", data, "prepare a recipe's data and print its report")
     verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
@@ -128,7 +127,7 @@ def launch(parsed: argparse.Namespace) -> None:
 
 def explain(parsed: argparse.Namespace) -> None:
     """`finetune explain`."""
-    from finetune.diagnostics.explain import as_json, explain_values, page, select_values, table
+    from finetune.diagnostics.explain import explain_values, select_values, value_as_json, value_page, values_table
     from finetune.utils.console import plain_console
 
     overrides = [word for word in parsed.words if "=" in word]
@@ -138,23 +137,23 @@ def explain(parsed: argparse.Namespace) -> None:
     if not keys:
         chosen = [value for value in values if parsed.all or not value.is_default]
     if parsed.json:
-        print(as_json(chosen))
+        print(json.dumps([value_as_json(value) for value in chosen], indent=2, default=str))
     else:
         console = plain_console()
-        console.print(page(chosen[0]) if len(chosen) == 1 else table(chosen, console.width))
+        console.print(value_page(chosen[0]) if len(chosen) == 1 else values_table(chosen, console.width))
 
 
 def doctor(parsed: argparse.Namespace) -> int:
     """`finetune doctor`; returns 1 if a check fails."""
-    from finetune.diagnostics.doctor.doctor import as_json, ask, report
+    from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
     # As the user has it: checks change it for themselves.
     env = dict(os.environ)
-    asked, findings = ask(parsed.recipe, parsed.overrides, parsed.config_file, launch_options(parsed), env)
-    findings = report(asked, findings, quiet=parsed.json)
+    asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, launch_options(parsed), env)
+    results = report_checks(asked, problems, quiet=parsed.json)
     if parsed.json:
-        print(as_json(findings))
-    return 1 if any(finding.status == "failure" for finding in findings) else 0
+        print(json.dumps([vars(result) for result in results], indent=2))
+    return 1 if any(result.status == "failure" for result in results) else 0
 
 
 def data(parsed: argparse.Namespace) -> None:

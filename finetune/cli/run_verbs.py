@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import add_json_argument, add_trust_argument, add_verb, prepare_libraries, to_stderr
+from finetune.cli.arguments import add_trust_argument, add_verb, prepare_libraries, to_stderr
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import recipe_file
 
@@ -56,7 +56,7 @@ def add_run_verbs(verbs: Any) -> None:
 
     verb = add_verb(verbs, "runs", runs, "list runs: status, step, best validation loss, launch, duration")
     verb.add_argument("directory", nargs="?", default="runs", help="where to look for runs, at any depth (runs)")
-    add_json_argument(verb)
+    verb.add_argument("--json", action="store_true", help="for programs")
 
 
 def audit(parsed: argparse.Namespace) -> int:

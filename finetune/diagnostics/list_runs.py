@@ -62,22 +62,17 @@ def list_runs(directory: Path) -> list[RunSummary]:
             f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
             "left out, it is `runs`."
         )
-    found = [_summary(path, directory) for path in _run_directories(directory, 0)]
+    found = [_summary(path, directory) for path in _run_directories(directory)]
     return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
 
 
-def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / "run.json").is_file():
-        yield directory
-        return
-    if depth == _DEEPEST:
-        return
-    try:
-        inside = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return
-    for path in inside:
-        yield from _run_directories(Path(path), depth + 1)
+def _run_directories(directory: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(directory):
+        is_run = "run.json" in files
+        if is_run:
+            yield Path(folder)
+        if is_run or len(Path(folder).relative_to(directory).parts) == _DEEPEST:
+            below.clear()
 
 
 def _summary(path: Path, root: Path) -> RunSummary:

@@ -33,13 +33,13 @@ _SHOWN = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class ReplayedRow:
     """A row of the batch."""
 
     number: int
     targets: int
     loss: float
-    """The sum over its targets, computed alone and without dropout, before the step."""
+    """Sum over its targets, computed alone and without dropout, before the step."""
     text: str
 
 
@@ -50,18 +50,18 @@ class Replayed:
     step: int
     """Counted from 1."""
     start: str
-    """Where the weights came from."""
+    """Source of the weights."""
     position: int
-    micro_batches: list[tuple[str, float, list[Row]]]
-    """Where each ran, its loss sum, and its rows."""
+    micro_batches: list[tuple[str, float, list[ReplayedRow]]]
+    """Place of each, its loss sum, and its rows."""
     now: dict[str, float | None]
     """`loss`, `grad_norm`, `lr` and `tokens`; None for what is not finite."""
     then: dict[str, float | None] | None
-    """The same as the run has written it down; None if that step was not logged."""
+    """The same values as the run has written them down; None if that step was not logged."""
     incident: dict[str, Any] | None
     """The line of `incidents.jsonl`, if the run skipped the step."""
     differences: list[str]
-    """In what it is not the step that the run took."""
+    """Differences from the step that the run took."""
 
     @property
     def holds(self) -> bool:
@@ -102,7 +102,7 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
 
     Args:
-        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+        trust_remote_code: Allows Python code that the run names or brings to run, though this user did not start it
             on this machine.
 
     Raises:
@@ -126,7 +126,7 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
 
 
 def _entry(directory: Path, number: int) -> row_ledger.Used:
-    """What the ledger says of a step."""
+    """Returns the ledger's line of a step."""
     first = last = 0
     for entry in row_ledger.used(directory):
         last = entry.step + 1
@@ -142,7 +142,7 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
 
 
 def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
-    """The newest whole checkpoint of at most so many steps, or None for the beginning of the run.
+    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run.
 
     Raises:
         CheckpointError: If the run began from another one's checkpoint, and that is gone.
@@ -166,7 +166,7 @@ def _nearest(directory: Path, facts: dict[str, Any], most: int) -> Path | None:
 
 
 def _recipe(recipe: Recipe, facts: dict[str, Any], start: Path | None, folder: Path) -> Recipe:
-    """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
+    """Returns the run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
         # What may not differ is compared afterwards, and said in other words.
@@ -193,7 +193,7 @@ def _check_identity(directory: Path, then: dict[str, Any], now: dict[str, Any]) 
 
 
 def _take(run: Run, step: int) -> Any:
-    """A step as the loop takes it."""
+    """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 
@@ -236,7 +236,7 @@ def _look(
     return Replayed(number, start, entry.position, parts, finite, then, skipped.get(number), differences)
 
 
-def _row(run: Run, number: int) -> Row:
+def _row(run: Run, number: int) -> ReplayedRow:
     rows = run.data.train
     assert rows is not None
     batch = rows.batch(np.array([number]))
@@ -244,11 +244,11 @@ def _row(run: Run, number: int) -> Row:
     with torch.no_grad():
         loss = run.model(run.task.loss_sum, evaluation.to_device(batch, run.backend.device)).item()
     run.model.train()
-    return Row(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
+    return ReplayedRow(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
 
 
 def _text(run: Run, batch: dict[str, torch.Tensor]) -> str:
-    """A row in characters where it has some, shortened; else the shapes of its tensors."""
+    """Returns a row in characters where it has some, shortened; else the shapes of its tensors."""
     if run.data.tokenizer is None or "input_ids" not in batch:
         return ", ".join(f"{name} {list(values.shape[1:])}" for name, values in batch.items())
     text = " ".join(run.data.tokenizer.decode(batch["input_ids"][0].tolist()).split())

@@ -22,8 +22,8 @@ from finetune.cli.main import main
 from finetune.config.provenance import Value, flat, places
 from finetune.config.recipe import load_recipe, read
 from finetune.config.recipe_schema import Recipe, Section
-from finetune.diagnostics import recipe_values
-from finetune.diagnostics.explain import explain_values, select_values, table
+from finetune.diagnostics.explain import explain_values, select_values, values_table
+from finetune.diagnostics.explain_recipe import RECIPE_FIELDS, recipe_values
 from finetune.distributed import device_selection
 from finetune.distributed.launch import launch_key_docs
 from finetune.distributed.launch.launch_environment import read_launch_environment
@@ -95,7 +95,7 @@ finally:
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
     effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read(file))
-    found = {value.key: value for value in recipe_values.values(load_recipe(file), str(file), (), [read(file)], {})}
+    found = {value.key: value for value in recipe_values(load_recipe(file), str(file), (), [read(file)], {})}
     sections = {key for key in found if key not in effective}
     assert sections <= {"lora", "chat", "sample"}
     assert set(effective) == set(found) - sections
@@ -170,7 +170,7 @@ def test_every_number_has_a_unit() -> None:
 
 
 def test_every_key_is_known() -> None:
-    known = {re.sub(r"data\.\w+\.0\.", "source.", key) for key in recipe_values.FIELDS}
+    known = {re.sub(r"data\.\w+\.0\.", "source.", key) for key in RECIPE_FIELDS}
     assert {key for key in keys_of(Recipe, "") if "." in key} <= known
 
 
@@ -412,7 +412,7 @@ def test_a_table_fits_its_terminal(place: Place, width: int) -> None:
     values = list(explained(place.recipe(optim={"lr": 0.5}), config="fsdp").values())
     shown = Console(file=io.StringIO(), width=width, markup=False)
     with shown.capture() as captured:
-        shown.print(table(values, width))
+        shown.print(values_table(values, width))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= width
     keys = [value.key for value in values if value.settings]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from finetune.config.provenance import flat
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.launch_environment import read_launch_environment
 from finetune.distributed.launch.launch_key_docs import PREFIXES
@@ -20,7 +20,7 @@ FEW, PLENTY = 256, 4096
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def threads(asked: Asked) -> Iterable[Finding]:
+def threads(asked: Asked) -> Iterable[CheckResult]:
     """Whether processes and their threads fit the cores."""
     cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
@@ -50,7 +50,7 @@ def quota() -> float | None:
     return None if most == "max" else int(most) / int(period)
 
 
-def files(asked: Asked) -> Iterable[Finding]:
+def files(asked: Asked) -> Iterable[CheckResult]:
     """How many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
@@ -70,7 +70,7 @@ ROOMY, FULL = 10 * GIB, GIB // 4
 SHARED = Path("/dev/shm")
 
 
-def folders(asked: Asked) -> Iterable[Finding]:
+def folders(asked: Asked) -> Iterable[CheckResult]:
     """Whether there is room where a run writes."""
     for what, folder in _folders(asked).items():
         place = existing(folder)
@@ -86,7 +86,7 @@ def folders(asked: Asked) -> Iterable[Finding]:
             yield ok("disk", found)
 
 
-def shared_memory(asked: Asked) -> Iterable[Finding]:
+def shared_memory(asked: Asked) -> Iterable[CheckResult]:
     """Whether processes can share memory; a container has 64 MiB unless told otherwise."""
     from finetune.distributed.native_ops.native_ops import shared_bytes
 
@@ -127,7 +127,7 @@ def _folders(asked: Asked) -> dict[str, Path]:
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def gpus(asked: Asked) -> Iterable[Finding]:
+def gpus(asked: Asked) -> Iterable[CheckResult]:
     """Whether torch sees the GPUs, and whether there is one for each process."""
     import torch
 
@@ -147,7 +147,7 @@ def gpus(asked: Asked) -> Iterable[Finding]:
         check_devices(asked.foreseen.launch, here, asked.foreseen.env)
 
 
-def dtypes(asked: Asked) -> Iterable[Finding]:
+def dtypes(asked: Asked) -> Iterable[CheckResult]:
     """A product in every dtype that a run may compute in."""
     gpu = of_torch().gpus > 0
     sound = []
@@ -173,7 +173,7 @@ def product(dtype: str, device: str) -> float:
         return float("nan")
 
 
-def ops(asked: Asked) -> Iterable[Finding]:
+def ops(asked: Asked) -> Iterable[CheckResult]:
     """The ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed.native_ops import native_ops
 
@@ -201,7 +201,7 @@ def ops(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def agreement(asked: Asked) -> Iterable[Finding]:
+def agreement(asked: Asked) -> Iterable[CheckResult]:
     """Recipe and launch; what contradicts is raised, as a run raises it."""
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
@@ -221,7 +221,7 @@ def agreement(asked: Asked) -> Iterable[Finding]:
 TALK = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 
 
-def overriding(asked: Asked) -> Iterable[Finding]:
+def overriding(asked: Asked) -> Iterable[CheckResult]:
     """Variables that act on a run beside launch file and recipe."""
     clean = True
     exported = asked.foreseen.exported if asked.foreseen else {}

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 
 from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, unreachable
 from finetune.utils.temporary_folders import temporary_folder
 
 
-def port(asked: Asked) -> Iterable[Finding]:
+def port(asked: Asked) -> Iterable[CheckResult]:
     """Whether the port that the launch file names is free."""
     named = asked.foreseen.get("main_process_port") if asked.foreseen else 0
     if asked.machines > 1 and asked.foreseen and asked.foreseen.get("machine_rank") != 0:
@@ -41,7 +41,7 @@ def is_free(number: int) -> bool:
     return True
 
 
-def hostname(asked: Asked) -> Iterable[Finding]:
+def hostname(asked: Asked) -> Iterable[CheckResult]:
     """Whether this machine's name is an address that others reach; gloo tells them that one."""
     name, several = socket.gethostname(), asked.machines > 1
     # NCCL goes by interfaces, not by names.
@@ -56,7 +56,7 @@ def hostname(asked: Asked) -> Iterable[Finding]:
         yield ok("hostname", f"{name} is {', '.join(found)}")
 
 
-def first_machine(asked: Asked) -> Iterable[Finding]:
+def first_machine(asked: Asked) -> Iterable[CheckResult]:
     """Whether the machine where all meet is there, and is the one that it should be."""
     if asked.foreseen is None or asked.machines == 1:
         yield ok("machines", "one")
@@ -81,7 +81,7 @@ def first_machine(asked: Asked) -> Iterable[Finding]:
         yield ok("machines", f"{asked.machines}; {what}")
 
 
-def clock(asked: Asked) -> Iterable[Finding]:
+def clock(asked: Asked) -> Iterable[CheckResult]:
     """Whether this machine's clock can be right; logs of several machines, and certificates, need that."""
     now, newest = time.time(), max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
     if now < newest:
@@ -120,7 +120,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def interfaces(asked: Asked) -> Iterable[Finding]:
+def interfaces(asked: Asked) -> Iterable[CheckResult]:
     """Whether the network interfaces that variables name are there."""
     there = sorted(psutil.net_if_addrs())
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
@@ -161,7 +161,7 @@ torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method
 """
 
 
-def all_reduce(asked: Asked) -> Iterable[Finding]:
+def all_reduce(asked: Asked) -> Iterable[CheckResult]:
     """An all-reduce over two processes of this machine."""
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
@@ -177,7 +177,7 @@ def all_reduce(asked: Asked) -> Iterable[Finding]:
         yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)
 
 
-def reach(asked: Asked) -> Iterable[Finding]:
+def reach(asked: Asked) -> Iterable[CheckResult]:
     """Whether what the recipe names on the hub can be had: from there, or from the cache."""
     problem = unreachable(asked.env)
     wanted = list(dict.fromkeys(_names(asked.recipe))) if asked.recipe else []

@@ -71,24 +71,15 @@ class Chart:
     from_zero: bool = False
 
 
-@dataclass(frozen=True)
-class TimeUnit:
-    """Unit of training time."""
-
-    name: str
-    seconds: float
-
-
-def time_unit(longest: float) -> TimeUnit:
-    """Returns the unit for times up to so many seconds."""
+def time_unit(longest: float) -> tuple[str, float]:
+    """Returns the unit for times up to so many seconds, and its seconds."""
     for name, seconds in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
         if longest < 200 * seconds:
-            return TimeUnit(name, seconds)
-    return TimeUnit("days", 86400.0)
+            return name, seconds
+    return "days", 86400.0
 
 
-def time_unit_of(runs: Sequence[tuple[str, RunHistory]]) -> TimeUnit:
-    """Returns the unit for the training time of these runs."""
+def _time_unit_of(runs: Sequence[tuple[str, RunHistory]]) -> tuple[str, float]:
     return time_unit(max((float(run.training_seconds[-1]) for _, run in runs if len(run.training["step"])), default=0))
 
 
@@ -98,7 +89,8 @@ class _Drawn:
 
     name: str
     run: RunHistory
-    unit: TimeUnit
+    unit_s: float
+    """Seconds of the unit of time."""
     color: str
 
     def positions(self, steps: Series) -> dict[str, Series]:
@@ -107,7 +99,7 @@ class _Drawn:
         if len(logged) == 0:
             nothing = np.full(len(steps), np.nan)
             return {"step": steps, "tokens": nothing, "time": nothing}
-        tokens, seconds = self.run.training["tokens"], self.run.training_seconds / self.unit.seconds
+        tokens, seconds = self.run.training["tokens"], self.run.training_seconds / self.unit_s
         if logged[0] > 0:
             # Nothing is logged at the start of the run.
             logged, tokens, seconds = (np.insert(values, 0, 0.0) for values in (logged, tokens, seconds))
@@ -151,8 +143,8 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     Args:
         runs: Names and runs.
     """
-    unit, many = time_unit_of(runs), len(runs) > 1
-    drawn = [_Drawn(name, run, unit, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
+    (_, unit_s), many = _time_unit_of(runs), len(runs) > 1
+    drawn = [_Drawn(name, run, unit_s, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
     only = None if many else drawn[0]
     restarts = _restarts(only) if only is not None else ()
     best = _best(only) if only is not None else ()
@@ -247,7 +239,7 @@ def _step_time(one: _Drawn, marks: tuple[Mark, ...]) -> Chart:
 def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> dict[str, Any]:
     """Returns charts for `report.js`. Plotly takes tags in texts as such, so they are escaped."""
     return {
-        "axes": {"step": "step", "tokens": "tokens", "time": f"training time ({time_unit_of(runs).name})"},
+        "axes": {"step": "step", "tokens": "tokens", "time": f"training time ({_time_unit_of(runs)[0]})"},
         "charts": {
             chart.key: {
                 **vars(chart),
