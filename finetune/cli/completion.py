@@ -1,4 +1,4 @@
-"""Shell completion: what a word of the command line can become. argcomplete asks at each press of the tab key."""
+"""Shell completion: finds words that complete the command line. argcomplete asks at each press of the tab key."""
 
 import os
 from argparse import Action, ArgumentParser
@@ -10,8 +10,8 @@ from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 SHELLS = ("bash", "zsh", "fish")
 
 
-def script(shell: str) -> str:
-    """What a shell evaluates to complete `finetune`."""
+def completion_script(shell: str) -> str:
+    """Returns a script that a shell evaluates to complete `finetune`."""
     from argcomplete.shell_integration import shellcode
 
     return shellcode(["finetune"], shell=shell)
@@ -49,7 +49,7 @@ def launch_files(prefix: str, **_: Any) -> list[str]:
 
 
 def several_launch_files(prefix: str, **_: Any) -> list[str]:
-    """The same, with commas between them."""
+    """Launch files by name, with commas between them."""
     before, comma, last = prefix.rpartition(",")
     return [before + comma + name for name in _named(LAUNCH_FILES, last)]
 

@@ -56,7 +56,7 @@ def comms(parsed: argparse.Namespace) -> None:
 
 def complete(parsed: argparse.Namespace) -> None:
     """`finetune completion`."""
-    print(completion.script(parsed.shell))
+    print(completion.completion_script(parsed.shell))
 
 
 def ops(parsed: argparse.Namespace) -> None:

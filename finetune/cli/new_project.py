@@ -34,7 +34,7 @@ class Project:
     """Options of a new project."""
 
     task: str = "lm"
-    """One of `TASKS`."""
+    """Name among `TASKS`."""
     model: str | None = None
     """A directory or a name on the hub; None for a small network that is trained from nothing."""
     data: str | None = None

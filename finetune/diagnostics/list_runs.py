@@ -48,7 +48,7 @@ class RunSummary:
     damaged_lines: int = 0
     """Damaged lines of its metrics and incidents, among those that are read for this list."""
     problem: str | None = None
-    """Why it cannot be read."""
+    """Reason why it cannot be read."""
 
 
 def list_runs(directory: Path) -> list[RunSummary]:

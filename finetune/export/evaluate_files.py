@@ -64,7 +64,7 @@ def recipe_of(
 
 
 def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
-    """Whether documents packed into one row are computed as if each were alone."""
+    """Returns True if documents packed into one row are computed as if each were alone."""
     inner = lora_adapters.transformer(opened.network)
     found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
     tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)

@@ -168,5 +168,5 @@ def results_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _number(value: Any) -> float | None:
-    """As JSON has it, which knows neither NaN nor `N/A`."""
+    """Returns a number for JSON, which knows neither NaN nor `N/A`."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

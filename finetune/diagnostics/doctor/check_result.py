@@ -18,13 +18,13 @@ Status = Literal["ok", "warning", "failure"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the report."""
+    """Line of the report."""
 
     check: str
     status: Status
     found: str
     advice: str = ""
-    """What to do."""
+    """Advice for the user."""
 
 
 @dataclass(frozen=True)

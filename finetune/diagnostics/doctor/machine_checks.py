@@ -1,4 +1,4 @@
-"""What the machine has, and whether recipe, launch file and environment agree with it."""
+"""Checks of the machine, and of recipe, launch file and environment on it."""
 
 import os
 import resource
@@ -14,14 +14,14 @@ from finetune.distributed.launch.launch_key_docs import PREFIXES
 from finetune.distributed.resolve_config import check_devices, resolve_config
 from finetune.utils import platforms
 
-# Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
+# Open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
 # Where a container's share of the processors is written: version 2 of cgroups.
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def threads(asked: Asked) -> Iterable[CheckResult]:
-    """Whether processes and their threads fit the cores."""
+    """Checks whether processes and their threads fit the cores."""
     cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
         yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
@@ -51,7 +51,7 @@ def quota() -> float | None:
 
 
 def files(asked: Asked) -> Iterable[CheckResult]:
-    """How many files a process may have open."""
+    """Checks how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
     if hard != resource.RLIM_INFINITY and hard < PLENTY:
@@ -71,7 +71,7 @@ SHARED = Path("/dev/shm")
 
 
 def folders(asked: Asked) -> Iterable[CheckResult]:
-    """Whether there is room where a run writes."""
+    """Checks whether there is room where a run writes."""
     for what, folder in _folders(asked).items():
         place = existing(folder)
         free = shutil.disk_usage(place).free
@@ -87,7 +87,7 @@ def folders(asked: Asked) -> Iterable[CheckResult]:
 
 
 def shared_memory(asked: Asked) -> Iterable[CheckResult]:
-    """Whether processes can share memory; a container has 64 MiB unless told otherwise."""
+    """Checks whether processes can share memory; a container has 64 MiB unless told otherwise."""
     from finetune.distributed.native_ops.native_ops import shared_bytes
 
     advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
@@ -128,7 +128,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def gpus(asked: Asked) -> Iterable[CheckResult]:
-    """Whether torch sees the GPUs, and whether there is one for each process."""
+    """Checks whether torch sees the GPUs, and whether there is one for each process."""
     import torch
 
     here = of_torch()

@@ -32,7 +32,7 @@ _PHASES = {"data_s": "reading rows", "forward_backward_s": "forward and backward
 
 @dataclass(frozen=True)
 class Curve:
-    """One line or set of points."""
+    """A line or set of points."""
 
     name: str
     x: dict[str, Series]
@@ -94,7 +94,7 @@ class _Drawn:
     color: str
 
     def positions(self, steps: Series) -> dict[str, Series]:
-        """Where steps lie on each axis."""
+        """Returns the places of steps on each axis."""
         logged = self.run.training["step"]
         if len(logged) == 0:
             nothing = np.full(len(steps), np.nan)
@@ -207,7 +207,7 @@ def _best(one: _Drawn) -> tuple[Mark, ...]:
 
 
 def _clipped_and_skipped(one: _Drawn) -> list[Curve]:
-    """What the norms are clipped to, and the steps that were skipped."""
+    """Returns a line at what norms are clipped to, and the steps that were skipped."""
     curves, norms, steps = [], one.run.training["grad_norm"], one.run.training["step"]
     clip = one.run.recipe.get("optim", {}).get("clip_norm")
     if isinstance(clip, int | float) and len(steps):

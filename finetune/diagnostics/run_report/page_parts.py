@@ -1,7 +1,7 @@
 """Plain data that `body.html` draws a page of: tables, texts, and sections of them. All text is escaped there."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ class Summary:
     about: str = ""
     done: float | None = None
     """Share of the steps that are taken, where it is known."""
-    tiles: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    tiles: Sequence[tuple[str, str]] = ()
     """Figures, and what they are."""
     table: Table | None = None
