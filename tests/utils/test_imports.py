@@ -85,6 +85,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_point_down(file: Path) -> None:
+    assert "finetune" not in imported(tree_of(file)), "the package as a whole lies above its parts"
     above, used = package_of(file), {name.split(".")[1] for name in imported(tree_of(file)) if name.startswith(OURS)}
     if above == "__init__":
         # What is public is named there for type checkers, and imported when it is asked for.
