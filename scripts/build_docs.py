@@ -10,14 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout, suppress
-from io import StringIO
 from pathlib import Path
 
 import yaml
 
-from finetune.cli.commands import COMMANDS
-from finetune.cli.main import main as finetune
+from finetune.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, PAGES = ROOT / "docs", ROOT / "build" / "pages"
@@ -83,13 +80,8 @@ def _place(path: Path) -> Path:
 def _commands() -> str:
     """What `finetune COMMAND --help` prints, of each."""
     os.environ["COLUMNS"] = "88"
-    text = StringIO()
-    for command in COMMANDS:
-        text.write(f"## {command}\n\n```text\n")
-        with redirect_stdout(text), suppress(SystemExit):
-            finetune([command, "--help"])
-        text.write("```\n\n")
-    return text.getvalue()
+    verbs = next(action.choices for action in build_parser()._actions if isinstance(action.choices, dict))
+    return "".join(f"## {name}\n\n```text\n{verb.format_help()}```\n\n" for name, verb in verbs.items())
 
 
 if __name__ == "__main__":

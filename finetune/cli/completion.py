@@ -1,4 +1,4 @@
-"""Shell completion: what a word of the command line can become. argcomplete asks at each press of the tab key."""
+"""Shell completion: finds words that complete the command line. argcomplete asks at each press of the tab key."""
 
 import os
 from argparse import Action, ArgumentParser
@@ -10,21 +10,24 @@ from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 SHELLS = ("bash", "zsh", "fish")
 
 
-def script(shell: str) -> str:
-    """What a shell evaluates to complete `finetune`."""
+def completion_script(shell: str) -> str:
+    """Returns a script that a shell evaluates to complete `finetune`."""
     from argcomplete.shell_integration import shellcode
 
     return shellcode(["finetune"], shell=shell)
 
 
 class CompletingParser(ArgumentParser):
-    """A parser whose arguments complete by their names, the same in every command."""
+    """A parser whose arguments complete, and expand `~`, by their names; the same in every verb."""
 
     def add_argument(self, *words: Any, **options: Any) -> Action:
         """Adds an argument as argparse does."""
         action = super().add_argument(*words, **options)
         if action.dest in _COMPLETERS:
             action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
+        if action.dest in _PATHS and action.type is None:
+            # No shell expands `~` behind `=` or within quotes.
+            action.type = os.path.expanduser
         return action
 
 
@@ -46,7 +49,7 @@ def launch_files(prefix: str, **_: Any) -> list[str]:
 
 
 def several_launch_files(prefix: str, **_: Any) -> list[str]:
-    """The same, with commas between them."""
+    """Launch files by name, with commas between them."""
     before, comma, last = prefix.rpartition(",")
     return [before + comma + name for name in _named(LAUNCH_FILES, last)]
 
@@ -58,9 +61,9 @@ def recipes(prefix: str, **_: Any) -> list[str]:
 
 def overrides(prefix: str, **_: Any) -> list[str]:
     """A recipe's keys, each with the `=` that its value follows."""
-    from finetune.diagnostics.recipe_values import FIELDS
+    from finetune.diagnostics.explain_recipe import RECIPE_FIELDS
 
-    keys = list(FIELDS)
+    keys = list(RECIPE_FIELDS)
     # A section takes no value of its own; the next key is its first one.
     values = (key for key, following in zip(keys, [*keys[1:], ""], strict=True) if not following.startswith(f"{key}."))
     return [f"{key}=" for key in values if key.startswith(prefix)]
@@ -86,6 +89,9 @@ def _paths(prefix: str, endings: tuple[str, ...]) -> list[str]:
 
     return [str(path) for path in FilesCompleter(endings)(prefix)]
 
+
+# Arguments that are paths, or may be; recipes and launch files are found by name as well.
+_PATHS = {"base", "configs", "data", "directory", "folder", "json", "links", "model", "run", "to", "write"}
 
 _COMPLETERS = {
     "config_file": launch_files,

@@ -1,1 +1,1 @@
-"""What users run beside training: doctor, explain, parity, replay."""
+"""Commands beside training: doctor, explain, parity, replay, report, watch, runs."""

@@ -1,4 +1,4 @@
-"""`finetune explain`: for every effective value of both planes who set it, what that overrode, and what it means.
+"""`finetune explain`: says of every effective value of both planes who set it, what that overrode, what it means.
 
 Imports no torch: it answers at once. What contradicts itself is an error here as in a run, by the same functions.
 """
@@ -12,7 +12,7 @@ from rich.console import Group
 
 from finetune.config.provenance import Origin, Setting, Value
 from finetune.config.recipe import hint, recipe_layers, validate_recipe
-from finetune.diagnostics import recipe_values
+from finetune.diagnostics import explain_recipe
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import launch_values, resolved_precision
@@ -32,11 +32,11 @@ def explain_values(
     options: Mapping[str, str],
     env: Mapping[str, str],
 ) -> list[Value]:
-    """Every effective value of both planes.
+    """Returns every effective value of both planes.
 
     Args:
         options: Options of the launcher that differ from the launch file.
-        env: The environment that the launch would be started in.
+        env: Environment in which the launch would be started.
 
     Raises:
         FinetuneError: As a run would.
@@ -47,13 +47,13 @@ def explain_values(
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
-        *recipe_values.values(recipe, recipe_file, overrides, trees, derived),
+        *explain_recipe.recipe_values(recipe, recipe_file, overrides, trees, derived),
         *launch_values(recipe, foreseen, settled, here, env),
     ]
 
 
 def select_values(values: Sequence[Value], key: str) -> list[Value]:
-    """The values that a key names: one, or those of a section; one that is not in force, without settings.
+    """Returns the values that a key names: one, or those of a section; one that is not in force, without settings.
 
     Raises:
         RecipeError: If there is no such key, with the nearest.
@@ -61,10 +61,10 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
     # Sections that are no key, such as `derived`.
     found = found or [value for value in values if value.section == key]
-    if not found and (off := recipe_values.off(key)) is not None:
+    if not found and (off := explain_recipe.value_not_in_force(key)) is not None:
         found = [off]
     if not found:
-        known = list(dict.fromkeys([*(value.key for value in values), *recipe_values.FIELDS]))
+        known = list(dict.fromkeys([*(value.key for value in values), *explain_recipe.RECIPE_FIELDS]))
         same = [name for name in known if name.rsplit(".", 1)[-1] == key]
         near = f", did you mean {' or '.join(same)}?" if same else hint(key, known)
         raise RecipeError(f"There is no key '{key}'{near or '.'} `finetune explain RECIPE --all` lists all.")
@@ -73,38 +73,30 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
 
 # Longer values are cut in the table; a key's own page has them whole.
 _WIDEST = 36
-# Of a path, and of a terminal, in columns.
+# Columns of a path that is shortened, and of a terminal with room for units.
 _LONG_PATH, _WITH_UNITS = 24, 120
 
 
-def as_json(values: Sequence[Value]) -> str:
-    """A list of objects, one a key."""
-    return json.dumps([_object(value) for value in values], indent=2, default=str)
-
-
-def _object(value: Value) -> dict[str, Any]:
-    last = value.settings[-1] if value.settings else None
+def value_as_json(value: Value) -> dict[str, Any]:
+    """Returns a key as an object for programs."""
+    last = vars(value.settings[-1]) if value.settings else {}
     return {
         "key": value.key,
         "section": value.section,
-        "value": last.value if last else None,
-        "layer": last.layer if last else None,
-        "place": last.place if last else None,
+        **{name: last.get(name) for name in ("value", "layer", "place")},
         "overrode": [vars(setting) for setting in reversed(value.overridden)],
         "unit": value.unit or None,
         "meaning": value.meaning,
     }
 
 
-def page(value: Value) -> Group:
-    """Everything about one key."""
+def value_page(value: Value) -> Group:
+    """Returns everything about one key."""
     rows = plain_table("", "")
-    if not value.settings:
-        head = f"{value.key} is not in force: its section is left out"
-    else:
-        last = value.settings[-1]
-        head = f"{value.key} = {_plain(last.value)}"
-        rows.add_row("  set by", _who(last))
+    head = f"{value.key} is not in force: its section is left out"
+    if value.settings:
+        head = f"{value.key} = {_plain(value.settings[-1].value)}"
+        rows.add_row("  set by", _who(value.settings[-1]))
         for number, setting in enumerate(value.overridden):
             rows.add_row("" if number else "  instead of", f"{_plain(setting.value)}, {_who(setting)}")
     if value.unit:
@@ -113,11 +105,11 @@ def page(value: Value) -> Group:
     return Group(head, rows)
 
 
-def table(values: Sequence[Value], width: int) -> Group:
-    """Tables by section: key, value, who set it, and what that overrode; and which files these are.
+def values_table(values: Sequence[Value], width: int) -> Group:
+    """Returns tables by section: key, value, who set it, and what that overrode; and which files these are.
 
     Args:
-        width: Columns of the terminal. Where it is narrow, units are left to a key's own page.
+        width: Columns of the terminal. In a narrow one, units are left to a key's own page.
     """
     said = [value for value in values if value.settings]
     files = _short_names(value.settings[-1] for value in said)
@@ -133,7 +125,7 @@ def table(values: Sequence[Value], width: int) -> Group:
 
 
 def _short_names(settings: Iterable[Setting]) -> dict[str, str]:
-    """Names for the files that keys are set in, by their paths; a long path is said once, and then by its last part."""
+    """Returns names of the files that set keys, by path; a long path is said once, and then its last part."""
     paths = list(dict.fromkeys(setting.place.rpartition(":")[0] for setting in settings if _in_file(setting)))
     last = [Path(path).name for path in paths]
     return {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}

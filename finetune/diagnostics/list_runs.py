@@ -1,23 +1,24 @@
-"""`finetune runs`: the runs below a folder, with how each of them went."""
+"""`finetune runs`: lists the runs below a folder, with how each of them went."""
 
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, read_run
+from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import figures
+from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
 
 COLORS = {"running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red", "lost": "red"}
-"""Of statuses, in a terminal."""
+"""Colours of statuses in a terminal."""
+_COLUMNS = ("step", "best validation", "launch", "time", "started")
 
-# What a run directory holds need not be searched for more of them.
+# Folders are searched this deep.
 _DEEPEST = 6
 
 
@@ -26,32 +27,32 @@ class RunSummary:
     """A line of the list."""
 
     run: str
-    """The directory, from where was looked."""
+    """The directory, relative to the folder that was searched."""
     status: str
     """`unreadable` where its files are damaged."""
-    step: int
-    num_steps: int | None
-    best_by: str
+    step: int = 0
+    num_steps: int | None = None
+    best_by: str = ""
     """The run's `checkpoint.keep_best_by`."""
-    best_step: int | None
-    best_value: float | None
-    best_validation_loss: float | None
-    ended_early: bool
-    """Whether `eval.patience` ended it."""
-    launch: str
-    precision: str
-    duration_s: float
-    started: float | None
+    best_step: int | None = None
+    best_value: float | None = None
+    best_validation_loss: float | None = None
+    ended_early: bool = False
+    """True if `eval.patience` ended it."""
+    launch: str = ""
+    precision: str = ""
+    duration_s: float = 0.0
+    started: float | None = None
     """Seconds since 1970."""
-    restarts: int
+    restarts: int = 0
     damaged_lines: int = 0
-    """Of its metrics and incidents, among those that are looked at for this list."""
+    """Damaged lines of its metrics and incidents, among those that are read for this list."""
     problem: str | None = None
-    """Why it cannot be read."""
+    """Reason why it cannot be read."""
 
 
 def list_runs(directory: Path) -> list[RunSummary]:
-    """The runs in a folder or below it, the one that was started last at the end.
+    """Returns the runs in a folder or below it, the one that was started last at the end.
 
     Raises:
         RecipeError: If there is no such folder.
@@ -61,22 +62,17 @@ def list_runs(directory: Path) -> list[RunSummary]:
             f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
             "left out, it is `runs`."
         )
-    found = [_summary(path, directory) for path in _run_directories(directory, 0)]
+    found = [_summary(path, directory) for path in _run_directories(directory)]
     return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
 
 
-def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / "run.json").is_file():
-        yield directory
-        return
-    if depth == _DEEPEST:
-        return
-    try:
-        inside = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return
-    for path in inside:
-        yield from _run_directories(Path(path), depth + 1)
+def _run_directories(directory: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(directory):
+        is_run = "run.json" in files
+        if is_run:
+            yield Path(folder)
+        if is_run or len(Path(folder).relative_to(directory).parts) == _DEEPEST:
+            below.clear()
 
 
 def _summary(path: Path, root: Path) -> RunSummary:
@@ -84,24 +80,16 @@ def _summary(path: Path, root: Path) -> RunSummary:
     try:
         run = read_run(path, only_outcome=True)
     except FinetuneError as error:
-        problem = " ".join(str(error).split())
-        return RunSummary(
-            name, "unreadable", 0, None, "", None, None, None, False, "", "", 0.0, None, 0, problem=problem
-        )
-    return summary_of(name, run)
-
-
-def summary_of(name: str, run: RunHistory) -> RunSummary:
-    """The line of a run."""
-    best, lowest = run.best_evaluation, run.best("validation_loss")
+        return RunSummary(name, "unreadable", problem=" ".join(str(error).split()))
+    best, lowest = run.best_evaluation or (None, None), run.best("validation_loss")
     return RunSummary(
         run=name,
         status=run.status,
         step=run.step,
         num_steps=run.num_steps,
         best_by=run.best_by,
-        best_step=best[0] if best else None,
-        best_value=best[1] if best else None,
+        best_step=best[0],
+        best_value=best[1],
         best_validation_loss=lowest[1] if lowest else None,
         ended_early=run.ended_early is not None,
         launch=run.launch,
@@ -113,16 +101,12 @@ def summary_of(name: str, run: RunHistory) -> RunSummary:
     )
 
 
-def table(found: list[RunSummary]) -> Table:
-    """For a terminal."""
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    shown.add_column("run", overflow="fold")
-    shown.add_column("status")
-    for name in ("step", "best validation", "launch", "time", "started"):
-        shown.add_column(name, justify="right" if name in ("step", "best validation", "time") else "left", no_wrap=True)
+def runs_table(found: list[RunSummary]) -> Table:
+    """Returns the list as a table for a terminal."""
+    shown = plain_table("run", "status", *_COLUMNS, right=("step", "best validation", "time"))
     for one in found:
         if one.problem is not None:
-            shown.add_row(Text(one.run), Text("unreadable", style="red"), "", "", "", "", "")
+            shown.add_row(Text(one.run), Text("unreadable", style="red"))
             continue
         of = f"/{one.num_steps:,}" if one.num_steps is not None else ""
         key = ranking(one.best_by)[0].removeprefix("validation_")
@@ -138,8 +122,3 @@ def table(found: list[RunSummary]) -> Table:
             figures.moment(one.started)[:16],
         )
     return shown
-
-
-def as_json(found: list[RunSummary]) -> str:
-    """For programs."""
-    return json.dumps([asdict(one) for one in found], indent=2)

@@ -18,7 +18,7 @@ from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
 from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
-from finetune.diagnostics.parity.compare import relative, tolerance
+from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.optim import lr_schedule
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
@@ -35,13 +35,13 @@ _SHOWN = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class ReplayedRow:
     """A row of the batch."""
 
     number: int
     targets: int
     loss: float
-    """The sum over its targets, computed alone and without dropout, before the step."""
+    """Sum over its targets, computed alone and without dropout, before the step."""
     text: str
 
 
@@ -52,18 +52,18 @@ class Replayed:
     step: int
     """Counted from 1."""
     start: str
-    """Where the weights came from."""
+    """Source of the weights."""
     position: int
-    micro_batches: list[tuple[str, float, list[Row]]]
-    """Where each ran, its loss sum, and its rows."""
+    micro_batches: list[tuple[str, float, list[ReplayedRow]]]
+    """Place of each, its loss sum, and its rows."""
     now: dict[str, float | None]
     """`loss`, `grad_norm`, `lr` and `tokens`; None for what is not finite."""
     then: dict[str, float | None] | None
-    """The same as the run has written it down; None if that step was not logged."""
+    """The same values as the run has written them down; None if that step was not logged."""
     incident: dict[str, Any] | None
     """The line of `incidents.jsonl`, if the run skipped the step."""
     differences: list[str]
-    """In what it is not the step that the run took."""
+    """Differences from the step that the run took."""
 
     @property
     def holds(self) -> bool:
@@ -84,7 +84,9 @@ class Replayed:
             if self.then is None:
                 table.add_row(key, _number(value), "not logged")
             else:
-                table.add_row(key, _number(value), _number(self.then[key]), f"{relative(self.then[key], value):.0e}")
+                table.add_row(
+                    key, _number(value), _number(self.then[key]), f"{relative_difference(self.then[key], value):.0e}"
+                )
         console.print(table)
         if self.incident is not None:
             console.print(f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}")
@@ -98,11 +100,11 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.7g}"
 
 
-def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
+def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
 
     Args:
-        trust_remote_code: Whether Python code that the run names or brings may run, though this user did not start it
+        trust_remote_code: Allows Python code that the run names or brings to run, though this user did not start it
             on this machine.
 
     Raises:
@@ -126,7 +128,7 @@ def replay(directory: Path, number: int, *, trust_remote_code: bool = False) -> 
 
 
 def _entry(directory: Path, number: int) -> row_ledger.Used:
-    """What the ledger says of a step."""
+    """Returns the ledger's line of a step."""
     first = last = 0
     for entry in row_ledger.used_rows(directory):
         last = entry.step + 1
@@ -142,7 +144,7 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
 
 
 def _nearest(directory: Path, facts: dict[str, Any], most: int) -> str | None:
-    """The newest whole checkpoint of at most so many steps, or None for the beginning of the run.
+    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run.
 
     Raises:
         CheckpointError: If the run began from another one's checkpoint, and that is gone.
@@ -165,7 +167,7 @@ def _nearest(directory: Path, facts: dict[str, Any], most: int) -> str | None:
 
 
 def _recipe(recipe: Recipe, facts: dict[str, Any], start: str | None, folder: Path) -> Recipe:
-    """The run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
+    """Returns the run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
         # What may not differ is compared afterwards, and said in other words.
@@ -190,7 +192,7 @@ def _check_identity(directory: Path, then: dict[str, Any], now: dict[str, Any]) 
 
 
 def _take(run: Run, step: int) -> Any:
-    """A step as the loop takes it."""
+    """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 
@@ -215,13 +217,13 @@ def _look(
     finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
     logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
-    allowed = tolerance(facts, facts)
+    allowed = tolerance_between(facts, facts)
     limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")
     for key, before in (then or {}).items():
-        if not relative(before, finite[key]) <= limits[key]:
+        if not relative_difference(before, finite[key]) <= limits[key]:
             change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
     incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []
@@ -233,7 +235,7 @@ def _look(
     return Replayed(number, start, entry.position, parts, finite, then, skipped.get(number), differences)
 
 
-def _row(run: Run, number: int) -> Row:
+def _row(run: Run, number: int) -> ReplayedRow:
     rows = run.data.train
     assert rows is not None
     batch = rows.batch(np.array([number]))
@@ -241,11 +243,11 @@ def _row(run: Run, number: int) -> Row:
     with torch.no_grad():
         loss = run.model(run.task.loss_sum, batch_to_device(batch, run.backend.device)).item()
     run.model.train()
-    return Row(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
+    return ReplayedRow(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
 
 
 def _text(run: Run, batch: dict[str, torch.Tensor]) -> str:
-    """A row in characters where it has some, shortened; else the shapes of its tensors."""
+    """Returns a row in characters where it has some, shortened; else the shapes of its tensors."""
     if run.data.tokenizer is None or "input_ids" not in batch:
         return ", ".join(f"{name} {list(values.shape[1:])}" for name, values in batch.items())
     text = " ".join(run.data.tokenizer.decode(batch["input_ids"][0].tolist()).split())

@@ -1,4 +1,4 @@
-"""`finetune watch`: a run in the terminal, while it goes."""
+"""`finetune watch`: shows a run in the terminal, while it goes."""
 
 import itertools
 import math
@@ -25,11 +25,11 @@ _SAMPLE_LINES = 5
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def watch(directory: Path, console: Console, *, once: bool = False) -> None:
+def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
     """Shows a run until it has ended, or until Ctrl-C.
 
     Args:
-        once: Show it as it is now, and return; so it is where the output is no terminal.
+        once: Shows it as it is now, and returns; the same if the output is no terminal.
 
     Raises:
         FinetuneError: If it cannot be read.
@@ -47,7 +47,7 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> None:
 
 
 def screen(run: RunHistory, width: int) -> RenderableType:
-    """What is shown of a run, for a terminal of so many columns."""
+    """Returns what is shown of a run in a terminal of so many columns."""
     parts: list[RenderableType] = [_head(run), *_progress(run, width)]
     plot = loss_plot(run, width)
     if plot is not None:
@@ -134,7 +134,7 @@ def _lines(text: str, width: int, most: int) -> Text:
 
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:
-    """The losses over steps, in braille; None if there is nothing to draw."""
+    """Returns the losses over steps, in braille; None if there is nothing to draw."""
     steps, loss = run.training["step"], run.training["loss"]
     if np.isfinite(loss).sum() < 2:
         return None
@@ -155,19 +155,16 @@ def loss_plot(run: RunHistory, width: int) -> Text | None:
         return list(zip(across.tolist(), down.tolist(), strict=True))
 
     cells = np.zeros((_PLOT_ROWS, columns), dtype=np.int64)
-    points = place(steps, loss)
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    for (x0, y0), (x1, y1) in itertools.pairwise(place(steps, loss)):
         length = max(abs(x1 - x0), abs(y1 - y0), 1)
-        for part in range(length + 1):
-            x, y = round(x0 + (x1 - x0) * part / length), round(y0 + (y1 - y0) * part / length)
+        line = np.round(np.linspace((x0, y0), (x1, y1), length + 1)).astype(int)
+        for x, y in line.tolist():
             cells[y // 4, x // 2] |= _DOTS[y % 4][x % 2]
     marks = {(y // 4, x // 2) for x, y in place(validation_steps, validation)}
+    labels = {0: f"{high:.4g}", _PLOT_ROWS // 2: f"{(high + low) / 2:.4g}", _PLOT_ROWS - 1: f"{low:.4g}"}
     shown = Text(no_wrap=True)
     for row in range(_PLOT_ROWS):
-        label = {0: f"{high:.4g}", _PLOT_ROWS - 1: f"{low:.4g}", _PLOT_ROWS // 2: f"{(high + low) / 2:.4g}"}.get(
-            row, ""
-        )
-        shown.append(f"{label:>8} ", style="dim")
+        shown.append(f"{labels.get(row, ''):>8} ", style="dim")
         for column in range(columns):
             if (row, column) in marks:
                 shown.append("●", style="yellow")
@@ -175,14 +172,7 @@ def loss_plot(run: RunHistory, width: int) -> Text | None:
                 shown.append(chr(0x2800 + int(cells[row, column])) if cells[row, column] else " ", style="blue")
         shown.append("\n")
     ends = f"step {int(first):,}", f"{int(last):,}"
-    key = [("⠤ training loss", "blue")] + ([("   ", ""), ("● validation loss", "yellow")] if marks else [])
+    key = "⠤ training loss   ● validation loss" if marks else "⠤ training loss"
     room = columns - len(ends[0]) - len(ends[1])
-    if sum(len(word) for word, _ in key) > room - 2:
-        key = []
-    middle = sum(len(word) for word, _ in key)
-    gap = (room - middle) // 2
-    shown.append(" " * 9 + ends[0] + " " * gap, style="dim")
-    for word, style in key:
-        shown.append(word, style=style)
-    shown.append(" " * (room - middle - gap) + ends[1], style="dim")
+    shown.append(f"{'':9}{ends[0]}{(key if len(key) <= room - 2 else ''):^{room}}{ends[1]}", style="dim")
     return shown

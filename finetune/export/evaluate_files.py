@@ -34,7 +34,7 @@ _FLAGS = {
 def recipe_of(
     opened: LoadedModel, files: Sequence[str], *, text_field: str | None = None, chat: bool = False
 ) -> Recipe:
-    """How the files are read: as the run's own data if it is one, else as packed documents.
+    """Returns a recipe that reads the files as the run reads its own data, or as packed documents if it is no run.
 
     Where the network, as it is opened, would let packed documents see each other, each gets a row of its own.
 
@@ -66,7 +66,7 @@ def recipe_of(
 
 
 def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
-    """Whether documents packed into one row are computed as if each were alone."""
+    """Returns True if documents packed into one row are computed as if each were alone."""
     inner = lora_adapters.transformer(opened.network)
     found = causal_checks.sees_documents(inner, opened.scores, opened.device, longest)
     tolerances = (causal_checks.seen_tolerance, causal_checks.alone_tolerance)
@@ -75,7 +75,7 @@ def _keeps_apart(opened: LoadedModel, longest: int) -> bool:
 
 @contextmanager
 def told_in_flags() -> Iterator[None]:
-    """Says of problems with the data which flag to change, where a recipe's reader is told the key."""
+    """Rewrites errors about data: in place of a recipe's keys they name the flags of the command."""
     try:
         yield
     except (DataError, RecipeError) as error:
@@ -85,11 +85,13 @@ def told_in_flags() -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def score(opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro_size: int = 4) -> dict[str, float]:
-    """Mean loss per target over all rows of the recipe's validation files.
+def evaluate_files(
+    opened: LoadedModel, recipe: Recipe, say: Callable[[str], None], micro_size: int = 4
+) -> dict[str, float]:
+    """Returns mean loss per target (nats), perplexity and number of targets of the recipe's validation files.
 
     Args:
-        say: Hears what is evaluated, before that begins; how far it is shows a bar on a terminal.
+        say: Hears what is evaluated, before that begins; a bar on a terminal shows how far it is.
 
     Raises:
         DataError: If the files cannot be read or hold nothing.

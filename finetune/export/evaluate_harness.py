@@ -6,17 +6,13 @@ import math
 import time
 import traceback
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from datasets.exceptions import DatasetsError
-from jinja2 import TemplateError
 from rich.table import Table
 
-import finetune
 from finetune.config.recipe import hint
-from finetune.export.harness_file import metric_of
+from finetune.export.harness_results import metric_of
 from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
@@ -24,34 +20,11 @@ from finetune.utils.bounded_work import bounded_work
 from finetune.utils.console import plain_table
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
-# What a task may raise that cannot be loaded, or does not fit the network: its data, templates and Python code are its
-# own, lm_eval looks at no key before it uses it, and says of what a class of tasks lacks that it is not implemented.
-_TASK_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    NotImplementedError,
-    ImportError,
-    TemplateError,
-    DatasetsError,
-)
-
+_PACKAGE = Path(__file__).parents[1]
 _NUMBERS = ("value", "± error", "questions", "examples")
 
 
-def check_extra() -> None:
-    """Raises RecipeError if lm-evaluation-harness is not installed."""
-    if find_spec("lm_eval") is None:
-        raise RecipeError(
-            "--harness needs lm-evaluation-harness (lm_eval), which is not installed. Install the extra: "
-            "pip install 'finetune[harness]'. `finetune eval --data FILE` works without it."
-        )
-
-
-def score(
+def evaluate_harness(
     opened: LoadedModel,
     tasks: Sequence[str],
     *,
@@ -60,7 +33,7 @@ def score(
     limit: int | None = None,
     batch_size: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The figures of tasks, as lm_eval computes them with its own seeds.
+    """Returns the figures of tasks, as lm_eval computes them with its own seeds.
 
     Args:
         tasks: Names that lm_eval knows, `*` for any letters, or paths (with a slash, or ending in `.yaml`) of task
@@ -71,7 +44,7 @@ def score(
         batch_size: Texts in a forward pass; 8 if None.
 
     Returns:
-        A row for each task or group, metric and filter, as `harness.json` keeps it.
+        Rows, one for each task or group, metric and filter, as `harness.json` keeps it.
 
     Raises:
         RecipeError: If there is no such task.
@@ -106,7 +79,7 @@ def score(
 
     wrapped.apply_chat_template = bounded
     try:
-        manager, names = _find(tasks)
+        manager, names = _find_tasks(tasks)
         found = simple_evaluate(
             wrapped,
             tasks=names,
@@ -118,9 +91,10 @@ def score(
         )
     except FinetuneError:
         raise
-    except _TASK_ERRORS as error:
-        if _is_ours(error):
-            raise
+    except Exception as error:  # data, templates and Python code of a task are its own, and may raise anything
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        if _PACKAGE in Path(frame.filename).parents:
+            raise  # a fault of this package, which no task is to blame for
         words = " ".join(str(error).split())[:400]
         raise DataError(
             f"--harness: lm_eval cannot evaluate {', '.join(tasks)}: {type(error).__name__}{': ' if words else ''}"
@@ -131,13 +105,7 @@ def score(
     return _rows(found, about | {"time": time.time(), "lm_eval": importlib.metadata.version("lm_eval")})
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether it was raised in this package: a fault of its own, which no task is to blame for."""
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return Path(finetune.__file__).parent in Path(frame.filename).parents
-
-
-def _find(tasks: Sequence[str]) -> tuple[Any, list[str]]:
+def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     """lm_eval's index of tasks, and the names or files to take from it."""
     from lm_eval.tasks import TaskManager
 
@@ -148,25 +116,23 @@ def _find(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     folders = [str(path if path.is_dir() else path.parent) for path in paths.values()]
     # Without its own 14,000 tasks, of which reading the files takes most of a minute.
     manager = TaskManager(include_path=folders, include_defaults=len(paths) < len(tasks))
-    names: list[str] = []
+    names: dict[str, None] = {}
     for word in tasks:
         if word not in paths:
             found = manager.match_tasks([word])
-        elif paths[word].is_dir():
-            found = TaskManager(include_path=word, include_defaults=False).all_subtasks
-        else:
-            found = [word]
-        if not found and word in paths:
-            raise RecipeError(
-                f"--harness: {word} holds no task: none of its .yaml files has a `task`. Name another folder."
-            )
-        if not found:
-            raise RecipeError(
-                f"--harness: lm_eval knows no task '{word}'{hint(word, manager.all_tasks)}. Its list is printed by "
+            problem = (
+                f"lm_eval knows no task '{word}'{hint(word, manager.all_tasks)}. Its list is printed by "
                 "`lm_eval ls tasks`; a file of your own is named by its path, such as ./task.yaml."
             )
-        names += found
-    return manager, list(dict.fromkeys(names))
+        elif paths[word].is_dir():
+            found = TaskManager(include_path=word, include_defaults=False).all_subtasks
+            problem = f"{word} holds no task: none of its .yaml files has a `task`. Name another folder."
+        else:
+            found = [word]
+        if not found:
+            raise RecipeError(f"--harness: {problem}")
+        names |= dict.fromkeys(found)
+    return manager, list(names)
 
 
 def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -190,8 +156,8 @@ def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What `score` has found, for people."""
+def results_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Returns the rows of `evaluate_harness` as a table for people."""
     shown = plain_table("task", "metric", "value", "± error", "questions", "examples", right=_NUMBERS)
     for row in rows:
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
@@ -202,5 +168,5 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _number(value: Any) -> float | None:
-    """As JSON has it, which knows neither NaN nor `N/A`."""
+    """Returns a number for JSON, which knows neither NaN nor `N/A`."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -35,7 +35,7 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def compare(ask: dict[str, Any]) -> dict[str, Any]:
-    """How far the opened network is from the trained one."""
+    """Returns the differences between the opened network and the trained one."""
     import torch
     from safetensors.torch import load_file
     from transformers.utils import logging

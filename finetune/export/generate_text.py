@@ -14,7 +14,7 @@ from finetune.utils.errors import DataError
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. Temperature 0 takes the likeliest."""
+    """Choice of the next token. Temperature 0 takes the likeliest."""
 
     max_new_tokens: int = 200
     temperature: float = 0.0
@@ -22,22 +22,23 @@ class SamplingOptions:
     top_p: float | None = None
     seed: int = 0
 
-    def options(self) -> dict[str, Any]:
-        """For transformers' `generate`."""
+    def as_arguments(self) -> dict[str, Any]:
+        """Returns arguments of transformers' `generate`."""
         # All are given: whatever the model's own generation config says of sampling must not mix in.
-        sampling = {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k or 0,
-            "top_p": self.top_p or 1.0,
+        sampled = self.temperature > 0
+        return {
+            "do_sample": sampled,
+            "temperature": self.temperature if sampled else None,
+            "top_k": (self.top_k or 0) if sampled else None,
+            "top_p": (self.top_p or 1.0) if sampled else None,
+            "num_beams": 1,
+            "repetition_penalty": 1.0,
         }
-        greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {**(sampling if self.temperature > 0 else greedy), "num_beams": 1, "repetition_penalty": 1.0}
 
 
 @dataclass
 class _Stream:
-    """Hands text on as soon as its characters are whole. What transformers calls a streamer.
+    """A streamer of transformers that hands text on as soon as its characters are whole.
 
     Its own `TextStreamer` decodes lines one by one, without the prompt: some tokenizers then drop a space.
     """
@@ -68,10 +69,10 @@ class _Stream:
             self.written = text
 
 
-def generate(
-    opened: LoadedModel, prompt: str, manner: SamplingOptions, write: Callable[[str], None], *, chat: bool = False
+def generate_text(
+    opened: LoadedModel, prompt: str, options: SamplingOptions, write: Callable[[str], None], *, chat: bool = False
 ) -> str:
-    """Writes on after a prompt, or answers it, and returns what was written.
+    """Continues a prompt, or answers it, and returns what was written.
 
     Args:
         write: Is given each piece of text as it comes.
@@ -82,7 +83,7 @@ def generate(
     """
     tokenizer = opened.tokenizer
     ids = prompts.turn(tokenizer, prompt, opened.template_args) if chat else prompts.text(tokenizer, prompt)
-    room = manner.max_new_tokens if opened.longest is None else min(manner.max_new_tokens, opened.longest - len(ids))
+    room = options.max_new_tokens if opened.longest is None else min(options.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(
             f"The prompt has {len(ids)} tokens, and the model knows {opened.longest} positions. Shorten it."
@@ -91,7 +92,7 @@ def generate(
     stream = _Stream(tokenizer, write)
     paddings = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     inputs = torch.tensor([ids], device=opened.device)
-    torch.manual_seed(manner.seed)
+    torch.manual_seed(options.seed)
     with torch.no_grad():
         network.generate(
             input_ids=inputs,
@@ -100,6 +101,6 @@ def generate(
             eos_token_id=prompts.ends(network.generation_config, tokenizer, opened.ends) or None,
             pad_token_id=next(token for token in paddings if token is not None),
             streamer=stream,
-            **manner.options(),
+            **options.as_arguments(),
         )
     return stream.written

@@ -1,4 +1,4 @@
-"""The losses of a run as a small SVG for its model card; `finetune report` draws all else."""
+"""Draws the losses of a run as a small SVG for its model card; `finetune report` draws all else."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,17 @@ from finetune.utils.errors import FinetuneError
 # Pixels: the picture, and what is left around the curves for their scales.
 _WIDTH, _HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 40
+_TICKS = 5
 
 # Colours that can be told apart on white and on black.
 _TRAINING, _VALIDATION, _GREY = "#4c8dff", "#e07b00", "#8a929c"
 
 
-def write(folder: Path, run: Path, last_step: int | None) -> str | None:
+def write_loss_plot(folder: Path, run: Path, last_step: int | None) -> str | None:
     """Writes `loss.svg`, and returns its name; None if the run has no two losses to draw.
 
     Args:
-        last_step: Of the weights; what came after it is left out.
+        last_step: Step of the weights; later ones are left out.
 
     Raises:
         OSError: If it cannot be written.
@@ -46,22 +47,22 @@ def write(folder: Path, run: Path, last_step: int | None) -> str | None:
 
 def _svg(curves: Sequence[tuple[str, str, Series, Series]]) -> Iterator[str]:
     every_x, every_y = (np.concatenate([curve[part] for curve in curves]) for part in (2, 3))
-    x_ticks, y_ticks = _ticks(0.0, float(every_x.max())), _ticks(float(every_y.min()), float(every_y.max()))
-    low, high = min(y_ticks[0], float(every_y.min())), max(y_ticks[-1], float(every_y.max()))
+    last, low, high = float(every_x.max()), float(every_y.min()), float(every_y.max())
+    high = high if high > low else low + 1.0
 
     def x(step: float) -> float:
-        return _LEFT + step / float(every_x.max()) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + step / last * (_WIDTH - _LEFT - _RIGHT)
 
     def y(loss: float) -> float:
         return _TOP + (high - loss) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    for tick in y_ticks:
+    for tick in np.linspace(low, high, _TICKS):
         yield f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_GREY}" opacity="0.3"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="{_GREY}">{tick:g}</text>'
-    for tick in x_ticks:
-        yield f'<text x="{x(tick):.1f}" y="{_HEIGHT - 18}" text-anchor="middle" fill="{_GREY}">{tick:,g}</text>'
+        yield f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="{_GREY}">{tick:.3g}</text>'
+    for tick in np.linspace(0, last, _TICKS).round():
+        yield f'<text x="{x(tick):.1f}" y="{_HEIGHT - 18}" text-anchor="middle" fill="{_GREY}">{tick:,.0f}</text>'
     yield f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end" fill="{_GREY}">step</text>'
     for number, (name, color, steps, losses) in enumerate(curves):
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(steps, losses, strict=True))
@@ -70,13 +71,3 @@ def _svg(curves: Sequence[tuple[str, str, Series, Series]]) -> Iterator[str]:
         said = f"{name}, {losses[-1]:.4g} at the end"
         yield f'<text x="{_LEFT + number * 260}" y="18" fill="{color}">{said}</text>'
     yield "</svg>"
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between two others, or from one of them on if these are equal."""
-    span = (high - low) or abs(high) or 1.0
-    unit = 10 ** math.floor(math.log10(span / 4))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= span / 5)
-    first = math.ceil(low / step - 1e-9)
-    count = math.floor((low + span) / step + 1e-9) - first + 1
-    return [round((first + number) * step, 12) for number in range(count)]

@@ -17,16 +17,16 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FIGURES = ("train_loss", "validation_loss", "validation_perplexity", "validation_accuracy", "train_s")
 
 
-def write(
+def write_model_card(
     folder: Path, source: WeightSource, kind: str, proof: list[str], base_folder: Path | None, head: Head | None
 ) -> None:
     """Writes README.md, and a plot of the losses beside it.
 
     Args:
-        kind: What the weights are exported as; `model` for what a run writes.
-        proof: What was proved of the weights.
-        base_folder: Where the base's own card would lie.
-        head: Of the network; None leaves out what the hub reads, for only the task can open it.
+        kind: Kind of the export; `model` for what a run writes.
+        proof: Lines that say what was verified.
+        base_folder: Folder of the base, whose own card names the licence.
+        head: Head of the network; None leaves out what the hub reads, for only the task can open it.
 
     Raises:
         OSError: If it cannot be written.
@@ -36,9 +36,10 @@ def write(
     lines = [*front, f"# {source.run.resolve().name}", ""]
     lines += [_origin(source, kind), ""]
     lines += ["## Data", "", *[f"- {_place(s)}" for s in recipe.data.train], ""]
-    lines += [f"- {key}: {value}" for key, value in _counts(facts).items()]
+    counts = (facts.get("data", {}).get("train") or {}).items()
+    lines += [f"- {key}: {value}" for key, value in counts if type(value) in (int, float)]
     lines += ["", "## Figures", ""]
-    if (plot := loss_plot.write(folder, source.run, source.step)) is not None:
+    if (plot := loss_plot.write_loss_plot(folder, source.run, source.step)) is not None:
         lines += [f"![Losses over steps]({plot})", ""]
     results = facts.get("results", {})
     lines += [f"- {key}: {results[key]:.5g}" for key in _FIGURES if isinstance(results.get(key), (int, float))]
@@ -97,11 +98,3 @@ def _place(origin: Any) -> str:
     if origin.sample is not None:
         return f"the built-in sample of {origin.sample}"
     return f"`{origin.path or origin.hub}`" + (f", the first {origin.limit}" if origin.limit else "")
-
-
-def _counts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Plain figures of the data report."""
-    train = facts.get("data", {}).get("train") or {}
-    return {
-        key: value for key, value in train.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }

@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor that lies in a folder, mapped, one at a time.
+    """Yields each tensor that lies in a folder, mapped, one at a time.
 
     Raises:
         CheckpointError: If a file cannot be read, or one that the index names is not there.
@@ -30,7 +30,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensors_of_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file, mapped, one at a time.
+    """Yields each tensor of a file, mapped, one at a time.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -52,14 +52,14 @@ def _index(folder: Path) -> dict[str, Any]:
     return found
 
 
-def check(
+def check_files(
     folder: Path,
     expected: dict[str, tuple[int, ...]],
     dtype: torch.dtype,
     ties: dict[str, str],
     infinite: Collection[str] = (),
 ) -> int:
-    """Compares a folder's tensors with those that there have to be, and returns their bytes.
+    """Compares a folder's tensors with the expected ones, and returns their size in bytes.
 
     Args:
         expected: Shapes by name; tied names may be missing.

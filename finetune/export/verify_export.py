@@ -34,7 +34,7 @@ _NUM_ROWS = 8
 
 @dataclass(frozen=True)
 class Probe:
-    """The inputs that the trained and the opened network get, and what the trained one answers."""
+    """Inputs of the trained and the opened network, and the trained one's logits."""
 
     tensors: dict[str, torch.Tensor]
     """`probe.*`, the inputs whose logits are `expected`, and `row0.*` and so on, rows of data."""
@@ -42,7 +42,7 @@ class Probe:
     options: dict[str, Any]
     loss: float | None
     moved: float | None = None
-    """How far the adapters move the logits of the base."""
+    """Largest difference that the adapters make to a logit of the base."""
 
     def inputs(self, prefix: str) -> dict[str, torch.Tensor]:
         return {n.partition(".")[2]: t for n, t in self.tensors.items() if n.startswith(f"{prefix}.")}
@@ -50,7 +50,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the verification found."""
+    """Results of the verification."""
 
     distance: float
     """Largest difference of a logit, as a share of the largest logit."""
@@ -63,11 +63,11 @@ class Figures:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of distance and loss."""
+        """Limits of distance and loss."""
         return TOLERANCE[self.dtype]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Returns the results for people."""
         kind = str(self.dtype).removeprefix("torch.")
         found = (
             f"Proved in a fresh process: logits differ by {self.distance:.1e} of the largest (allowed for {kind}: "
@@ -79,7 +79,7 @@ class Figures:
         return [f"{found}, no tensor by more than {self.worst[1]:.1e}.", *self.notes]
 
 
-def ask(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longest: int) -> Probe:
+def probe_network(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longest: int) -> Probe:
     """Runs the trained network on fixed tokens and on some validation rows."""
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
@@ -121,7 +121,7 @@ def _loss(network: nn.Module, probe: Probe, task: Task) -> float | None:
 
 
 def quantization_note(network: nn.Module, probe: Probe, task: Task, kind: str) -> str:
-    """How far the network on its quantised base, as it was trained, is from the one that was asked."""
+    """Says how far the network on its quantised base, as it was trained, is from the one that was probed."""
     expected = probe.tensors["expected"]
     away = float((_logits(network, probe) - expected).abs().max() / expected.abs().max())
     text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
@@ -131,11 +131,11 @@ def quantization_note(network: nn.Module, probe: Probe, task: Task, kind: str) -
     return f"{text}. That is the quantisation's distance, not the export's."
 
 
-def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
-    """What a new process reports that opens the folder with transformers and peft only.
+def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
+    """Opens the folder in a new process with transformers and peft only, and returns what that reports.
 
     Args:
-        about: `auto`, `base` and what else `finetune.export.fresh_process` is to know.
+        about: `auto`, `base` and more that `finetune.export.fresh_process` needs.
 
     Raises:
         CheckpointError: If it cannot open it.
@@ -161,26 +161,24 @@ def fresh(folder: Path, probe: Probe, about: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def worst_of(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, float]:
-    """The tensor in a folder that differs most from what it has to be, as a share of its largest number."""
+def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, float]:
+    """Returns the tensor in a folder that differs most, and by how much, as a share of its largest number."""
     worst = ("none", 0.0)
     for name, tensor in tensors_of(folder):
         if name not in expected:
             continue
         wanted = expected[name].float()
-        scale = float(wanted.abs().max()) or 1.0
         if tensor.shape != wanted.shape:
-            return name, float("inf")
-        away = float((tensor.float() - wanted).abs().max()) / scale
+            return name, math.inf
+        away = float((tensor.float() - wanted).abs().max()) / (float(wanted.abs().max()) or 1.0)
         if not math.isfinite(away):
             return name, math.inf
-        if away > worst[1]:
-            worst = (name, away)
+        worst = max(worst, (name, away), key=lambda pair: pair[1])
     return worst
 
 
-def judge(folder: Path, answer: dict[str, Any], probe: Probe, figures: Figures) -> None:
-    """Compares what was found with what is allowed.
+def check_figures(folder: Path, answer: dict[str, Any], probe: Probe, figures: Figures) -> None:
+    """Compares the figures with what is allowed.
 
     Raises:
         CheckpointError: Naming the tensor that differs most.

@@ -1,4 +1,4 @@
-"""Trackers: what `metrics.jsonl` has, for TensorBoard, Trackio and Weights & Biases, below the run directory."""
+"""Writes what `metrics.jsonl` has for TensorBoard, Trackio and Weights & Biases, below the run directory."""
 
 import html
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -19,12 +19,8 @@ _PROJECT = "finetune"
 _TEXTS = ("sample",)
 
 
-class _Tracker(Protocol):
-    def add(self, lines: list[dict[str, Any]]) -> None:
-        """Writes lines of `metrics.jsonl`: numbers as scalars and samples as text, at their step and time."""
-
-    def close(self) -> None:
-        """Writes what waits, and ends."""
+# Each tracker has `add`, which writes lines of `metrics.jsonl` (numbers as scalars, samples as text, at their step and
+# time), and `close`, which writes what waits, and ends.
 
 
 class _TensorBoard:
@@ -126,11 +122,8 @@ class _Wandb:
         self._run.finish()
 
 
-_KINDS: dict[str, Callable[[Path, str, str, dict[str, Any]], _Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "trackio": _Trackio,
-    "wandb": _Wandb,
-}
+_Tracker = _TensorBoard | _Trackio | _Wandb
+_KINDS: dict[str, type[_Tracker]] = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb}
 
 
 class Trackers:
@@ -143,7 +136,7 @@ class Trackers:
     def __init__(self, names: tuple[str, ...], directory: Path, config: dict[str, Any]) -> None:
         """
         Args:
-            config: What the run is told to be: `recipe` and `launch`, as plain values.
+            config: `recipe` and `launch` of the run, as plain values.
         """
         self._names, self._directory, self._open = names, directory, dict[str, _Tracker]()
         self._config: dict[str, Any] = json.loads(json.dumps(config, default=str))

@@ -361,4 +361,4 @@ def save_final_model(run: Run) -> None:
 def _write_card(run: Run, folder: Path) -> None:
     facts = {**run.directory.facts(), "results": run.results}
     source = WeightSource(run.directory.path, folder, run.state.step, run.recipe, facts)
-    model_card.write(folder, source, "model", [], merge.base_folder(run.recipe), run.task.head)
+    model_card.write_model_card(folder, source, "model", [], merge.base_folder(run.recipe), run.task.head)

@@ -18,7 +18,7 @@ from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics import watch
-from finetune.diagnostics.list_runs import list_runs, table
+from finetune.diagnostics.list_runs import list_runs, runs_table
 from finetune.diagnostics.run_report import charts, one_run
 from finetune.utils.errors import RecipeError
 
@@ -150,7 +150,7 @@ def test_the_report_says_so(ended: Done) -> None:
     assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
-    assert f"step {BEST}" in one_run.summary("run", run, None, live=False)
+    assert f"step {BEST}" in str(one_run.summary_of_run("run", run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
         True,
@@ -159,7 +159,7 @@ def test_the_report_says_so(ended: Done) -> None:
         "validation_loss",
     )
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    console.print(table([listed]), watch.screen(run, 200))
+    console.print(runs_table([listed]), watch.screen(run, 200))
     said_here = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ended early  14/60" in said_here
     assert f"@{BEST}" in said_here

@@ -17,8 +17,8 @@ from inside import Crash, Done, copy, crash_after, forge, forge_state, mlp, run_
 from finetune.checkpoint import run_directory
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.list_runs import list_runs
-from finetune.diagnostics.parity import finished_run
-from finetune.diagnostics.parity.compare import compare
+from finetune.diagnostics.parity.compare import compare_runs
+from finetune.diagnostics.parity.finished_run import read_finished
 from finetune.export import find_weights
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError
@@ -329,9 +329,9 @@ def test_damaged_metrics_are_set_aside(stopped: Path, tmp_path: Path, straight: 
     # A run that has ended stays as it is: what compares it says what it leaves out.
     with file.open("ab") as opened:
         opened.write(damage + b"\n")
-    found = finished_run.read(directory)
+    found = read_finished(directory)
     assert found.damaged["metrics.jsonl"] == 1
-    assert any("1 damaged line(s)" in note for note in compare(finished_run.read(straight.directory), found).notes)
+    assert any("1 damaged line(s)" in note for note in compare_runs(read_finished(straight.directory), found).notes)
     # The list looks at evaluations and the last lines only, and at what is no object.
     assert list_runs(directory)[0].damaged_lines == (0 if damage.startswith(b'{"step"') else 1)
 
@@ -352,7 +352,7 @@ RUN_FILES = {
 def test_every_reader_refuses_a_damaged_run_json(stopped: Path, tmp_path: Path, name: str) -> None:
     directory = copy(stopped, tmp_path / "run")
     (directory / "run.json").write_bytes(RUN_FILES[name])
-    for use in (read_run, finished_run.read, find_weights.find_weights, lambda place: run_here(mlp(place))):
+    for use in (read_run, read_finished, find_weights.find_weights, lambda place: run_here(mlp(place))):
         with pytest.raises(CheckpointError, match=r"run\.json cannot be read: "):
             use(directory)
     assert list_runs(directory)[0].status == "unreadable"

@@ -20,9 +20,9 @@ from ranks import CONFIG
 
 from finetune.checkpoint import run_directory
 from finetune.data.cache import Cache
-from finetune.diagnostics.replay import replay
+from finetune.diagnostics.replay import replay_step
 from finetune.distributed.native_ops import native_ops
-from finetune.export import write
+from finetune.export import export_weights
 from finetune.utils import atomic_files
 from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import BackendError, CheckpointError, DataError, RecipeError
@@ -378,7 +378,7 @@ def test_a_strangers_run_to_export(name: str, straight: Done, tmp_path: Path, vi
     theirs = copy(straight.directory, tmp_path / "theirs")
     link_in_place(theirs / name, victim)
     with pytest.raises(CheckpointError, match=rf"{theirs / name} is a symbolic link, and links in a run directory"):
-        write.export(theirs, "merged", print)
+        export_weights.export_weights(theirs, "merged", print)
 
 
 def test_a_strangers_recipe_names_no_folder_of_mine(stopped: Path, tmp_path: Path, victim: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_strangers_recipe_names_no_folder_of_mine(stopped: Path, tmp_path: Pat
     (theirs / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = content(theirs)
     with alone():
-        assert replay(theirs, 7).holds
+        assert replay_step(theirs, 7).holds
     run_here(mlp(tmp_path / "run", resume={"mode": str(theirs)}), stop_after(13))
     assert content(theirs) == before
 
@@ -438,8 +438,8 @@ def test_exports_follow_the_umask(umask: int, tmp_path: Path, monkeypatch: pytes
         "precision": "fp32",
     }
     run_here(tree)
-    monkeypatch.setattr(write, "_verify", lambda *_: SimpleNamespace(lines=list))  # not what this is about
-    folder = write.export(tmp_path / "run", "merged-16bit", print)
+    monkeypatch.setattr(export_weights, "_verify", lambda *_: SimpleNamespace(lines=list))  # not what this is about
+    folder = export_weights.export_weights(tmp_path / "run", "merged-16bit", print)
     assert sorted(path.suffix for path in folder.glob("*.safetensors")) == [".safetensors"]
     assert wrong_modes(tmp_path / "run", umask) == {}
 

@@ -113,7 +113,7 @@ def test_launch_files_and_what_they_name(home: Path) -> None:
     (home / "launch.yaml").write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ~/ds.json}\n"
     )
-    parsed = cli._build_parser().parse_args(["launch", "--config_file", "~/launch.yaml", "~/r.yaml"])
+    parsed = cli.build_parser().parse_args(["launch", "--config_file", "~/launch.yaml", "~/r.yaml"])
     assert parsed.config_file == str(home / "launch.yaml")
     assert parsed.recipe == str(home / "r.yaml")
     place, config = read_deepspeed_file("~/ds.json", parsed.config_file)
@@ -124,10 +124,10 @@ def test_launch_files_and_what_they_name(home: Path) -> None:
 
 def test_prompts_and_names_are_no_paths(home: Path) -> None:
     words = ["generate", f"--base=~/b{os.sep}", str(MODEL), "--prompt", "~/x"]
-    parsed = cli._parse(cli._build_parser(), words)
+    parsed = cli.parse_arguments(cli.build_parser(), words)
     assert parsed.prompt == "~/x"
     assert parsed.base == f"{home}/b/"
     words = ["plan", "r.yaml", "--links", "~/l.json", "--write=~/w.yaml", "--configs", "~/c", "--json"]
-    parsed = cli._parse(cli._build_parser(), words)
+    parsed = cli.parse_arguments(cli.build_parser(), words)
     assert (parsed.links, parsed.write, parsed.configs) == ([f"{home}/l.json"], f"{home}/w.yaml", f"{home}/c")
     assert parsed.json is True

@@ -8,14 +8,14 @@ import yaml
 from forkserver import ForkServer
 from harness import environment
 
+from finetune.cli import new_project
+from finetune.cli.new_project import TASKS, Project, write_project
 from finetune.config import recipe_paths
 from finetune.config.recipe import load_recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.deepspeed_file import find_deepspeed_file
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.resolve_config import derive_accumulation
-from finetune.planning import new_project
-from finetune.planning.new_project import TASKS, Project, write_project
 from finetune.planning.step_time import Machines
 from finetune.utils.errors import DataError, RecipeError
 

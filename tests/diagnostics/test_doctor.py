@@ -25,7 +25,7 @@ from ranks import Place, free_port
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, package_checks
-from finetune.diagnostics.doctor.finding import Asked, Finding, probe
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, probe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -262,7 +262,7 @@ def test_every_check_can_fail(
 ) -> None:
     asked = setup(monkeypatch, place)
     monkeypatch.setattr(doctor, "CHECKS", [check])
-    found = [finding for finding in doctor.examine(asked, lambda what: None) if finding.status != "ok"]
+    found = [finding for finding in doctor.run_checks(asked, lambda what: None) if finding.status != "ok"]
     assert {finding.status for finding in found if re.search(says, finding.found)} == {status}, found
     assert all(finding.advice or "." in finding.found for finding in found)
 
@@ -341,7 +341,7 @@ def test_warnings_alone_do_not_fail(sound: None, monkeypatch: Patch, capsys: pyt
 def test_without_torch_it_says_so(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor, "CHECKS", [machine_checks.gpus])
-    (found,) = doctor.examine(Asked(env={}), lambda what: None)
+    (found,) = doctor.run_checks(Asked(env={}), lambda what: None)
     assert (found.status, found.advice) == ("failure", "install it: `make setup`")
 
 
@@ -457,6 +457,6 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
 
 
 def test_findings_as_text() -> None:
-    assert doctor.as_text(Finding("disk", "ok", "much")) == "ok       disk: much"
-    text = doctor.as_text(Finding("disk", "failure", "a\n b", "make room"))
+    assert doctor.result_as_text(CheckResult("disk", "ok", "much")) == "ok       disk: much"
+    text = doctor.result_as_text(CheckResult("disk", "failure", "a\n b", "make room"))
     assert text == "FAILURE  disk: a b\n         -> make room"

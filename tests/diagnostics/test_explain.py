@@ -22,8 +22,8 @@ from finetune.cli.main import main
 from finetune.config.provenance import Value, flat, places
 from finetune.config.recipe import load_recipe, read
 from finetune.config.recipe_schema import Recipe, Section
-from finetune.diagnostics import recipe_values
-from finetune.diagnostics.explain import explain_values, select_values, table
+from finetune.diagnostics.explain import explain_values, select_values, values_table
+from finetune.diagnostics.explain_recipe import RECIPE_FIELDS, recipe_values
 from finetune.distributed import device_selection
 from finetune.distributed.launch.launch_schema import KEYS, NOT_FROM_FILE, FsdpSection, ParallelismSection
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -97,7 +97,7 @@ finally:
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
     effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read(file))
-    found = {value.key: value for value in recipe_values.values(load_recipe(file), str(file), (), [read(file)], {})}
+    found = {value.key: value for value in recipe_values(load_recipe(file), str(file), (), [read(file)], {})}
     sections = {key for key in found if key not in effective}
     assert sections <= {"lora", "chat", "sample"}
     assert set(effective) == set(found) - sections
@@ -172,7 +172,7 @@ def test_every_number_has_a_unit() -> None:
 
 
 def test_every_key_is_known() -> None:
-    known = {re.sub(r"data\.\w+\.0\.", "source.", key) for key in recipe_values.FIELDS}
+    known = {re.sub(r"data\.\w+\.0\.", "source.", key) for key in RECIPE_FIELDS}
     assert {key for key in keys_of(Recipe, "") if "." in key} <= known
 
 
@@ -405,7 +405,7 @@ def test_a_table_fits_its_terminal(place: Place, width: int) -> None:
     values = list(explained(place.recipe(optim={"lr": 0.5}), config="fsdp").values())
     shown = Console(file=io.StringIO(), width=width, markup=False)
     with shown.capture() as captured:
-        shown.print(table(values, width))
+        shown.print(values_table(values, width))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= width
     keys = [value.key for value in values if value.settings]
@@ -456,10 +456,10 @@ def test_overrides_may_stand_anywhere(verb: str, monkeypatch: pytest.MonkeyPatch
         [*recipe, *options, "a.b=1", "c.d=2"],
         [*options, *recipe, "a.b=1", "c.d=2"],
     ):
-        parsed = cli._parse(cli._build_parser(), [verb, *words])
+        parsed = cli.parse_arguments(cli.build_parser(), [verb, *words])
         assert (parsed.words if verb == "explain" else parsed.overrides) == ["a.b=1", "c.d=2"], words
     with pytest.raises(SystemExit):
-        cli._parse(cli._build_parser(), [verb, *recipe, *options, "a.b=1", "--nonsense"])
+        cli.parse_arguments(cli.build_parser(), [verb, *recipe, *options, "a.b=1", "--nonsense"])
 
 
 def test_the_driver_sees_what_torch_sees() -> None:

@@ -21,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.cli import main
 from finetune.config.recipe import dump_recipe, load_recipe, validate_recipe
 from finetune.diagnostics.parity import compare, finished_run, launch_runs, small_model
+from finetune.diagnostics.parity.compare import compare_runs
+from finetune.diagnostics.parity.finished_run import read_finished
+from finetune.diagnostics.parity.launch_runs import find_configs, write_recipes
 from finetune.utils.errors import RecipeError
 
 pytestmark = [
@@ -140,8 +143,8 @@ def test_every_fault_is_caught(launcher: Launcher, faulty: dict[str, Result], fa
         some = [name for name in launched if name != "lost-sum"]
         packed = {f"{name}+fp32": {**small(), "data": base()["data"]} for name in some}
         faulty = launcher.many(SPLIT[fault], packed, env={"FAULTS_BY_NAME": "1"})
-    good = finished_run.read(faulty[f"none+{precision}"].check().directory)
-    bad = compare.compare(good, finished_run.read(faulty[f"{fault}+{precision}"].check().directory))
+    good = read_finished(faulty[f"none+{precision}"].check().directory)
+    bad = compare_runs(good, read_finished(faulty[f"{fault}+{precision}"].check().directory))
     assert not bad.holds
     assert any(CAUGHT[fault, precision] in reason for reason in bad.reasons), bad.reasons
 
@@ -152,7 +155,7 @@ def test_all_faults_are_tested() -> None:
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:
     single = launcher.many("single", {"none+bf16": FAULTY["none+bf16"]})["none+bf16"].check()
-    found = compare.compare(finished_run.read(single.directory), finished_run.read(faulty["none+bf16"].directory))
+    found = compare_runs(read_finished(single.directory), read_finished(faulty["none+bf16"].directory))
     assert found.holds, found.reasons
     assert found.allowed.kind == "16 bit"
 
@@ -171,7 +174,7 @@ CHANGES = {
 def pair(launched: Any, tmp_path: Path) -> tuple[finished_run.FinishedRun, Path]:
     """A run, and a copy of it to spoil."""
     source = launched[3] / "single"
-    return finished_run.read(source), Path(shutil.copytree(source, tmp_path / "copy"))
+    return read_finished(source), Path(shutil.copytree(source, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -183,7 +186,7 @@ def test_a_changed_figure_is_named(pair: Any, what: str) -> None:
     else:
         lines[2][what] = lines[2][what] + 1 if what == "tokens" else lines[2][what] * 1.001
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = compare.compare(one, finished_run.read(copy))
+    found = compare_runs(one, read_finished(copy))
     assert found.first is not None
     assert found.first.startswith(CHANGES[what])
     assert not found.holds
@@ -207,7 +210,7 @@ def test_drift_that_grew_slowly_may_be_rounding(pair: Any, apart: tuple[float, .
         step: {**line, "grad_norm": line["grad_norm"] * (1 + far)}
         for (step, line), far in zip(one.steps.items(), apart, strict=True)
     }
-    found = compare.compare(one, replace(one, steps=other))
+    found = compare_runs(one, replace(one, steps=other))
     assert found.holds == (max(apart) <= found.allowed.norm)
     assert any("rounding that grows" in note for note in found.notes) == grows
 
@@ -219,30 +222,30 @@ def test_a_changed_weight_is_named(pair: Any) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][0] *= 1.01
     save_file(weights, file, metadata={"format": "pt"})
-    found = compare.compare(one, finished_run.read(copy))
+    found = compare_runs(one, read_finished(copy))
     assert found.tensor is not None
     assert found.tensor[0] == name
     assert found.reasons == [f"tensor {name} is {found.tensor[1]:.1e} apart at the end (1e-04 allowed)"]
     del weights[name]
     save_file(weights, file, metadata={"format": "pt"})
-    assert f"other tensors, or of other shapes: {name}" in compare.compare(one, finished_run.read(copy)).reasons[0]
+    assert f"other tensors, or of other shapes: {name}" in compare_runs(one, read_finished(copy)).reasons[0]
 
 
 def test_other_rows_and_other_lengths_are_named(pair: Any) -> None:
     one, _ = pair
     rows = {step: checksum + (step >= 4) for step, checksum in one.rows.items()}
-    assert (compare.compare(one, replace(one, rows=rows)).first or "").startswith("step 4: the checksum")
+    assert (compare_runs(one, replace(one, rows=rows)).first or "").startswith("step 4: the checksum")
     longer = {**one.facts, "length": {**one.facts["length"], "num_steps": STEPS + 1}}
-    assert "ended at step" in compare.compare(one, replace(one, facts=longer)).reasons[0]
+    assert "ended at step" in compare_runs(one, replace(one, facts=longer)).reasons[0]
     few = {step: line for step, line in one.steps.items() if step > 5}
-    assert "no step is logged in both" in compare.compare(one, replace(one, steps=few)).reasons[0]
+    assert "no step is logged in both" in compare_runs(one, replace(one, steps=few)).reasons[0]
 
 
 def test_what_differs_without_parting_the_paths_is_a_note(pair: Any) -> None:
     one, _ = pair
     runs = {**one.facts["runs"], "model_dtypes": ["bfloat16"]}
     other = replace(one, facts={**one.facts, "runs": runs, "identity": {**one.facts["identity"], "seed": 8}})
-    found = compare.compare(one, other)
+    found = compare_runs(one, other)
     assert found.holds
     assert found.notes == [
         "the recipes differ in seed",
@@ -254,9 +257,9 @@ def test_adapters_in_bf16_may_differ_more(pair: Any) -> None:
     facts = pair[0].facts
     half = {**facts, "precision": "bf16"}
     adapters = {**half, "identity": {**facts["identity"], "lora.rank": 8}}
-    assert compare.tolerance(facts, facts).weights == 1e-4
-    assert compare.tolerance(facts, half).weights == 1e-2
-    assert compare.tolerance(adapters, adapters).weights == 0.2
+    assert compare.tolerance_between(facts, facts).weights == 1e-4
+    assert compare.tolerance_between(facts, half).weights == 1e-2
+    assert compare.tolerance_between(adapters, adapters).weights == 0.2
 
 
 def test_a_broken_run_cannot_hide_behind_a_rounded_reference(pair: Any) -> None:
@@ -268,8 +271,8 @@ def test_a_broken_run_cannot_hide_behind_a_rounded_reference(pair: Any) -> None:
         steps[step] = {**line, "loss": round(line["loss"] * targets) / targets}
         before = line["tokens"]
     rounded = replace(one, name="rounded", steps=steps)
-    assert any("are rounded" in reason for reason in compare.compare(one, rounded).reasons)
-    assert not any("are rounded" in reason for reason in compare.compare(rounded, rounded).reasons)
+    assert any("are rounded" in reason for reason in compare_runs(one, rounded).reasons)
+    assert not any("are rounded" in reason for reason in compare_runs(rounded, rounded).reasons)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -288,7 +291,7 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
     large = AutoConfig.for_model(kind, **MODELS[kind])
     given = {"model_type": kind, "vocab_size": 512, **MODELS[kind]}
     recipe = validate_recipe(small(model={"config": given}))
-    tree = small_model.shrink(recipe, recipe.model_dump(mode="json"))
+    tree = small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
     config = AutoConfig.for_model(**tree["model"]["config"])
     network = AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
@@ -304,19 +307,17 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
 def test_what_cannot_be_shrunk_is_said() -> None:
     recipe = validate_recipe(small(model={"config": {"model_type": "falcon"}}))
     with pytest.raises(RecipeError, match="a small falcon cannot be derived"):
-        small_model.shrink(recipe, recipe.model_dump(mode="json"))
+        small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
     recipe = validate_recipe(small(task={"name": "own_task:mlp"}))
     with pytest.raises(RecipeError, match="the task's own"):
-        small_model.shrink(recipe, recipe.model_dump(mode="json"))
+        small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
 
 
 def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
     source = {**small(), "model": {"name": MODEL}, "tokenizer": {}, "lora": {"rank": 4}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(source))
-    configs = launch_runs.find("single,ddp")
-    written = launch_runs.prepare(
-        load_recipe(tmp_path / "recipe.yaml"), configs, tmp_path / "runs", steps=2, shrink=True
-    )
+    configs = find_configs("single,ddp")
+    written = write_recipes(load_recipe(tmp_path / "recipe.yaml"), configs, tmp_path / "runs", steps=2, shrink=True)
     one, other = load_recipe(written["single"]), load_recipe(written["ddp"])
     assert one.model.name is None
     assert one.model.config is not None
@@ -337,7 +338,7 @@ def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
 )
 def test_adam_does_not_divide_rounding_by_rounding(optim: dict[str, Any], eps: float | None, tmp_path: Path) -> None:
     recipe = validate_recipe(small(optim=optim))
-    written = launch_runs.prepare(recipe, launch_runs.find("single,ddp"), tmp_path, steps=2, shrink=False)
+    written = write_recipes(recipe, find_configs("single,ddp"), tmp_path, steps=2, shrink=False)
     assert load_recipe(written["ddp"]).optim.args.get("eps") == eps
 
 
@@ -382,4 +383,4 @@ def test_what_is_no_finished_run_is_refused(pair: Any, tmp_path: Path, capsys: p
 def test_a_run_that_is_there_is_not_replaced(launched: Any, tmp_path: Path) -> None:
     recipe = validate_recipe(small())
     with pytest.raises(RecipeError, match="is there already"):
-        launch_runs.prepare(recipe, launch_runs.find("single,ddp"), launched[3], steps=2, shrink=False)
+        write_recipes(recipe, find_configs("single,ddp"), launched[3], steps=2, shrink=False)

@@ -45,7 +45,7 @@ def pair(tmp_path: Path, kind: str, changes: dict[str, Any]) -> compare.Comparis
     for name, (begin, end, by) in changes.items():
         weights[name][begin:end] += by * torch.randn(weights[name][begin:end].shape, generator=generator)
     save_file(weights, file, metadata={"format": "pt"})
-    return compare.compare(run_of(tmp_path / "one", "one"), run_of(tmp_path / "other", "other"))
+    return compare.compare_runs(run_of(tmp_path / "one", "one"), run_of(tmp_path / "other", "other"))
 
 
 @pytest.mark.parametrize(("kind", "place"), [("bert", (None, None)), ("gpt2", (32, 64))])

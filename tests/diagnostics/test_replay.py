@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def again(directory: Path, step: int) -> Replayed:
     with alone():
-        return replay.replay(directory, step)
+        return replay.replay_step(directory, step)
 
 
 def state(directory: Path) -> dict[str, tuple[str, int]]:

@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(run: Path, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    watch.watch(run, console, once=True)
+    watch.watch_run(run, console, once=True)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -109,7 +109,7 @@ def test_watching_ends_with_the_run(runs: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(watch, "REFRESH_S", 0.05)
     screen = io.StringIO()
     console = Console(file=screen, width=80, height=40, force_terminal=True, highlight=False)
-    thread = threading.Thread(target=watch.watch, args=(run, console))
+    thread = threading.Thread(target=watch.watch_run, args=(run, console))
     thread.start()
     before = time.monotonic()
     while "running" not in screen.getvalue() and time.monotonic() - before < 60:

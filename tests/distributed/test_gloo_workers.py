@@ -11,7 +11,7 @@ from ranks import Here, Place
 
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks
-from finetune.diagnostics.doctor.finding import Asked
+from finetune.diagnostics.doctor.check_result import Asked
 from finetune.distributed import resolve_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import predict_environment

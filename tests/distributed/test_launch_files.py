@@ -279,7 +279,7 @@ def test_numbers_that_contradict_each_other(
         assert main.main([*command_line, "--config_file", file, *words]) == 2
         said = capsys.readouterr().err
         assert re.search(says, " ".join(said.split())), said
-    _, (finding,) = doctor.ask(None, (), file, options, ALONE)
+    _, (finding,) = doctor.read_request(None, (), file, options, ALONE)
     assert re.search(says, finding.found)
     named = re.match(r"(\w+) is ", says)
     if named and named[1] not in options:
@@ -371,14 +371,14 @@ def test_every_command_refuses(place: Place, here: Here, capsys: pytest.CaptureF
         assert re.search(SAYS, said.err), said
 
     here.monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
-    here.monkeypatch.setattr(launch_runs, "run", lambda *_, **__: pytest.fail("started"))
+    here.monkeypatch.setattr(launch_runs, "launch_run", lambda *_, **__: pytest.fail("started"))
     refused("launch", "--config_file", str(file), recipe)
     refused("explain", recipe, "--config_file", str(file))
     refused("parity", recipe, "--on", f"single,{file}")
     refused("comms", "--config_file", str(file))
     with pytest.raises(BackendError, match=SAYS):
         launch_of_file(file, 8)  # as `finetune plan` does
-    _, (finding,) = doctor.ask(None, (), str(file), {}, ALONE)
+    _, (finding,) = doctor.read_request(None, (), str(file), {}, ALONE)
     assert finding.status == "failure"
     assert re.search(SAYS, finding.found)
 
@@ -458,10 +458,10 @@ def test_what_deepspeed_would_refuse_later(
     recipe = str(place.recipe())
     assert main.main(["launch", recipe, "--config_file", file, "--dry-run"]) == 2
     assert re.search(says, capsys.readouterr().err)
-    asked, problems = doctor.ask(recipe, (), file, {}, ALONE)
+    asked, problems = doctor.read_request(recipe, (), file, {}, ALONE)
     checks = doctor.CHECKS
     here.monkeypatch.setattr(doctor, "CHECKS", [machine_checks.agreement] if not problems else [])
-    findings = [*problems, *doctor.examine(asked, lambda _: None)]
+    findings = [*problems, *doctor.run_checks(asked, lambda _: None)]
     assert machine_checks.agreement in checks
     assert [finding.status for finding in findings] == ["failure"]
     assert re.search(says, findings[0].found)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
 from finetune.diagnostics.run_report import one_run
-from finetune.export import evaluate_harness, generate_text, harness_file, load_model
+from finetune.export import evaluate_harness, generate_text, harness_results, load_model
 from finetune.utils.errors import CheckpointError, DataError
 
 pytestmark = [pytest.mark.xdist_group("harness")]
@@ -130,7 +130,7 @@ def test_texts_are_those_of_generate(
     opened = load_model.load_model(str(places[name]), exact=True)
     rows = []
     for number, row in enumerate(questions()[:8]):
-        written = generate_text.generate(
+        written = generate_text.generate_text(
             opened, row["question"], generate_text.SamplingOptions(max_new_tokens=12), lambda text: None
         )
         answer = written.partition(".")[0]
@@ -163,12 +163,12 @@ def test_figures_are_kept_beside_what_they_are_of(
     ]
     few = evaluated(capsys, str(run / "checkpoints" / "step-00000002"), *words, "--limit", "5", "--num-fewshot", "0")
     again = evaluated(capsys, str(run), *words)
-    assert harness_file.read(run) == [*few.values(), *again.values()]
+    assert harness_results.read_results(run) == [*few.values(), *again.values()]
     assert [(row["step"], row["samples"], row["limit"]) for row in (few["acc"], again["acc"])] == [
         (2, 5, 5),
         (4, QUESTIONS, None),
     ]
-    shown = one_run._harness(read_run(run))
+    shown = str(one_run._benchmarks(read_run(run)))
     assert "next_word, first 5" in shown
     assert f"{again['acc']['value']:.4g}" in shown
     (run / "harness.json").write_text('[{"task": "other"}]')
@@ -205,7 +205,7 @@ def test_what_is_refused(
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(evaluate_harness, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness_results, "find_spec", lambda name: None)
     assert main.main(["eval", MODEL, "--harness", "mmlu"]) == 2
     assert "pip install 'finetune[harness]'" in capsys.readouterr().err
     assert main.main(["eval", MODEL, "--data", "x.jsonl", "--limit", "3"]) == 2
@@ -258,17 +258,17 @@ def _stub(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_lm_eval_raises_is_one_paragraph(error: Exception, stub: Callable[[Exception], Any]) -> None:
     opened = stub(error)
     with pytest.raises(DataError, match=f"lm_eval cannot evaluate mine: {type(error).__name__}.*Correct the task"):
-        evaluate_harness.score(opened, ["mine"])
+        evaluate_harness.evaluate_harness(opened, ["mine"])
 
 
 def test_a_fault_of_this_package_is_not_put_on_a_task(stub: Callable[[Exception], Any]) -> None:
     no_name: Any = None
     with pytest.raises(TypeError, match="'NoneType' is not iterable"):
-        evaluate_harness.score(stub(TypeError("never raised")), [no_name])
+        evaluate_harness.evaluate_harness(stub(TypeError("never raised")), [no_name])
 
 
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "harness.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not what"):
-        harness_file.add(tmp_path, [])
+        harness_results.add_results(tmp_path, [])
     assert (tmp_path / "harness.json").read_text() == "{}"

@@ -88,7 +88,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         run_here(tree | ({"lora": LORA} if name == "lora" else {}))
         made[name] = root / name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verify_export, "fresh", opened_here)
+            patch.setattr(verify_export, "open_in_fresh_process", opened_here)
             for kind in kinds:
                 made[f"{name}_{kind}"], _ = exported(root / name, kind, root / f"{name}_exports")
     return made
@@ -186,7 +186,7 @@ def test_harness_asks_in_the_chat_template(
 def test_an_end_that_is_left_out_is_caught(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     stopping_at = prompts.stopping_at
     monkeypatch.setattr(prompts, "stopping_at", lambda told, stops: stopping_at(told, stops[:1]))
     with pytest.raises(
@@ -200,7 +200,7 @@ def test_an_end_that_is_left_out_is_caught(
 def test_answers_without_an_end_are_said(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     spoilt = copy(places["lora"], tmp_path / "run")
     facts = json.loads((spoilt / "run.json").read_text())
     for learned, says in (({}, ""), ({"<|im_gone|>": 8}, "answers end in '<|im_gone|>', which the tokenizer")):
@@ -218,4 +218,4 @@ def test_a_template_that_refuses_is_quoted(places: dict[str, Path]) -> None:
     place = load_model.load_model(str(places["lora_merged"]))
     place.tokenizer.chat_template = "{{ raise_exception('tell me who you are first') }}"
     with pytest.raises(DataError, match=r"refuses a single turn of a user: tell me who you are first\. Write"):
-        generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)
+        generate_text.generate_text(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)

@@ -27,7 +27,7 @@ from finetune.utils.errors import CheckpointError, RecipeError
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
 
 
 # ---------------------------------------------------------------- what two processes wrote
@@ -107,7 +107,7 @@ def test_experts_are_compared_one_by_one(tmp_path: Path, monkeypatch: pytest.Mon
         change(folder, lambda tensors: tensors[expert][0].add_(1e-3 * tensors[expert].abs().max()))
         return check(folder, expected)
 
-    monkeypatch.setattr(verify_export, "worst_of", spoil)
+    monkeypatch.setattr(verify_export, "worst_tensor", spoil)
     with pytest.raises(CheckpointError, match=rf"The tensor that differs most is {expert}, by 1.0e-03"):
         exported(run.directory, "merged", tmp_path)
 

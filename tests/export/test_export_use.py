@@ -17,7 +17,8 @@ from testdata import MADE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export import find_weights, generate_text, load_model, merge, verify_export, write
+from finetune.export import export_weights, find_weights, load_model, merge, verify_export
+from finetune.export.generate_text import SamplingOptions, generate_text
 from finetune.models import prompts
 from finetune.tasks.task import TaskData
 from finetune.utils.errors import CheckpointError, DataError, RecipeError
@@ -113,36 +114,33 @@ def test_all_write_the_same(places: dict[str, Path], capsys: pytest.CaptureFixtu
 def test_it_streams_and_samples_by_seed(places: dict[str, Path]) -> None:
     place = load_model.load_model(str(places["merged"]))
     pieces: list[str] = []
-    manner = generate_text.SamplingOptions(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
-    text = generate_text.generate(place, "Once", manner, pieces.append)
+    manner = SamplingOptions(max_new_tokens=20, temperature=1.0, top_k=50, top_p=0.95, seed=1)
+    text = generate_text(place, "Once", manner, pieces.append)
     assert len([piece for piece in pieces if piece]) > 5
     assert "".join(pieces) == text
-    assert generate_text.generate(place, "Once", manner, pieces.append) == text
-    assert (
-        generate_text.generate(place, "Once", generate_text.SamplingOptions(20, 1.0, 50, 0.95, seed=2), pieces.append)
-        != text
-    )
+    assert generate_text(place, "Once", manner, pieces.append) == text
+    assert generate_text(place, "Once", SamplingOptions(20, 1.0, 50, 0.95, seed=2), pieces.append) != text
 
 
 def test_it_stops_at_the_end_of_text(places: dict[str, Path]) -> None:
     """Of the generation config and of the tokenizer, which may be two."""
     place = load_model.load_model(str(places["merged"]))
-    whole = generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None)
+    whole = generate_text(place, "Once", SamplingOptions(30), lambda text: None)
     ids = place.tokenizer.encode(whole, add_special_tokens=False)
     model: Any = place.network
     model.generation_config.eos_token_id = [2, ids[4]]
-    cut = generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None)
+    cut = generate_text(place, "Once", SamplingOptions(30), lambda text: None)
     assert whole.startswith(cut.rstrip())
     assert len(cut) < len(whole)
     model.generation_config.eos_token_id = 2
     place.tokenizer.eos_token = place.tokenizer.convert_ids_to_tokens(ids[4])
-    assert generate_text.generate(place, "Once", generate_text.SamplingOptions(30), lambda text: None).strip() in cut
+    assert generate_text(place, "Once", SamplingOptions(30), lambda text: None).strip() in cut
 
 
 def test_chat_needs_a_template(places: dict[str, Path]) -> None:
     place = load_model.load_model(str(places["adapter"]))
     with pytest.raises(DataError, match="--chat needs a tokenizer with a chat template, and this one has none"):
-        generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)
+        generate_text(place, "Hello", SamplingOptions(3), lambda text: None, chat=True)
     place.tokenizer.chat_template = (
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
@@ -152,13 +150,13 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
     assert ids[0] == 1
     assert ids.count(1) == 1
     assert place.tokenizer.decode(ids).endswith("A:")
-    assert generate_text.generate(place, "Hello", generate_text.SamplingOptions(3), lambda text: None, chat=True)
+    assert generate_text(place, "Hello", SamplingOptions(3), lambda text: None, chat=True)
 
 
 def test_refusals(places: dict[str, Path], tmp_path: Path) -> None:
     place = load_model.load_model(str(places["merged"]))
     with pytest.raises(DataError, match=r"The prompt has \d+ tokens, and the model knows 512 positions"):
-        generate_text.generate(place, "word " * 700, generate_text.SamplingOptions(3), lambda text: None)
+        generate_text(place, "word " * 700, SamplingOptions(3), lambda text: None)
     with pytest.raises(CheckpointError, match=r"holds no network: it has no recipe\.yaml"):
         load_model.load_model(str(tmp_path))
     with pytest.raises(CheckpointError, match="--step is for run directories"):
@@ -177,28 +175,28 @@ def test_one_export_at_a_time_writes_a_folder(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second one that begins while the first writes is refused, and the first is what it would have been."""
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     target, refused = tmp_path / "out", []
 
     def again(_: str) -> None:
         if not refused:
             with pytest.raises(RecipeError) as caught:
-                write.export(places["run"], "merged", lambda line: None, to=target)
+                export_weights.export_weights(places["run"], "merged", lambda line: None, to=target)
             refused.append(str(caught.value))
 
-    write.export(places["run"], "merged", again, to=target)
+    export_weights.export_weights(places["run"], "merged", again, to=target)
     assert refused == [f"{target} is being written by another export. Wait until it has ended, or choose another --to."]
     assert torch.equal(logits_of(target), logits_of(places["merged"]))
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
     with pytest.raises(RecipeError, match="is there already"):
-        write.export(places["run"], "merged", lambda line: None, to=target)
+        export_weights.export_weights(places["run"], "merged", lambda line: None, to=target)
 
 
 @pytest.mark.parametrize("name", ["new", "model.staging", "checkpoints/step-00000009", "model/merged"])
 def test_an_export_writes_nothing_among_a_runs_own_files(places: dict[str, Path], name: str) -> None:
     before = sorted(places["run"].rglob("*"))
     with pytest.raises(RecipeError, match=r"lies in the run directory .*, where a run writes and deletes"):
-        write.export(places["run"], "merged", lambda line: None, to=places["run"] / name)
+        export_weights.export_weights(places["run"], "merged", lambda line: None, to=places["run"] / name)
     assert sorted(places["run"].rglob("*")) == before
 
 

@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets this process open what was written, where starting another would take most of a test's time."""
     if request.node.get_closest_marker("timeout") is None:
-        monkeypatch.setattr(verify_export, "fresh", opened_here)
+        monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
 
 
 # ---------------------------------------------------------------- what comes out
@@ -135,7 +135,7 @@ def test_the_head_of_the_card_is_one_that_the_hub_takes(
     model = found.recipe.model.model_copy(update={"name": name})
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Base\n")
     run = replace(found, recipe=found.recipe.model_copy(update={"model": model}))
-    model_card.write(tmp_path, run, "merged", ["Proved"], tmp_path, NEXT_TOKEN)
+    model_card.write_model_card(tmp_path, run, "merged", ["Proved"], tmp_path, NEXT_TOKEN)
     text = (tmp_path / "README.md").read_text()
     assert text.startswith(f"---\nlibrary_name: transformers\n{said}---\n")
 
@@ -152,13 +152,13 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
     runs: dict[str, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[dict[str, Any]] = []
-    fresh = verify_export.fresh
+    fresh = verify_export.open_in_fresh_process
 
     def spy(*given: Any) -> dict[str, Any]:
         answers.append(fresh(*given))
         return answers[-1]
 
-    monkeypatch.setattr(verify_export, "fresh", spy)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", spy)
     exported(runs["lora"].directory, "merged", tmp_path)
     assert answers[0]["ours"] == []
     assert answers[0]["distance"] > 0
@@ -170,7 +170,7 @@ def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
     probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
     about = {"auto": "AutoModelForCausalLM", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
-        verify_export.fresh(tmp_path, probe, about)
+        verify_export.open_in_fresh_process(tmp_path, probe, about)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -226,20 +226,24 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "one tensor a little off": (
         nudge,
         rf"The tensor that differs most is {PROJ}, by 1.0e-03",
-        (verify_export, "worst_of"),
+        (verify_export, "worst_tensor"),
     ),
     "one tensor far off": (
         wreck,
         rf"logits that differ by .* The tensor that differs most is {PROJ}",
-        (verify_export, "judge"),
+        (verify_export, "check_figures"),
     ),
-    "tie broken": (untie, r"lm_head.weight and model.embed_tokens.weight are one weight", (validate_files, "check")),
+    "tie broken": (
+        untie,
+        r"lm_head.weight and model.embed_tokens.weight are one weight",
+        (validate_files, "check_files"),
+    ),
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
         (stop_tokens, "check"),
     ),
-    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check")),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
     "missing": (
         lambda f: change(f, lambda t: t.pop(PROJ)),
         rf"1 tensors are missing \({PROJ}\)",
@@ -253,7 +257,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "empty": (
         lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})),
         rf"{PROJ} is empty",
-        (validate_files, "check"),
+        (validate_files, "check_files"),
     ),
     "of another shape": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
@@ -285,7 +289,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
-    nothing = {"worst_of": ("none", 0.0), "check": 0}
+    nothing = {"worst_tensor": ("none", 0.0), "check_files": 0}
     monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 
@@ -341,7 +345,7 @@ def test_opening_finds_what_looking_did_not(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     plant(FAULTS[name][0])
-    without(monkeypatch, (validate_files, "check"))
+    without(monkeypatch, (validate_files, "check_files"))
     with pytest.raises(CheckpointError, match=says):
         exported(runs["lora"].directory, "merged", tmp_path)
 
@@ -367,7 +371,7 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     )
     with pytest.raises(CheckpointError, match="the adapter changes no logit of its base: nothing was trained"):
         exported(run, kind, tmp_path)
-    monkeypatch.setattr(verify_export, "judge", lambda *given: None)
+    monkeypatch.setattr(verify_export, "check_figures", lambda *given: None)
     exported(run, kind, tmp_path)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSection
-from finetune.export import write
+from finetune.export import export_weights
 from finetune.models import networks
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
@@ -154,7 +154,7 @@ def test_an_adapter_alone_is_refused(model: Path) -> None:
     recipe = recipe_of(model, {"type": "linear", "factor": 4.0}).model_copy(update={"lora": LoraSection()})
     found: Any = SimpleNamespace(recipe=recipe, run="runs/x")
     with pytest.raises(RecipeError, match=r"runs/x stretched the positions of its base .* Use --as merged"):
-        write._check_has_adapter(found)
+        export_weights._check_has_adapter(found)
 
 
 def test_random_weights_have_keys_of_their_own() -> None:

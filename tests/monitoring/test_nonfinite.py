@@ -296,7 +296,7 @@ def test_skipped_steps_are_named_with_their_rows(
     recipe = validate_recipe(tree)
     for step, named in ((4, lines[:1]), (20, lines)):
         source = WeightSource(done.directory, done.directory / "model", step, recipe, done.facts)
-        model_card.write(tmp_path, source, "merged", [], None, None)
+        model_card.write_model_card(tmp_path, source, "merged", [], None, None)
         written = (tmp_path / "README.md").read_text()
         assert "## Skipped steps" in written
         assert [line[2:] for line in written.splitlines() if line.startswith("- step")] == named

@@ -46,11 +46,11 @@ def run(folder: Path, spoilt: str | None = None, value: float = NAN) -> Finished
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_parity_sees_a_weight_that_is_not_finite_wherever_it_stands(tmp_path: Path, name: str, value: float) -> None:
-    found = compare.compare(run(tmp_path / "one"), run(tmp_path / "other", name, value))
+    found = compare.compare_runs(run(tmp_path / "one"), run(tmp_path / "other", name, value))
     assert not found.holds
     assert found.tensor == (name, INF)
     assert f"tensor {name} is inf apart" in found.reasons[0]
-    said = json.loads(json.dumps(parity_report.to_json([found]), allow_nan=False))
+    said = json.loads(json.dumps(parity_report.report_as_json([found]), allow_nan=False))
     assert said["comparisons"]["other"]["tensor"] == {"name": name, "difference": None}
     console = Console(file=io.StringIO(), width=200)
     parity_report.print_report([found], console)
@@ -58,13 +58,16 @@ def test_parity_sees_a_weight_that_is_not_finite_wherever_it_stands(tmp_path: Pa
 
 
 def test_two_runs_with_the_same_nan_took_no_path(tmp_path: Path) -> None:
-    assert not compare.compare(run(tmp_path / "one", "b"), run(tmp_path / "other", "b")).holds
+    assert not compare.compare_runs(run(tmp_path / "one", "b"), run(tmp_path / "other", "b")).holds
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proof_of_an_export_names_the_tensor(tmp_path: Path, name: str) -> None:
     spoilt = run(tmp_path / "one", name)
-    assert verify_export.worst_of(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (name, INF)
+    assert verify_export.worst_tensor(spoilt.directory / "model", {name: torch.ones(4) for name in NAMES}) == (
+        name,
+        INF,
+    )
 
 
 def test_scores_that_are_not_finite_prove_nothing() -> None:

@@ -13,7 +13,7 @@ from recipes_for_tests import MODEL, base, stories
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetune.export import fresh_process, verify_export, write
+from finetune.export import export_weights, fresh_process, verify_export
 from finetune.models.forward_wrapper import unwrap
 from finetune.utils.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def train(directory: Path, sections: dict[str, Any]) -> Trained:
 
 
 def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any]) -> dict[str, Any]:
-    """In place of `verify_export.fresh`: starting another process would take most of a test's time."""
+    """In place of `verify_export.open_in_fresh_process`: starting another process would take most of a test's time."""
     with tempfile.TemporaryDirectory() as place:
         save_file(probe.tensors, f"{place}/tensors")
         ask = {"folder": str(folder), "tensors": f"{place}/tensors"}
@@ -64,7 +64,7 @@ def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any])
 
 def exported(run: Path, kind: str, to: Path, **options: Any) -> tuple[Path, str]:
     said: list[str] = []
-    return write.export(run, kind, said.append, to=to / kind, **options), "\n".join(said)
+    return export_weights.export_weights(run, kind, said.append, to=to / kind, **options), "\n".join(said)
 
 
 def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import validate_recipe
-from finetune.diagnostics.parity.small_model import shrink
+from finetune.diagnostics.parity.small_model import shrink_model
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
@@ -137,7 +137,7 @@ def test_a_shrunk_model_keeps_the_tokenizer_that_a_recipe_trains(tmp_path: Any) 
     tree = script.recipe_of("llama")
     tree["model"] = {"name": str(tmp_path)}
     recipe = validate_recipe(tree)
-    small = validate_recipe(shrink(recipe, recipe.model_dump(mode="json")))
+    small = validate_recipe(shrink_model(recipe, recipe.model_dump(mode="json")))
     assert (small.tokenizer.name, small.tokenizer.vocab_size) == (None, script.VOCABULARY)
     assert resolve_model_config(small).head_dim == 16
 

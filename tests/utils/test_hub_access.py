@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness import ROOT, python
 
-from finetune.cli import commands, main
+from finetune.cli import main, model_verbs
 from finetune.training import entry_point
 from finetune.utils import hub_access
 from finetune.utils.errors import RecipeError
@@ -20,7 +20,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     def imported() -> None:
         raise AssertionError("the libraries were imported")
 
-    for module in (commands, entry_point):
+    for module in (model_verbs, entry_point):
         monkeypatch.setattr(module, "silence_libraries", imported)
 
 

@@ -66,7 +66,7 @@ def test_a_launch_that_is_interrupted_as_it_imports_says_so_in_one_line(
     [
         ("transformers", ["generate", str(MODEL), "--prompt", "x"]),
         ("finetune.planning.plan_report", ["plan", "sample"]),
-        ("finetune.export.write", ["export", "runs/run", "--as", "merged"]),
+        ("finetune.export.export_weights", ["export", "runs/run", "--as", "merged"]),
         ("finetune.data.prepare", ["data", "sample"]),
     ],
 )

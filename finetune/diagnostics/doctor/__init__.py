@@ -1,1 +1,1 @@
-"""`finetune doctor`: whether this machine has what a run needs, and what to do where it has not."""
+"""`finetune doctor`: checks that this machine has what a run needs, and says what to do where it has not."""

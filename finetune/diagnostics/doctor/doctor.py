@@ -1,6 +1,5 @@
-"""Runs all checks of `finetune doctor` and shows what they find."""
+"""Runs all checks of `finetune doctor` and shows their results."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -9,13 +8,13 @@ from rich.console import Console
 
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
 
-Check = Callable[[Asked], Iterable[Finding]]
+Check = Callable[[Asked], Iterable[CheckResult]]
 
 # In the order of the report. Each looks at one thing, and says at least one line.
 CHECKS: list[Check] = [
@@ -41,69 +40,66 @@ CHECKS: list[Check] = [
 ]
 
 
-def ask(
+def read_request(
     recipe: str | None,
     overrides: Sequence[str],
     config_file: str | None,
     options: Mapping[str, str],
     env: Mapping[str, str],
-) -> tuple[Asked, list[Finding]]:
-    """Reads what a run is asked for; what cannot be read is a finding, and the rest is examined all the same."""
+) -> tuple[Asked, list[CheckResult]]:
+    """Reads recipe and launch file; one that cannot be read is a result, and the rest is checked all the same."""
     found: dict[str, Any] = {}
-    problems: list[Finding] = []
-    readers: dict[str, Callable[[], object]] = {}
-    if recipe is not None:
-        readers["recipe"] = lambda: load_recipe(recipe, overrides, BUILT_IN)
-    if config_file is not None:
-        readers["foreseen"] = lambda: predict_environment(config_file, options, env)
-    for name, reader in readers.items():
+    problems: list[CheckResult] = []
+
+    def read(name: str, what: str, reader: Callable[[], object]) -> None:
         try:
             found[name] = reader()
         except FinetuneError as error:
             texts = [line.strip() for line in error.lines if line.startswith("  ")] or [str(error)]
-            problems += [failure("recipe" if name == "recipe" else "launch file", text) for text in texts]
-    if recipe is None and overrides:
+            problems.extend(failure(what, text) for text in texts)
+
+    if recipe is not None:
+        read("recipe", "recipe", lambda: load_recipe(recipe, overrides, BUILT_IN))
+    elif overrides:
         named = f"got {' '.join(overrides)}, but no recipe that this would change"
         problems.append(failure("recipe", named, "name one with --recipe RECIPE"))
+    if config_file is not None:
+        read("foreseen", "launch file", lambda: predict_environment(config_file, options, env))
     return Asked(env=env, **found), problems
 
 
-def examine(asked: Asked, begin: Callable[[str], None]) -> Iterable[Finding]:
+def run_checks(asked: Asked, begin: Callable[[str], None]) -> Iterable[CheckResult]:
     """Runs every check.
 
     Args:
-        begin: Is told what is looked at.
+        begin: Shows what is looked at.
     """
     for check in CHECKS:
-        begin(check.__name__.replace("_", " "))
+        name = check.__name__.replace("_", " ")
+        begin(name)
         try:
             yield from check(asked)
         except (FinetuneError, OSError) as error:  # the latter: what is looked at cannot be read
-            yield failure(check.__name__.replace("_", " "), str(error))
+            yield failure(name, str(error))
         except ImportError as error:
-            yield failure(check.__name__.replace("_", " "), f"cannot be looked at: {error}", "install it: `make setup`")
+            yield failure(name, f"cannot be looked at: {error}", "install it: `make setup`")
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """A list of objects, one a finding."""
-    return json.dumps([vars(finding) for finding in findings], indent=2)
-
-
-def report(asked: Asked, findings: Sequence[Finding], *, quiet: bool) -> list[Finding]:
-    """Runs every check and shows what it finds at once, unless `quiet`; returns all findings, the given ones first."""
+def report_checks(asked: Asked, problems: Sequence[CheckResult], *, quiet: bool) -> list[CheckResult]:
+    """Runs every check and shows each result at once, unless `quiet`; returns all results, `problems` first."""
     out, styles = plain_console(), {"warning": "yellow", "failure": "red"}
-    shown: list[Finding] = []
+    shown: list[CheckResult] = []
     # What is looked at shows on a terminal only.
     with Console(stderr=True).status("") as status:
-        for finding in chain(findings, examine(asked, lambda what: status.update(f"looking at {what}"))):
-            shown.append(finding)
+        for result in chain(problems, run_checks(asked, lambda what: status.update(f"looking at {what}"))):
+            shown.append(result)
             if not quiet:
-                out.print(as_text(finding), style=styles.get(finding.status))
+                out.print(result_as_text(result), style=styles.get(result.status))
     return shown
 
 
-def as_text(finding: Finding) -> str:
-    """A finding, and below it what to do."""
-    mark = "FAILURE" if finding.status == "failure" else finding.status
-    text = f"{mark:<7}  {finding.check}: {' '.join(finding.found.split())}"
-    return f"{text}\n         -> {finding.advice}" if finding.advice else text
+def result_as_text(result: CheckResult) -> str:
+    """Returns a result, and below it what to do."""
+    mark = "FAILURE" if result.status == "failure" else result.status
+    text = f"{mark:<7}  {result.check}: {' '.join(result.found.split())}"
+    return f"{text}\n         -> {result.advice}" if result.advice else text

@@ -1,4 +1,4 @@
-"""What the machine has, and whether recipe, launch file and environment agree with it."""
+"""Checks of the machine, and of recipe, launch file and environment on it."""
 
 import os
 import resource
@@ -7,21 +7,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from finetune.config.provenance import flat
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import PREFIXES
 from finetune.distributed.resolve_config import check_devices, resolve_config
 from finetune.utils import platforms
 
-# Of open files. A process needs some hundred: libraries, sockets to every other, files of data.
+# Open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
 # Where a container's share of the processors is written: version 2 of cgroups.
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def threads(asked: Asked) -> Iterable[Finding]:
-    """Whether processes and their threads fit the cores."""
+def threads(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether processes and their threads fit the cores."""
     cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
         yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
@@ -50,8 +50,8 @@ def quota() -> float | None:
     return None if most == "max" else int(most) / int(period)
 
 
-def files(asked: Asked) -> Iterable[Finding]:
-    """How many files a process may have open."""
+def files(asked: Asked) -> Iterable[CheckResult]:
+    """Checks how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, advice = f"{soft} open files a process", f"ulimit -n {max(PLENTY, soft)}"
     if hard != resource.RLIM_INFINITY and hard < PLENTY:
@@ -70,8 +70,8 @@ ROOMY, FULL = 10 * GIB, GIB // 4
 SHARED = Path("/dev/shm")
 
 
-def folders(asked: Asked) -> Iterable[Finding]:
-    """Whether there is room where a run writes."""
+def folders(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether there is room where a run writes."""
     for what, folder in _folders(asked).items():
         place = existing(folder)
         free = shutil.disk_usage(place).free
@@ -86,8 +86,8 @@ def folders(asked: Asked) -> Iterable[Finding]:
             yield ok("disk", found)
 
 
-def shared_memory(asked: Asked) -> Iterable[Finding]:
-    """Whether processes can share memory; a container has 64 MiB unless told otherwise."""
+def shared_memory(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether processes can share memory; a container has 64 MiB unless told otherwise."""
     from finetune.distributed.native_ops.native_ops import shared_bytes
 
     advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
@@ -127,8 +127,8 @@ def _folders(asked: Asked) -> dict[str, Path]:
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def gpus(asked: Asked) -> Iterable[Finding]:
-    """Whether torch sees the GPUs, and whether there is one for each process."""
+def gpus(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether torch sees the GPUs, and whether there is one for each process."""
     import torch
 
     here = of_torch()
@@ -147,7 +147,7 @@ def gpus(asked: Asked) -> Iterable[Finding]:
         check_devices(asked.foreseen.launch, here, asked.foreseen.env)
 
 
-def dtypes(asked: Asked) -> Iterable[Finding]:
+def dtypes(asked: Asked) -> Iterable[CheckResult]:
     """A product in every dtype that a run may compute in."""
     gpu = of_torch().gpus > 0
     sound = []
@@ -173,7 +173,7 @@ def product(dtype: str, device: str) -> float:
         return float("nan")
 
 
-def ops(asked: Asked) -> Iterable[Finding]:
+def ops(asked: Asked) -> Iterable[CheckResult]:
     """The ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed.native_ops import native_ops
 
@@ -201,7 +201,7 @@ def ops(asked: Asked) -> Iterable[Finding]:
     )
 
 
-def agreement(asked: Asked) -> Iterable[Finding]:
+def agreement(asked: Asked) -> Iterable[CheckResult]:
     """Recipe and launch; what contradicts is raised, as a run raises it."""
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
@@ -223,7 +223,7 @@ def agreement(asked: Asked) -> Iterable[Finding]:
 TALK = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 
 
-def overriding(asked: Asked) -> Iterable[Finding]:
+def overriding(asked: Asked) -> Iterable[CheckResult]:
     """Variables that act on a run beside launch file and recipe."""
     clean = True
     exported = asked.foreseen.exported if asked.foreseen else {}

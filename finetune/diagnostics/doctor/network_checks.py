@@ -1,4 +1,4 @@
-"""Where processes meet: ports, names, clocks, the hub, and two processes that really add up a tensor."""
+"""Checks of what processes meet by: ports, names, clocks, the hub, and two processes that really add up a tensor."""
 
 import ctypes
 import ipaddress
@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 
 from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, unreachable
 from finetune.utils.temporary_folders import temporary_folder
 
 
-def port(asked: Asked) -> Iterable[Finding]:
-    """Whether the port that the launch file names is free."""
+def port(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether the port that the launch file names is free."""
     named = asked.foreseen.asked.main_process_port if asked.foreseen else 0
     if asked.machines > 1 and asked.foreseen and asked.foreseen.asked.machine_rank != 0:
         yield ok("port", f"{named} on the first machine; look there")
@@ -32,7 +32,7 @@ def port(asked: Asked) -> Iterable[Finding]:
 
 
 def is_free(number: int) -> bool:
-    """Whether a port can be bound; 0 is any."""
+    """Returns True if a port can be bound; 0 is any."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", number))
@@ -41,8 +41,8 @@ def is_free(number: int) -> bool:
     return True
 
 
-def hostname(asked: Asked) -> Iterable[Finding]:
-    """Whether this machine's name is an address that others reach; gloo tells them that one."""
+def hostname(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether this machine's name is an address that others reach; gloo tells them that one."""
     name, several = socket.gethostname(), asked.machines > 1
     # NCCL goes by interfaces, not by names.
     bad = failure if several and not of_torch().gpus else warning
@@ -56,8 +56,8 @@ def hostname(asked: Asked) -> Iterable[Finding]:
         yield ok("hostname", f"{name} is {', '.join(found)}")
 
 
-def first_machine(asked: Asked) -> Iterable[Finding]:
-    """Whether the machine where all meet is there, and is the one that it should be."""
+def first_machine(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether the machine where all meet is there, and is the one that it should be."""
     if asked.foreseen is None or asked.machines == 1:
         yield ok("machines", "one")
         return
@@ -81,8 +81,8 @@ def first_machine(asked: Asked) -> Iterable[Finding]:
         yield ok("machines", f"{asked.machines}; {what}")
 
 
-def clock(asked: Asked) -> Iterable[Finding]:
-    """Whether this machine's clock can be right; logs of several machines, and certificates, need that."""
+def clock(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether this machine's clock can be right; logs of several machines, and certificates, need that."""
     now, newest = time.time(), max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py"))
     if now < newest:
         found = f"it says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC, before its files were written"
@@ -94,7 +94,7 @@ def clock(asked: Asked) -> Iterable[Finding]:
 
 
 def is_synchronised() -> bool:
-    """Whether the kernel says that a time server steers the clock.
+    """Returns True if the kernel says that a time server steers the clock.
 
     Source: adjtimex(2); without modes it only reads, and 5 is TIME_ERROR: not synchronised.
     """
@@ -116,12 +116,12 @@ def own_addresses() -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is only this machine's own."""
+    """Returns True if an address is only this machine's own."""
     return ipaddress.ip_address(address).is_loopback
 
 
-def interfaces(asked: Asked) -> Iterable[Finding]:
-    """Whether the network interfaces that variables name are there."""
+def interfaces(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether the network interfaces that variables name are there."""
     there = sorted(psutil.net_if_addrs())
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = asked.env.get(name, "")
@@ -161,7 +161,7 @@ torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method
 """
 
 
-def all_reduce(asked: Asked) -> Iterable[Finding]:
+def all_reduce(asked: Asked) -> Iterable[CheckResult]:
     """An all-reduce over two processes of this machine."""
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
@@ -177,8 +177,8 @@ def all_reduce(asked: Asked) -> Iterable[Finding]:
         yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)
 
 
-def reach(asked: Asked) -> Iterable[Finding]:
-    """Whether what the recipe names on the hub can be had: from there, or from the cache."""
+def reach(asked: Asked) -> Iterable[CheckResult]:
+    """Checks whether what the recipe names on the hub can be had: from there, or from the cache."""
     problem = unreachable(asked.env)
     wanted = list(dict.fromkeys(_names(asked.recipe))) if asked.recipe else []
     missing = [name for kind, name in wanted if not is_cached(asked.env, kind, name)]
@@ -197,7 +197,7 @@ def reach(asked: Asked) -> Iterable[Finding]:
 
 
 def _names(recipe: Recipe) -> Iterable[tuple[str, str]]:
-    """What a recipe names on the hub: a kind, as the cache's folders have it, and a name."""
+    """Yields what a recipe names on the hub: a kind, as the cache's folders have it, and a name."""
     for name in (recipe.model.name, recipe.tokenizer.name):
         if name is not None and not Path(name).exists():
             yield "models", name

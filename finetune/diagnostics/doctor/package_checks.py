@@ -7,12 +7,12 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from finetune.diagnostics.doctor.finding import Asked, Finding, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untried
 
 
-def python(asked: Asked) -> Iterable[Finding]:
+def python(asked: Asked) -> Iterable[CheckResult]:
     """The interpreter's version."""
     found = ".".join(map(str, sys.version_info[:3]))
     needs = SpecifierSet(metadata.metadata("finetune")["Requires-Python"])
@@ -22,7 +22,7 @@ def python(asked: Asked) -> Iterable[Finding]:
         yield failure("python", f"{found}, needed is {needs}", "install such a Python and run `make setup` with it")
 
 
-def packages(asked: Asked) -> Iterable[Finding]:
+def packages(asked: Asked) -> Iterable[CheckResult]:
     """Every package that is needed, and whether it is among the versions that the tests ran with."""
     sound = 0
     for requirement in map(Requirement, metadata.requires("finetune") or ()):
@@ -71,7 +71,7 @@ print(bitsandbytes.__version__)
 """
 
 
-def kernels(asked: Asked) -> Iterable[Finding]:
+def kernels(asked: Asked) -> Iterable[CheckResult]:
     """Packs and unpacks a matrix."""
     version, problem = probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
     advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"

@@ -1,4 +1,4 @@
-"""Whether two finished runs took one path: step by step, and tensor by tensor at the end."""
+"""Compares two finished runs, step by step, and tensor by tensor at the end."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -27,25 +27,25 @@ _FEWEST_SUMS = 3
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """The largest relative differences that are normal; see docs/parity.md."""
+class PathTolerance:
+    """Largest relative differences that are normal; see docs/parity.md."""
 
     kind: str
     loss: float
     first_norm: float
-    """Of the first gradient norm: nothing that was rounded before has grown in it."""
+    """First gradient norm: nothing that was rounded before has grown in it."""
     norm: float
     weights: float
 
 
-_FP32 = Tolerance("fp32", 1e-4, 1e-4, 1e-4, 1e-4)
-_HALF = Tolerance("16 bit", 1e-2, 1e-3, 1e-2, 1e-2)
+_FP32 = PathTolerance("fp32", 1e-4, 1e-4, 1e-4, 1e-4)
+_HALF = PathTolerance("16 bit", 1e-2, 1e-3, 1e-2, 1e-2)
 # A matrix that begins at zero is all updates: what bf16 rounds otherwise is a large part of it.
-_HALF_ADAPTERS = Tolerance("adapters in 16 bit", 5e-3, 1e-3, 0.1, 0.2)
+_HALF_ADAPTERS = PathTolerance("adapters in 16 bit", 5e-3, 1e-3, 0.1, 0.2)
 
 
-def tolerance(one: dict[str, Any], other: dict[str, Any]) -> Tolerance:
-    """What may differ between two runs of these `run.json`, by the coarser of their precisions."""
+def tolerance_between(one: dict[str, Any], other: dict[str, Any]) -> PathTolerance:
+    """Returns the tolerance for two runs of these `run.json`, by the coarser of their precisions."""
     if one["precision"] == other["precision"] == "fp32":
         return _FP32
     adapters = all(facts["identity"].get("lora.rank") is not None for facts in (one, other))
@@ -54,38 +54,38 @@ def tolerance(one: dict[str, Any], other: dict[str, Any]) -> Tolerance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run is from another."""
+    """Differences between a run and the reference."""
 
     one: FinishedRun
     other: FinishedRun
-    allowed: Tolerance
+    allowed: PathTolerance
     steps: dict[int, dict[str, float]]
-    """By step, counted from 1: relative differences of `loss` and `grad_norm`."""
+    """Relative differences of `loss` and `grad_norm`, by step, counted from 1."""
     first: str | None
     """The first step that differs, and in what."""
     tensor: tuple[str, float] | None
     """The tensor that is farthest apart at the end, and how far; None where weights are not compared."""
     reasons: list[str]
-    """Why the two are no one path; none if they are."""
+    """Reasons why the two took different paths; none if they did not."""
     notes: list[str]
-    """What else differs, or was not compared."""
+    """Other differences, and what was not compared."""
 
     @property
     def holds(self) -> bool:
-        """Whether the two took one path."""
+        """True if the two took one path."""
         return not self.reasons
 
     def worst(self, key: str) -> float | None:
-        """The largest relative difference of `loss` or `grad_norm` at any step; None if no step is common."""
+        """Returns the largest relative difference of `loss` or `grad_norm` at any step; None if no step is common."""
         return max((differences[key] for differences in self.steps.values()), default=None)
 
 
-def compare(one: FinishedRun, other: FinishedRun) -> Comparison:
+def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
     """Compares two runs at the steps that both have logged, and at the end."""
-    allowed = tolerance(one.facts, other.facts)
+    allowed = tolerance_between(one.facts, other.facts)
     common = sorted(one.steps.keys() & other.steps.keys())
     steps = {
-        step: {key: relative(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
+        step: {key: relative_difference(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
         for step in common
     }
     first = next((found for step in common if (found := _difference(one, other, step, steps[step], allowed))), None)
@@ -125,8 +125,8 @@ def _damaged(run: FinishedRun) -> Iterator[str]:
             yield f"{lines:,} damaged line(s) of {run.directory / file} are left out"
 
 
-def _grew_slowly(steps: dict[int, dict[str, float]], allowed: Tolerance) -> bool:
-    """Whether the first step that is too far apart is so by what the steps before it lead to."""
+def _grew_slowly(steps: dict[int, dict[str, float]], allowed: PathTolerance) -> bool:
+    """True if the first step that is too far apart follows from small differences that grew before it."""
     far = [max(differences.values()) for differences in steps.values()]
     over = next((index for index, value in enumerate(far) if not value <= allowed.norm), 0)
     return allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]
@@ -143,17 +143,17 @@ def _effect_of_eps(run: FinishedRun, apart: dict[str, float]) -> str:
     )
 
 
-def relative(left: float | None, right: float | None) -> float:
-    """The difference by the first value; infinite if just one of the two is not finite, which is written as None."""
+def relative_difference(left: float | None, right: float | None) -> float:
+    """Returns the difference as a share of the first value; infinite if just one is None, which is not finite."""
     if left is None or right is None:
         return 0.0 if left is right else math.inf
     return abs(left - right) / max(abs(left), 1e-30)
 
 
 def _difference(
-    one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: Tolerance
+    one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: PathTolerance
 ) -> str | None:
-    """What is another in a step, in the order in which one follows from the other; None if nothing is."""
+    """Says what differs in a step, causes before what follows from them; None if nothing does."""
     left, right = one.steps[step], other.steps[step]
 
     def said(what: str, of: str, to: str) -> str:
@@ -163,7 +163,7 @@ def _difference(
         return said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
     if left["tokens"] != right["tokens"]:
         return said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
-    if relative(left["lr"], right["lr"]) > _SAME_RATE:
+    if relative_difference(left["lr"], right["lr"]) > _SAME_RATE:
         return said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
     limits = {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}
     for key, limit in limits.items():
@@ -174,7 +174,7 @@ def _difference(
 
 
 def _rounded(run: FinishedRun) -> bool:
-    """Whether every loss looks as if its sum had gone through bf16, whatever the tolerance would let pass."""
+    """True if every loss looks as if its sum had gone through bf16, even within the tolerance."""
     sums = []
     for step, line in run.steps.items():
         before = run.steps[step - 1]["tokens"] if step - 1 in run.steps else 0 if step == 1 else None
@@ -203,7 +203,7 @@ def _flat(value: Any) -> str:
 
 
 def _distances(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, float]], str]:
-    """The distance of each tensor, and the names of those that have no counterpart. Reads a pair at a time."""
+    """Returns the distance of each tensor, and the names of those without a counterpart. Reads a pair at a time."""
     with ExitStack() as opened:
         left, right = _files(one, opened), _files(other, opened)
         distances, lacking = [], sorted(left.keys() ^ right.keys())
@@ -212,18 +212,18 @@ def _distances(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, fl
             if a.shape != b.shape:
                 lacking.append(name)
             else:
-                distances.append((name, distance(a, b)))
+                distances.append((name, tensor_distance(a, b)))
     return distances, ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
 
 
 def _files(run: FinishedRun, opened: ExitStack) -> dict[str, Any]:
-    """For each tensor of the final weights the file that holds it, open as long as `opened` is."""
+    """Returns for each tensor of the final weights the file that holds it, open as long as `opened` is."""
     files = [opened.enter_context(safe_open(file, framework="pt")) for file in run.weights]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
-def distance(one: Any, other: Any) -> float:
-    """The norm of two tensors' difference by the first one's norm; infinite if a number in either is not finite.
+def tensor_distance(one: Any, other: Any) -> float:
+    """Returns the norm of two tensors' difference by the first one's norm; infinite if a number is not finite.
 
     Elements below 1e-3 on average count as that large: biases whose gradient is zero but for rounding, such as
     those of attention's keys, hold nothing but noise.
@@ -240,7 +240,7 @@ _NOTHING = 1e-3
 
 
 def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
-    """The biases among these tensors that can be moved far, from one run's value towards the other's, without effect.
+    """Returns the biases among these tensors that can be moved far towards the other run's value without effect.
 
     Far, so that what is a small part of the difference would show. None where the network cannot be opened.
     """

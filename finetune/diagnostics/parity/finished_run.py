@@ -1,4 +1,4 @@
-"""A finished run, as read from its directory."""
+"""Reads a finished run from its directory."""
 
 import itertools
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class FinishedRun:
     """A run that has ended."""
 
     name: str
-    """What it is called in tables."""
+    """Name in tables."""
     directory: Path
     facts: dict[str, Any]
     """`run.json`."""
@@ -55,7 +55,7 @@ class FinishedRun:
         return measured["measured"] / 2**30 if measured else None
 
 
-def read(directory: Path, name: str | None = None) -> FinishedRun:
+def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
     """Reads a run that has ended.
 
     Raises:

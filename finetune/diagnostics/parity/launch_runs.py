@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.recipe import dump_recipe, hint, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity import small_model
-from finetune.diagnostics.parity.finished_run import FinishedRun, read
+from finetune.diagnostics.parity.finished_run import FinishedRun, read_finished
 from finetune.distributed.launch.launcher import launcher_command
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import derive_accumulation
@@ -19,7 +19,7 @@ from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, launch_file, shipped_names
 
-# What `finetune.diagnostics.fault_injection` can plant.
+# Faults that `finetune.diagnostics.fault_injection` can plant.
 FAULTS = {
     "mean-of-means": "each micro-batch's loss is divided by its own targets, and the means are averaged",
     "lost-rank": "the last rank's rows are dropped",
@@ -33,18 +33,18 @@ FAULTS = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """A launch config."""
+class ParityLaunch:
+    """A launch file to compare."""
 
     name: str
     file: Path
     num_processes: int
     data_ranks: int
-    """Of these, or groups of these, those that read rows of their own."""
+    """Number of these, or of groups of these, that read rows of their own."""
 
 
-def find(names: str) -> list[Config]:
-    """The launch configs that are named, the reference first.
+def find_configs(names: str) -> list[ParityLaunch]:
+    """Returns the launch configs that are named, the reference first.
 
     Args:
         names: Names of `accelerate_configs/`, or files, with commas between them.
@@ -63,7 +63,7 @@ def find(names: str) -> list[Config]:
     return found
 
 
-def _config(word: str) -> Config:
+def _config(word: str) -> ParityLaunch:
     file = Path(launch_file(word))
     known = shipped_names(LAUNCH_FILES)
     if not file.is_file():
@@ -71,10 +71,12 @@ def _config(word: str) -> Config:
             f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
         )
     launch = predict_environment(str(file), {}, os.environ).launch
-    return Config(file.stem, file, launch.num_processes, launch.data_ranks)
+    return ParityLaunch(file.stem, file, launch.num_processes, launch.data_ranks)
 
 
-def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: int, shrink: bool) -> dict[str, Path]:
+def write_recipes(
+    recipe: Recipe, configs: Sequence[ParityLaunch], folder: Path, *, steps: int, shrink: bool
+) -> dict[str, Path]:
     """Writes the recipe of each run, the same but for the directory; nothing is launched yet.
 
     Raises:
@@ -91,7 +93,7 @@ def prepare(recipe: Recipe, configs: Sequence[Config], folder: Path, *, steps: i
             raise RecipeError(f"--to: {folder / config.name} is there already. Give a new folder, or remove it.")
     tree = recipe.model_dump(mode="json")
     if shrink:
-        tree = small_model.shrink(recipe, tree)
+        tree = small_model.shrink_model(recipe, tree)
     tree |= {"length": {"steps": steps}, "sample": None, "resume": {"mode": "never"}}
     for section, values in _QUIET.items():
         tree[section] = {**tree[section], **values}
@@ -124,7 +126,9 @@ _QUIET: dict[str, dict[str, Any]] = {
 _LEAST_EPS = 1e-6
 
 
-def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]) -> FinishedRun:
+def launch_run(
+    config: ParityLaunch, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]
+) -> FinishedRun:
     """Launches one run, waits for its end, and reads it.
 
     Args:
@@ -147,7 +151,7 @@ def run(config: Config, recipe: Path, directory: Path, *, fault: str | None, say
             f"compare. Its recipe is {recipe}; leave {config.name} out of --on, or mend what it names."
         )
     try:
-        return read(directory, config.name)
+        return read_finished(directory, config.name)
     except FinetuneError as error:
         raise BackendError(f"The run under {config.file} left nothing to compare: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The report of a comparison of runs, as text and as JSON."""
+"""Reports a comparison of runs, as text and as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def print_report(comparisons: Sequence[Comparison], console: Console) -> None:
             console.print(f"DRIFT: {name}: {reason}")
 
 
-def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The same as plain values; see docs/parity.md for what they are."""
+def report_as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Returns the report as plain values; docs/parity.md explains them."""
     runs = [comparisons[0].one, *(comparison.other for comparison in comparisons)]
     return {
         "holds": all(comparison.holds for comparison in comparisons),
@@ -110,7 +110,7 @@ def _dtype(value: Any) -> str:
 
 
 def _steps(comparisons: Sequence[Comparison]) -> Table:
-    """The reference at each step, and how far the others are from it."""
+    """Shows the reference at each step, and how far the others are from it."""
     one = comparisons[0].one
     names = [f"{comparison.other.name} {what}" for comparison in comparisons for what in ("loss", "norm")]
     table = plain_table("step", "lr", "tokens", "loss", "grad norm", *names)

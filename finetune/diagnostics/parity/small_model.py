@@ -1,4 +1,4 @@
-"""A small copy of a recipe's network: the same architecture with random weights."""
+"""Makes a recipe's network small: the same architecture with random weights."""
 
 from math import gcd
 from typing import Any
@@ -40,8 +40,8 @@ _LEFT_OUT = (
 )
 
 
-def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's keys and values with a small network in place of its own.
+def shrink_model(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recipe's keys and values with a small network in place of its own.
 
     Raises:
         RecipeError: If it is of an architecture that cannot be shrunk.
@@ -54,7 +54,7 @@ def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
     config = resolve_model_config(recipe, head, vocab_size=recipe.tokenizer.vocab_size)
     given = recipe.model.config if recipe.model.config is not None else _said(config)
     try:
-        values = {**given, "model_type": config.model_type, **small(config, recipe.data.sequence_length)}
+        values = {**given, "model_type": config.model_type, **small_sizes(config, recipe.data.sequence_length)}
         AutoModel.from_config(AutoConfig.for_model(**values), trust_remote_code=False)(
             input_ids=torch.zeros(1, 8, dtype=torch.long)
         )
@@ -72,13 +72,13 @@ def shrink(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(config: Any) -> dict[str, Any]:
-    """What a model's configuration says of its architecture."""
+    """Returns what a model's configuration says of its architecture."""
     known = AutoConfig.for_model(config.model_type).to_dict()
     return {key: value for key, value in config.to_diff_dict().items() if key in known and key not in _LEFT_OUT}
 
 
-def small(config: Any, sequence_length: int) -> dict[str, Any]:
-    """The sizes of a small network of the same architecture, in its own words."""
+def small_sizes(config: Any, sequence_length: int) -> dict[str, Any]:
+    """Returns the sizes of a small network of the same architecture, in its own words."""
     sizes: dict[str, Any] = {}
 
     def put(name: str, value: Any) -> None:

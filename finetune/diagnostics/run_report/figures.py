@@ -1,4 +1,4 @@
-"""Figures for people: durations, counts, bytes, money."""
+"""Formats figures for people: durations, counts, bytes, money."""
 
 import math
 import time
@@ -17,7 +17,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A figure with so many significant digits; a dash for what is not there."""
+    """Returns a figure with so many significant digits; a dash for what is not there."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–" if value is None or isinstance(value, float) else str(value)
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
@@ -38,7 +38,7 @@ def count(value: float | None) -> str:
 
 
 def memory(value: float | None) -> str:
-    """Bytes as GiB, or as MiB or KiB where they are few."""
+    """Returns bytes as GiB, or as MiB or KiB where they are few."""
     if value is None:
         return "–"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -48,7 +48,7 @@ def memory(value: float | None) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Local date and time."""
+    """Returns local date and time."""
     return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -58,7 +58,7 @@ def share(value: float | None) -> str:
 
 
 def cost(price: float | None, hours: float, device: str) -> tuple[str, str]:
-    """What a run took at a price of a device and hour, and what that is; without a price, its hours."""
+    """Returns the cost of a run at a price of a device and hour, or its hours without one, and a label."""
     what = "GPU" if device == "cuda" else "process"
     if price is None:
         return f"{hours:,.2f} h" if hours >= 0.1 else duration(hours * 3600), f"{what} time held"

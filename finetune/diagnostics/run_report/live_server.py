@@ -6,6 +6,7 @@ not this machine's are refused: a web page elsewhere could have its own name res
 
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import threading
@@ -14,11 +15,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from finetune.checkpoint.run_history import RunReader
 from finetune.diagnostics.run_report import page
-from finetune.diagnostics.run_report.page import Content
-from finetune.diagnostics.run_report.write_report import check_extra, check_price, named, predicted_peak
+from finetune.diagnostics.run_report.write_report import check_extra, check_price, named_runs, predicted_peak
 from finetune.utils.errors import FinetuneError, RecipeError
 
 LOOPBACK = "127.0.0.1"
@@ -34,7 +35,7 @@ _HEADERS = {
 
 
 class LiveReport:
-    """What the server shows: runs, read again when someone asks and the last look is old enough."""
+    """Pages that the server sends: runs, read again whenever someone asks."""
 
     def __init__(self, directories: list[Path], price: float | None = None, refresh_s: float = REFRESH_S) -> None:
         """
@@ -47,64 +48,57 @@ class LiveReport:
         self._readers = [(directory, RunReader(directory)) for directory in directories]
         self._price = price
         self._lock = threading.Lock()
-        self._predictions: list[str | int | None] = []
-        self.content()
+        self._prediction: str | int | None = None
+        self._content()
 
     def predict(self) -> None:
         """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
         if len(self._readers) == 1:
-            self._predictions = [predicted_peak(self._readers[0][1].read(), compute=True)]
+            self._prediction = predicted_peak(self._readers[0][1].read(), compute=True)
 
-    def content(self) -> Content:
-        """What the page shows now.
+    def _content(self) -> page.Content:
+        with self._lock:
+            runs = named_runs([(directory, reader.read()) for directory, reader in self._readers])
+            return page.content_of(runs, price=self._price, prediction=self._prediction, live=True)
+
+    def answer(self, what: str) -> tuple[str, str]:
+        """Returns the MIME type and text of the page (``), or of the data that an open page asks for (`data`).
 
         Raises:
             FinetuneError: If a run cannot be read.
         """
-        with self._lock:
-            runs = named([(directory, reader.read()) for directory, reader in self._readers])
-            return page.content(runs, price=self._price, predictions=self._predictions, live=True)
-
-    def page(self) -> bytes:
-        """The page."""
-        return page.page(self.content(), refresh_s=self.refresh_s).encode()
-
-    def data(self) -> bytes:
-        """What a page that is open asks for."""
-        shown = self.content()
-        return json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False).encode()
+        shown = self._content()
+        if what == "data":
+            return "application/json", json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False)
+        return "text/html", page.page_of(shown, refresh_s=self.refresh_s)
 
 
 class LiveServer:
-    """The server; `url` has the token."""
+    """HTTP server; its `url` has the token."""
 
     def __init__(self, report: LiveReport, host: str | None = None, port: int | None = None) -> None:
         """
         Args:
-            host: The address to bind; the loopback address if left out.
+            host: Address to bind; the loopback address if left out.
             port: One that is free if left out.
 
         Raises:
             RecipeError: If the address cannot be bound.
         """
         self.token = secrets.token_urlsafe(24)
-        bound = host or LOOPBACK
-        try:
-            kind = ipaddress.ip_address(bound)
-        except ValueError:
-            kind = None
-        server: type[ThreadingHTTPServer] = _Server6 if kind is not None and kind.version == 6 else _Server
+        self.bound = host or LOOPBACK
         if port is not None and not 0 <= port <= 65535:
             raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
         try:
-            self._server = server((bound, port or 0), _handler(self.token, report))
+            family = socket.getaddrinfo(self.bound, port or 0, type=socket.SOCK_STREAM)[0][0]
+            server = type("Server", (ThreadingHTTPServer,), {"address_family": family})
+            self._server: ThreadingHTTPServer = server((self.bound, port or 0), _handler(self.token, report))
         except OSError as error:
             raise RecipeError(
-                f"--live: cannot serve on {bound}:{port or 0}: {error.strerror or error}. Give another --port, or an "
-                "address of this machine as --host."
+                f"--live: cannot serve on {self.bound}:{port or 0}: {error.strerror or error}. Give another --port, or "
+                "an address of this machine as --host."
             ) from error
-        self.bound = bound
-        shown = f"[{bound}]" if kind is not None and kind.version == 6 else bound
+        shown = f"[{self.bound}]" if family == socket.AF_INET6 else self.bound
         self.port = int(self._server.server_address[1])
         self.url = f"http://{shown}:{self.port}/{self.token}/"
 
@@ -120,37 +114,23 @@ class LiveServer:
         self._server.shutdown()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
 def is_own_host(host: str) -> bool:
-    """Whether the Host of a request names this machine: an address, `localhost`, or the machine's own name.
+    """Returns True if the Host of a request names this machine: an address, `localhost`, or the machine's own name.
 
     A name that an attacker owns is none of them. The port is not compared, since tunnels have others.
     """
-    has_port = host.count(":") == 1 or (host.startswith("[") and "]:" in host)
-    name = host.rsplit(":", 1)[0] if has_port else host
-    name = name.removeprefix("[").removesuffix("]").lower().rstrip(".")
-    if name in ("localhost", socket.gethostname().lower()):
-        return True
+    if not re.fullmatch(r"[\w.:\[\]-]+", host):
+        return False
     try:
-        ipaddress.ip_address(name)
+        name = (urlsplit(f"//{host}").hostname or host).rstrip(".")
+        if name not in ("localhost", socket.gethostname().lower()):
+            ipaddress.ip_address(name)
     except ValueError:
         return False
     return True
 
 
 def _handler(token: str, report: LiveReport) -> type[BaseHTTPRequestHandler]:
-    answers: dict[str, tuple[str, Callable[[], bytes]]] = {
-        "": ("text/html; charset=utf-8", report.page),
-        "data": ("application/json", report.data),
-    }
-
     class Handler(BaseHTTPRequestHandler):
         # A client that sends nothing does not hold a thread.
         timeout = 20
@@ -158,24 +138,23 @@ def _handler(token: str, report: LiveReport) -> type[BaseHTTPRequestHandler]:
         sys_version = ""
 
         def do_GET(self) -> None:
-            if not is_own_host(self.headers.get("Host", "")):
-                self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"This server is not the one of that name.\n")
-                return
             given, _, what = self.path.removeprefix("/").partition("/")
-            if not secrets.compare_digest(given.encode(), token.encode()) or what not in answers:
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", b"Not found. The address ends in /TOKEN/.\n")
-                return
-            kind, make = answers[what]
-            try:
-                body = make()
-            except FinetuneError as error:
-                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", f"{error}\n".encode())
-                return
-            self._send(HTTPStatus.OK, kind, body)
+            if not is_own_host(self.headers.get("Host", "")):
+                self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server is not the one of that name.\n")
+            elif not secrets.compare_digest(given.encode(), token.encode()) or what not in ("", "data"):
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found. The address ends in /TOKEN/.\n")
+            else:
+                try:
+                    self._send(HTTPStatus.OK, *report.answer(what))
+                except FinetuneError as error:
+                    self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
 
-        def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+            body = text.encode()
             self.send_response(status)
-            for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in _HEADERS.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
@@ -192,7 +171,7 @@ def serve_live(
     """Serves runs until Ctrl-C.
 
     Args:
-        say: Is told the address.
+        say: Prints the address.
 
     Raises:
         FinetuneError: If a run cannot be read, or the address not be bound.

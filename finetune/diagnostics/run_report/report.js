@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of the page with Plotly, in the colours of its style. Nothing is fetched, unless the page is live.
+// Draws the charts of the page with Plotly. Nothing is fetched, unless the page is live.
 (() => {
   const root = document.documentElement;
   let state = JSON.parse(document.getElementById("report-data").textContent);
@@ -14,86 +14,46 @@
     return null;
   }
 
-  function color(name) {
-    return getComputedStyle(root).getPropertyValue(`--${name}`).trim() || name;
-  }
+  const TRACES = {
+    line: { mode: "lines" },
+    faint: { mode: "lines", opacity: 0.35 },
+    points: { mode: "lines+markers" },
+    stacked: { mode: "lines", stackgroup: "one" },
+    cross: { mode: "markers", marker: { symbol: "x", size: 10 } },
+    dashed: { mode: "lines" },
+  };
 
   function traceOf(curve, chart) {
-    const stacked = curve.style === "stacked";
-    const points = curve.style === "points" || curve.style === "cross";
-    const single = curve.y.length === 1;
     const trace = {
-      type: "scatter",
+      ...TRACES[curve.y.length === 1 && curve.style === "line" ? "points" : curve.style],
       name: curve.name,
       x: curve.x[axis],
       y: curve.y,
-      mode: curve.style === "cross" ? "markers" : points || single ? "lines+markers" : "lines",
-      line: {
-        color: color(curve.color),
-        width: curve.style === "faint" ? 1 : stacked ? 0.5 : 2,
-        dash: curve.style === "dashed" ? "dash" : "solid",
-      },
-      marker: { color: color(curve.color), size: curve.style === "cross" ? 10 : 7, symbol: curve.style === "cross" ? "x" : "circle" },
-      opacity: curve.style === "faint" ? 0.35 : 1,
-      connectgaps: false,
-      hovertemplate: `%{y:.5~g}${chart.unit ? " " + chart.unit : ""}`,
+      line: { color: curve.color, width: curve.style === "faint" ? 1 : 2, dash: curve.style === "dashed" ? "dash" : "solid" },
+      hovertemplate: `%{y:.5~g} ${chart.unit}`,
     };
-    if (stacked) {
-      trace.stackgroup = "one";
-      trace.fillcolor = color(curve.color);
-    }
-    if (curve.texts.length) {
-      trace.text = curve.texts;
-      trace.hovertemplate = "%{text}<extra></extra>";
-    }
-    if (curve.style === "dashed") trace.hoverinfo = "skip", delete trace.hovertemplate;
+    trace.marker = { ...trace.marker, color: curve.color };
+    if (curve.texts.length) Object.assign(trace, { text: curve.texts, hovertemplate: "%{text}<extra></extra>" });
     return trace;
   }
 
-  // From 0, unless the run began far from there.
-  function beginsAtZero(chart) {
-    const ends = chart.curves.flatMap((curve) => [curve.x[axis][0], curve.x[axis].at(-1)]).filter((x) => x !== null && x !== undefined);
-    const least = Math.min(...ends), most = Math.max(...ends);
-    return least === most || least < 0.3 * most;
-  }
-
-  function layoutOf(chart, box) {
-    const narrow = box.clientWidth < 480;
-    const line = { gridcolor: color("grid"), linecolor: color("grid"), zerolinecolor: color("grid"), tickfont: { size: 11 } };
-    const many = chart.curves.length > 1;
+  function layoutOf(chart) {
+    const text = getComputedStyle(document.body).color, grid = { gridcolor: "rgba(128, 128, 128, 0.25)", automargin: true };
+    const type = logarithmic[chart.key] ? "log" : "linear";
     return {
-      autosize: true,
-      margin: { l: narrow ? 46 : 58, r: 12, t: 8, b: 42 },
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: "inherit", color: color("text"), size: 12 },
+      margin: { l: 50, r: 10, t: 10, b: 40 },
+      paper_bgcolor: "transparent",
+      plot_bgcolor: "transparent",
+      font: { color: text },
       hovermode: "x unified",
-      hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("text") } },
+      hoverlabel: { bgcolor: getComputedStyle(document.querySelector(".card")).backgroundColor },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      showlegend: many,
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 11 } },
-      uirevision: `${axis}-${logarithmic[box.dataset.chart] ? "log" : "linear"}`,
-      xaxis: { ...line, title: { text: state.axes[axis], font: { size: 11 }, standoff: 6 }, hoverformat: axis === "time" ? ".4~g" : ",d", nticks: narrow ? 5 : 8, rangemode: beginsAtZero(chart) ? "tozero" : "normal" },
-      yaxis: {
-        ...line,
-        title: { text: narrow ? "" : chart.unit, font: { size: 11 } },
-        type: logarithmic[box.dataset.chart] ? "log" : "linear",
-        rangemode: chart.fromZero ? "tozero" : "normal",
-        exponentformat: "power",
-        minexponent: 5,
-        separatethousands: true,
-        // Small learning rates take more room than the left margin.
-        automargin: true,
-        nticks: 6,
-      },
-      shapes: chart.marks.map((mark) => ({
-        type: "line", xref: "x", yref: "paper", x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1,
-        line: { color: color("muted"), width: 1, dash: "dot" },
-      })),
-      annotations: chart.marks.map((mark) => ({
-        xref: "x", yref: "paper", x: mark.x[axis], y: 1, text: mark.sign, hovertext: mark.label, showarrow: false,
-        yanchor: "top", xanchor: "left", font: { color: color("muted"), size: 13 },
-      })),
+      legend: { orientation: "h", y: 1, yanchor: "bottom" },
+      uirevision: `${axis}-${type}`,
+      xaxis: { ...grid, title: { text: state.axes[axis] } },
+      yaxis: { ...grid, title: { text: chart.unit }, type, rangemode: chart.from_zero ? "tozero" : "normal" },
+      shapes: chart.marks.map((mark) => ({ type: "line", yref: "paper", x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, line: { color: text, width: 1, dash: "dot" } })),
+      annotations: chart.marks.map((mark) => ({ yref: "paper", x: mark.x[axis], y: 1, text: mark.sign, hovertext: mark.label, showarrow: false, yanchor: "top", xanchor: "left" })),
     };
   }
 
@@ -102,7 +62,7 @@
       const chart = state.charts[box.dataset.chart];
       if (!chart) continue;
       const traces = chart.curves.map((curve) => traceOf(curve, chart));
-      Plotly.react(box, traces, layoutOf(chart, box), { displaylogo: false, responsive: true, displayModeBar: false });
+      Plotly.react(box, traces, layoutOf(chart), { displaylogo: false, responsive: true, displayModeBar: false });
     }
   }
 

@@ -24,8 +24,8 @@ def write_report(
     Args:
         to: The page; if left out, `RUN/report/report.html` for one run, for several `report.html` in a folder here
             that is named after them.
-        price: Of a GPU (or a process on CPUs) and hour.
-        predict: Whether to compute the peak memory that a plan predicts, where the run has not written it.
+        price: Price of a GPU (or a process on CPUs) and hour.
+        predict: Computes the peak memory that a plan predicts, where the run has not written it.
 
     Returns:
         The files, the page first.
@@ -35,17 +35,17 @@ def write_report(
     """
     check_extra()
     check_price(price)
-    runs = named([(directory, read_run(directory)) for directory in directories])
+    runs = named_runs([(directory, read_run(directory)) for directory in directories])
     file = to or (directories[0] / "report" if len(runs) == 1 else _folder_of(runs)) / "report.html"
     _check_file(file)
-    predictions = [predicted_peak(run, compute=predict) for _, run in runs] if len(runs) == 1 else []
-    shown = page.content(runs, price=price, predictions=predictions)
+    prediction = predicted_peak(runs[0][1], compute=predict) if len(runs) == 1 else None
+    shown = page.content_of(runs, price=price, prediction=prediction)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_text(file, page.page(shown))
-        from finetune.diagnostics.run_report import png_charts
+        atomic_files.write_text(file, page.page_of(shown))
+        from finetune.diagnostics.run_report.png_charts import write_pictures
 
-        return [file, *png_charts.write(shown.charts, runs, file)]
+        return [file, *write_pictures(shown.charts, runs[0][0] if len(runs) == 1 else f"{len(runs)} runs", file)]
     except OSError as error:
         raise RecipeError(
             f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."
@@ -58,15 +58,15 @@ def _folder_of(runs: Sequence[tuple[str, RunHistory]]) -> Path:
     return Path("-".join(["report", *shown]))
 
 
-def named(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
-    """Runs by the names of their directories; by their paths where two are named alike."""
+def named_runs(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
+    """Returns runs with the names of their directories, or their paths where two are named alike."""
     names = [run.name for _, run in found]
     unique = len(set(names)) == len(names)
     return [(run.name if unique else str(directory), run) for directory, run in found]
 
 
 def predicted_peak(run: RunHistory, *, compute: bool) -> "str | int | None":
-    """The peak that a plan predicts for a run, as the run has written it or computed now, or why there is none."""
+    """Returns the peak in bytes that a plan predicts for a run, as written by the run or computed now, or why not."""
     told = run.facts.get("peak_memory") or {}
     if told.get("predicted"):
         return int(told["predicted"])
@@ -78,7 +78,7 @@ def predicted_peak(run: RunHistory, *, compute: bool) -> "str | int | None":
 
 
 def check_extra() -> None:
-    """Raises RecipeError if what draws is not installed."""
+    """Raises RecipeError if a library that draws is not installed."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise RecipeError(
@@ -89,13 +89,13 @@ def check_extra() -> None:
 
 
 def check_price(price: float | None) -> None:
-    """Raises RecipeError if a price is none."""
+    """Raises RecipeError if a price is no number from 0 on."""
     if price is not None and not (math.isfinite(price) and price >= 0.0):
         raise RecipeError(f"--price is {price}; give what a GPU, or a process on CPUs, costs an hour, such as 2.5.")
 
 
 def _check_file(file: Path) -> None:
-    """Only a report is replaced."""
+    """Raises RecipeError if a file is there that is no report."""
     if file.is_dir() or file.suffix.lower() not in (".html", ".htm"):
         raise RecipeError(f"--to: {file} is not the name of a page. Give a file that ends in .html.")
     try:

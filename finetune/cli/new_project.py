@@ -1,12 +1,12 @@
 """Writes a small project that runs as it is: a recipe, the launch files that fit this machine, and what to do next."""
 
-import json
 import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 from finetune.config import recipe_paths
@@ -24,14 +24,20 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, shipped
 
 TASKS = ("lm", "chat", "classify", "custom")
+_FILES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "project_files"),
+    trim_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)
 
 
 @dataclass(frozen=True)
 class Project:
-    """What a new project is to hold."""
+    """Options of a new project."""
 
     task: str = "lm"
-    """One of `TASKS`."""
+    """Name among `TASKS`."""
     model: str | None = None
     """A directory or a name on the hub; None for a small network that is trained from nothing."""
     data: str | None = None
@@ -52,17 +58,15 @@ def write_project(folder: Path, project: Project) -> list[str]:
     """
     _check_options(project)
     length = _row_length(project)
-    recipe = validate_recipe(yaml.safe_load(_recipe(project, length)))
+    recipe = validate_recipe(yaml.safe_load(_render("recipe.yaml", project, row_length=length)))
     recipe_paths.check(recipe)
-    text = _recipe(_seen_from(folder, project), length)
-    files = {}
-    if project.task == "custom":
-        files["task.py"] = _TASK
+    text = _render("recipe.yaml", _seen_from(folder, project), row_length=length)
+    files = {"task.py": _render("task.py", project)} if project.task == "custom" else {}
     launches, chosen, reason, changes = _choose_launch(recipe, custom=project.task == "custom")
     files |= launches
     command = " ".join(["finetune", "launch", "--config_file", chosen, "recipe.yaml", *changes])
     files["recipe.yaml"] = f"# {command}\n#\n# {chosen}: {reason}.\n{text}"
-    files["README.md"] = _readme(project, command, recipe.output.dir)
+    files["README.md"] = _render("README.md", project, command=command, run=recipe.output.dir)
     files[".gitignore"] = "runs/\n.cache/\n__pycache__/\n"
     if existing := [name for name in files if (folder / name).exists()]:
         raise RecipeError(
@@ -77,7 +81,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
 
 
 def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
-    """The launch files that fit, the name of the one to take, why, and what to change of the recipe with it."""
+    """Returns the launch files that fit, the name of the one to take, why, and what to change of the recipe with it."""
     machines = this_machine()
     if custom:
         names = ("ddp", "fsdp") if machines.ranks > 1 else ()
@@ -96,7 +100,7 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
 
 
 def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
-    """Launch files, `single` among them, and the DeepSpeed configs that they name, by their place in the project."""
+    """Returns launch files, `single` too, and the configs that they name, by their place in the project."""
     files = {"single": (shipped(LAUNCH_FILES) / "single.yaml").read_text(encoding="utf-8"), **launch_files}
     found = {}
     for name, text in sorted(files.items()):
@@ -110,7 +114,7 @@ def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
 
 
 def this_machine() -> Machines:
-    """This machine as a plan takes it: its GPUs, or two processes that share a CPU and its memory."""
+    """Returns this machine as a plan takes it: its GPUs, or two processes that share a CPU and its memory."""
     import torch
 
     # Speeds matter for times, of which none is shown.
@@ -133,7 +137,7 @@ def _check_options(project: Project) -> None:
 
 
 def _seen_from(folder: Path, project: Project) -> Project:
-    """The same with relative paths as they are written in the folder, where its commands are given."""
+    """Returns the project with relative paths that count from the folder, where its commands are given."""
 
     def seen(path: str) -> str:
         apart = folder.resolve() != Path.cwd() and not Path(path).is_absolute()
@@ -148,51 +152,18 @@ def _seen_from(folder: Path, project: Project) -> Project:
     )
 
 
-def _recipe(project: Project, row_length: int) -> str:
-    """The text of the recipe."""
-    if project.task == "custom":
-        return "\n".join([_CUSTOM, _batch(), ""])
-    pretrained = project.model is not None
-    sections = [_model(project)]
-    if not pretrained:
-        sections.append("tokenizer:\n  vocab_size: 1024  # a byte-level BPE, trained on the data")
-    source = f"path: {json.dumps(project.data)}" if project.data is not None else "sample: 4000"
-    about = "" if project.data is not None else "  # built in; for your own: {path: FILE}"
-    packing = "padded" if project.task == "classify" else "documents"
-    sections.append(
-        f"data:\n  train:\n    - {{{source}}}{about}\n  validation_fraction: 0.02\n"
-        f"  sequence_length: {row_length}\n  packing: {packing}"
-    )
-    if project.task == "chat":
-        sections.append("chat:\n  template: plain  # leave it out for a model that brings its own")
-    if project.task == "classify":
-        # The built-in stories are of 7 kinds.
-        sections.insert(0, f"task:\n  name: {classification.NAME}\n  num_labels: 7")
-    rate = "2.0e-4" if project.adapters else "2.0e-5" if pretrained else "1.0e-3"
-    sections += [
-        _batch(),
-        "length:\n  epochs: 1",
-        f"optim:\n  lr: {rate}",
-        "schedule:\n  name: cosine\n  warmup_fraction: 0.05",
-        "eval:\n  every_steps: 50",
-    ]
-    if project.task == "lm":
-        sections.append("sample:\n  prompt: Once upon a time\n  max_new_tokens: 60")
-    return "\n".join([*sections, f"output:\n  dir: runs/{project.task}", ""])
-
-
-def _batch() -> str:
-    """Sixteen rows a step, or twice the processes where they do not share sixteen evenly."""
+def _render(name: str, project: Project, **values: object) -> str:
+    """The text of a file of the project."""
     ranks = this_machine().ranks
+    # Sixteen rows a step, or twice the processes where they do not share sixteen evenly.
     rows = 16 if 16 % ranks == 0 else 2 * ranks
-    return (
-        f"batch:\n  global_size: {rows}  # rows of an optimiser step, over all processes\n"
-        f"  micro_size: {min(4, rows // ranks)}"
-    )
+    template = _FILES.get_template(f"{name}.jinja")
+    sizes = {"rows": rows, "micro_rows": min(4, rows // ranks), "classifier": classification.NAME}
+    return template.render(**vars(project), **sizes, **values)
 
 
 def _row_length(project: Project) -> int:
-    """Tokens a row: 256 for a small network from nothing, else 1,024, or as many as the model knows positions."""
+    """Returns tokens a row: 256 for a small network from nothing, else 1,024 or the positions that the model knows."""
     if project.model is None:
         return 256
     data = {"train": [{"sample": 1}], "sequence_length": 2}
@@ -203,104 +174,3 @@ def _row_length(project: Project) -> int:
     config = resolve_model_config(validate_recipe(least), head)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(1024, positions) if positions is not None and positions > 0 else 1024
-
-
-def _model(project: Project) -> str:
-    if project.model is None:
-        # 4 layers and a width of 128: a minute or two on two cores.
-        kind = "bert" if project.task == "classify" else "llama"
-        return (
-            f"model:\n  config:\n    model_type: {kind}\n    hidden_size: 128\n    intermediate_size: 352\n"
-            "    num_hidden_layers: 4\n    num_attention_heads: 4"
-        )
-    lines = ["model:", f"  name: {json.dumps(project.model)}"]
-    lines += ["  quantization: nf4"] * (project.adapters == "qlora")
-    lines += ["  gradient_checkpointing: true"]
-    return "\n".join([*lines, *(["lora:", "  rank: 16"] if project.adapters else [])])
-
-
-_CUSTOM = """task:
-  name: task:build
-  args: {width: 64}
-length:
-  epochs: 2
-optim:
-  lr: 1.0e-3
-output:
-  dir: runs/custom"""
-
-_TASK = '''"""What the network is trained to do: to fit a function of eight numbers. Put your own task in its place."""
-
-import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional
-
-from finetune.tasks import Batch, Task, TaskData
-
-
-class Points:
-    """Rows by number: made here; as well read from a file."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.inputs = torch.randn(count, 8, generator=generator)
-        self.targets = self.inputs.sin().sum(-1, keepdim=True)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def batch(self, rows: np.ndarray) -> Batch:
-        return {"inputs": self.inputs[rows], "targets": self.targets[rows]}
-
-    def num_targets(self, rows: np.ndarray) -> int:
-        """How many terms `loss_sum` adds up for these rows."""
-        return len(rows)
-
-
-def build(width: int) -> Task:
-    """The task; `task.args` of the recipe are the arguments."""
-
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
-
-    def build_data(recipe, quiet):
-        return TaskData(train=Points(2000, seed=1), validation=Points(200, seed=2))
-
-    def build_model(recipe, data):
-        torch.manual_seed(recipe.seed)
-        return network()
-
-    def build_skeleton(recipe, data):
-        with torch.device("meta"):
-            return network()
-
-    def loss_sum(network, batch):
-        predicted = network(batch["inputs"]).float()
-        return functional.mse_loss(predicted, batch["targets"], reduction="sum")
-
-    return Task(build_data=build_data, build_model=build_model, loss_sum=loss_sum, build_skeleton=build_skeleton)
-'''
-
-
-def _readme(project: Project, command: str, run: str) -> str:
-    if project.task in ("lm", "chat"):
-        prompt = "--chat --prompt 'Who are you?'" if project.task == "chat" else "--prompt 'Once upon a time'"
-        then = f"    finetune generate {run} {prompt}"
-    else:
-        then = f"    finetune audit {run}                  # was each row used exactly once?"
-    if project.adapters is not None:
-        last = f"    finetune export {run} --as merged-16bit"
-    else:
-        last = "    finetune parity recipe.yaml --on single,ddp   # do two launch files follow one trajectory?"
-    return f"""# A model, fine-tuned with finetune
-
-`recipe.yaml` says what is learned, a file of `accelerate_configs/` says where it runs. Edit the recipe, then:
-
-    {command}
-{then}
-{last}
-
-The first command again resumes a run that was interrupted. `finetune plan recipe.yaml` says which launch files fit a
-machine, `finetune explain recipe.yaml KEY` what a key means.
-"""

@@ -1,4 +1,4 @@
-"""Where every value of a recipe comes from, what it means, and its unit."""
+"""Explains every value of a recipe: who set it, what it means, and its unit."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,22 @@ from finetune.config.provenance import Setting, Value, concerns, flat, place_of,
 from finetune.config.recipe import fields
 from finetune.config.recipe_schema import Recipe, section_in
 
-FIELDS = dict(fields())
-"""Every key that a recipe can have; those of sources once, as `data.train.0.path`."""
+RECIPE_FIELDS = dict(fields())
+"""All keys that a recipe can have; those of sources once, as `data.train.0.path`."""
 
 
-def values(
+def recipe_values(
     recipe: Recipe,
     file: str,
     overrides: Sequence[str],
     trees: Sequence[Mapping[str, Any]],
     derived: Mapping[str, Setting],
 ) -> list[Value]:
-    """Every effective value of a recipe.
+    """Returns every effective value of a recipe.
 
     Args:
         trees: Its `recipe_layers`.
-        derived: What became of keys that say `auto`.
+        derived: Settings that replace `auto`.
     """
     lines, stages = places(file), [flat(tree) for tree in trees]
     found = []
@@ -44,14 +44,14 @@ def values(
     return sorted(found, key=lambda value: (order.index(value.key.split(".")[0]), "." in value.key))
 
 
-def off(key: str) -> Value | None:
-    """A key of the recipe that is not in force; None if there is no such key."""
-    return None if _field(key) is None else _value(key, [])
+def value_not_in_force(key: str) -> Value | None:
+    """Returns a key of the recipe without settings, since its section is left out; None if there is no such key."""
+    return None if _field_of(key) is None else _value(key, [])
 
 
 def _value(key: str, settings: Sequence[Setting]) -> Value:
     top, place = key.split(".")[0], key
-    while (field := _field(place)) is None:
+    while (field := _field_of(place)) is None:
         place = place.rpartition(".")[0]  # a free key in a field, as `optim.args.eps`
     inner = section_in(field.annotation)
     texts = [inner.__doc__ if inner is not None else None, field.description]
@@ -64,12 +64,12 @@ def _value(key: str, settings: Sequence[Setting]) -> Value:
 def _settings(
     key: str, file: str, lines: Mapping[str, int], overrides: Sequence[str], stages: Sequence[Mapping[str, Any]]
 ) -> list[Setting]:
-    """Every layer that gives a key, in order.
+    """Returns every layer that gives a key, in order.
 
     Args:
         stages: The keys that are given: by the file, and then after each override.
     """
-    field = _field(key)
+    field = _field_of(key)
     settings = [] if field is None else [Setting("default", "", _default(field))]
     if key in stages[0]:
         settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
@@ -81,14 +81,14 @@ def _settings(
 
 
 def _given(stage: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """A stage in which a section that is given is a key of its own."""
+    """Returns a stage in which a section that is given is a key of its own."""
     given = stage.get(section) is not None or any(key.startswith(f"{section}.") for key in stage)
     return {**stage, section: "given"} if given else stage
 
 
-def _field(key: str) -> FieldInfo | None:
-    """The field that a key is; None if it is none, or one of the free keys in one."""
-    return FIELDS.get(re.sub(r"\.\d+(?=\.|$)", ".0", key).removesuffix(".0"))
+def _field_of(key: str) -> FieldInfo | None:
+    """Returns the field of a key; None if there is none, or it is one of the free keys in a field."""
+    return RECIPE_FIELDS.get(re.sub(r"\.\d+(?=\.|$)", ".0", key).removesuffix(".0"))
 
 
 def _default(field: FieldInfo) -> Any:

@@ -1,10 +1,11 @@
-"""`harness.json`, where `finetune eval --harness` keeps its figures beside a run or a model."""
+"""`harness.json`, in which `finetune eval --harness` keeps its figures beside a run or a model."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from finetune.utils import atomic_files, json_files
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, RecipeError
 
 NAME = "harness.json"
 
@@ -14,8 +15,17 @@ _SAME = ("task", "step", "chat", "num_fewshot", "limit")
 _KEYS = {*_SAME, "metric", "filter", "value", "stderr", "samples"}
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The figures kept in a folder, one a task, metric and filter; none if there is no file.
+def check_harness_is_installed() -> None:
+    """Raises RecipeError if lm-evaluation-harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise RecipeError(
+            "--harness needs lm-evaluation-harness (lm_eval), which is not installed. Install the extra: "
+            "pip install 'finetune[harness]'. `finetune eval --data FILE` works without it."
+        )
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Returns the figures kept in a folder, one a task, metric and filter; none if there is no file.
 
     Raises:
         CheckpointError: If the file is not what `finetune eval --harness` writes.
@@ -32,7 +42,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Writes figures behind those that are there, and instead of those of the same evaluation.
 
     Returns:
@@ -42,7 +52,7 @@ def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
         CheckpointError: If it cannot be read or written.
     """
     file, new = folder / NAME, {_evaluation(row) for row in rows}
-    kept = [row for row in read(folder) if _evaluation(row) not in new]
+    kept = [row for row in read_results(folder) if _evaluation(row) not in new]
     try:
         atomic_files.write_json(file, [*kept, *rows])
     except OSError as error:
@@ -53,7 +63,7 @@ def add(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def metric_of(row: dict[str, Any]) -> str:
-    """A figure's metric, with the filter that answers went through if there is one."""
+    """Returns a figure's metric, with the filter that answers went through if there is one."""
     return str(row["metric"]) if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 

@@ -1,4 +1,4 @@
-"""What a check reports, what it is given, and how it tries something out."""
+"""Results of checks, the run that they are about, and a process of their own to try something out."""
 
 import os
 import signal
@@ -17,23 +17,23 @@ Status = Literal["ok", "warning", "failure"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
+class CheckResult:
+    """Line of the report."""
 
     check: str
     status: Status
     found: str
     advice: str = ""
-    """What to do."""
+    """Advice for the user."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The run that is asked about, as far as it is known."""
+    """Run that the checks are about, as far as it is known."""
 
     recipe: Recipe | None = None
     foreseen: PredictedEnvironment | None = None
-    """What the launch file asks for; None without one."""
+    """Environment that the launch file asks for; None without one."""
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property
@@ -50,26 +50,26 @@ class Asked:
         return int(self.foreseen.asked.num_machines) if self.foreseen else 1
 
 
-def ok(check: str, found: str) -> Finding:
-    """All is well."""
-    return Finding(check, "ok", found)
+def ok(check: str, found: str) -> CheckResult:
+    """Returns a result of a check that found nothing wrong."""
+    return CheckResult(check, "ok", found)
 
 
-def warning(check: str, found: str, advice: str) -> Finding:
-    """A run would go, but slower, or not as meant."""
-    return Finding(check, "warning", found, advice)
+def warning(check: str, found: str, advice: str) -> CheckResult:
+    """Returns a result for a run that would go, but slower, or not as meant."""
+    return CheckResult(check, "warning", found, advice)
 
 
-def failure(check: str, found: str, advice: str = "") -> Finding:
-    """A run would fail. Without advice, what was found says what to do, as errors do."""
-    return Finding(check, "failure", found, advice)
+def failure(check: str, found: str, advice: str = "") -> CheckResult:
+    """Returns a result for a run that would fail; without advice, what was found says what to do, as errors do."""
+    return CheckResult(check, "failure", found, advice)
 
 
 def probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
 
     Returns:
-        What the script prints, or the last line of what it complains of.
+        Output of the script, or the last line of its complaint.
     """
     command, pipe = [sys.executable, "-c", script, *words], subprocess.PIPE
     # A group of its own, so that whatever it starts ends with it.

@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What is exported, and what is needed for it."""
+class _Export:
+    """Weights to export, and what is needed for it."""
 
     source: WeightSource
     recipe: Recipe
@@ -42,26 +42,26 @@ class _Job:
     shard_size: str
     head: Head
     config: PretrainedConfig
-    """Of the network that is written."""
+    """Configuration of the network that is written."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that are written."""
+        """Dtype of the weights that are written."""
         if self.kind != "merged-16bit":
             return torch.float32
         return torch.float16 if getattr(self.config, "dtype", None) == torch.float16 else torch.bfloat16
 
     @property
     def quantized(self) -> str | None:
-        """How the base was quantised in training: as the recipe says, or `stored` so; None if it was not."""
+        """Quantisation of the base in training: as the recipe says, or `stored` so; None if there was none."""
         if self.recipe.lora is None:
             return None
         return "stored" if merge.is_quantised(self.config) else self.recipe.model.quantization
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What has to be in the files."""
+class _Expected:
+    """Contents that the files must have."""
 
     shapes: dict[str, tuple[int, ...]]
     stops: list[int]
@@ -71,7 +71,7 @@ class _Written:
     """Buffers that may hold infinities."""
 
 
-def export(
+def export_weights(
     place: Path,
     kind: str,
     say: Say,
@@ -110,9 +110,11 @@ def export(
         ready, reason = merge.data_of(found, recipe)
         if reason is not None:
             say(f"No validation rows are compared, since the run's data cannot be prepared here: {reason}")
-        job = _Job(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
-        staging = _staging(target)
+        job = _Export(found, recipe, ready, kind, shard_size, head, merge.config_of(found, recipe, ready))
+        staging = target.with_name(target.name + ".staging")
         try:
+            remove_path(staging)
+            staging.mkdir()
             _write(job, staging, say)
             proof = _verify(job, staging).lines()
             for line in proof:
@@ -131,19 +133,19 @@ def export(
     return target
 
 
-def _write(job: _Job, staging: Path, say: Say) -> None:
+def _write(job: _Export, staging: Path, say: Say) -> None:
     """Writes weights, tokenizer and generation config, and checks the files."""
     written = _write_adapter(job, staging, say) if job.kind == "adapter" else _write_merged(job, staging, say)
     tokenizer = job.ready.tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    size = validate_files.check(staging, written.shapes, job.dtype, written.ties, written.infinite)
+    size = validate_files.check_files(staging, written.shapes, job.dtype, written.ties, written.infinite)
     stop_tokens.check(staging, written.stops, tokenizer)
     count = len(written.shapes) - len(written.ties)
     say(f"Written: {count} tensors of {str(job.dtype).removeprefix('torch.')}, {size:,} bytes.")
 
 
-def _write_merged(job: _Job, staging: Path, say: Say) -> _Written:
+def _write_merged(job: _Export, staging: Path, say: Say) -> _Expected:
     base = job.recipe.model.name or "base"
     model = merge.merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
@@ -156,14 +158,14 @@ def _write_merged(job: _Job, staging: Path, say: Say) -> _Written:
         stops = _stops(job, generation, say)
         model.generation_config = prompts.stopping_at(generation, stops)
     infinite = {name for name, buffer in model.named_buffers() if bool(buffer.isinf().any())}
-    written = _Written(written_shapes(model), stops, dict(model.all_tied_weights_keys), infinite)
+    written = _Expected(written_shapes(model), stops, dict(model.all_tied_weights_keys), infinite)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
     return written
 
 
-def _write_adapter(job: _Job, staging: Path, say: Say) -> _Written:
+def _write_adapter(job: _Export, staging: Path, say: Say) -> _Expected:
     weights, section = job.source.weights, job.recipe.model
     tensors = merge.load_tensors(weights / merge.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
@@ -174,25 +176,25 @@ def _write_adapter(job: _Job, staging: Path, say: Say) -> _Written:
         generation = merge.generation_of(job.recipe)
         stops = _stops(job, generation, say)
         prompts.stopping_at(generation, stops).save_pretrained(staging)
-    return _Written({name: tuple(tensor.shape) for name, tensor in tensors.items()}, stops, {}, set())
+    return _Expected({name: tuple(tensor.shape) for name, tensor in tensors.items()}, stops, {}, set())
 
 
-def _stops(job: _Job, generation: GenerationConfig, say: Say) -> list[int]:
-    """The tokens at which what is written stops."""
+def _stops(job: _Export, generation: GenerationConfig, say: Say) -> list[int]:
+    """Returns the tokens at which generation stops."""
     if job.source.ends == []:
         say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
     return prompts.ends(generation, job.ready.tokenizer, stop_tokens.learned(job.source, job.ready.tokenizer))
 
 
-def _verify(job: _Job, staging: Path) -> verify_export.Figures:
+def _verify(job: _Export, staging: Path) -> verify_export.Figures:
     """Compares what was written with the network as it was trained."""
     task, recipe = find_task(job.source.recipe), job.recipe
     model = merge.trained(job.source, recipe, job.ready, quantised=False)
     text = lora_adapters.config_of(model).get_text_config()
     longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
-    probe = verify_export.ask(model, task, job.ready, text.vocab_size, longest)
+    probe = verify_export.probe_network(model, task, job.ready, text.vocab_size, longest)
     expected = _expected(job, model)
-    worst = verify_export.worst_of(staging, expected)
+    worst = verify_export.worst_tensor(staging, expected)
     del model, expected
     gc.collect()
     adapter = job.kind == "adapter"
@@ -204,25 +206,19 @@ def _verify(job: _Job, staging: Path) -> verify_export.Figures:
         "num_labels": job.config.num_labels if adapter and not job.head.next_token else None,
         "dequantize": job.quantized == "stored",
     }
-    answer = verify_export.fresh(staging, probe, question)
+    answer = verify_export.open_in_fresh_process(staging, probe, question)
     notes: tuple[str, ...] = ()
     if job.quantized is not None:
         quantized = merge.trained(job.source, recipe, job.ready, quantised=True)
         notes = (verify_export.quantization_note(quantized, probe, task, job.quantized),)
-    figures = verify_export.Figures(
-        distance=answer["distance"] / (answer["scale"] or 1.0),
-        loss=answer["loss"],
-        trained_loss=probe.loss,
-        worst=worst,
-        dtype=job.dtype,
-        notes=notes,
-    )
-    verify_export.judge(staging, answer, probe, figures)
+    distance = answer["distance"] / (answer["scale"] or 1.0)
+    figures = verify_export.Figures(distance, answer["loss"], probe.loss, worst, job.dtype, notes)
+    verify_export.check_figures(staging, answer, probe, figures)
     return figures
 
 
-def _expected(job: _Job, model: Any) -> dict[str, torch.Tensor]:
-    """Each tensor as it has to be, in fp32, from the network that was trained; that one is used up."""
+def _expected(job: _Export, model: Any) -> dict[str, torch.Tensor]:
+    """Returns the expected tensors, in fp32, from the network that was trained, which is used up."""
     if job.kind == "adapter":
         keys = lora_adapters.adapter_keys(model)
         state = model.state_dict()
@@ -273,7 +269,9 @@ def _only_writer(target: Path) -> Iterator[None]:
             f"{target} is being written by another export. Wait until it has ended, or choose another --to."
         ) from error
     except OSError as error:
-        raise _cannot_write(target, error) from error
+        raise CheckpointError(
+            f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder."
+        ) from error
     with lock:
         try:
             if target.exists():
@@ -284,22 +282,8 @@ def _only_writer(target: Path) -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def _cannot_write(target: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"--to: cannot write to {target.parent}: {error.strerror or error}. Choose another folder.")
-
-
-def _staging(target: Path) -> Path:
-    staging = target.with_name(target.name + ".staging")
-    try:
-        remove_path(staging)
-        staging.mkdir()
-    except OSError as error:
-        raise _cannot_write(target, error) from error
-    return staging
-
-
 def _set_aside(staging: Path, target: Path) -> None:
-    """What failed stays to be looked at, under a name that nobody opens by accident."""
+    """Keeps what failed for a look at it, under a name that nobody opens by accident."""
     failed = target.with_name(target.name + ".failed")
     with contextlib.suppress(OSError):  # what is wrong is being reported already
         remove_path(failed)
@@ -309,9 +293,10 @@ def _set_aside(staging: Path, target: Path) -> None:
             remove_path(staging)
 
 
-def _finish(job: _Job, staging: Path, target: Path, proof: list[str]) -> None:
+def _finish(job: _Export, staging: Path, target: Path, proof: list[str]) -> None:
     """Writes what describes the weights, and gives the folder its name."""
-    model_card.write(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), job.head)
+    head = job.head
+    model_card.write_model_card(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), head)
     facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
     write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
     sync_files(staging)

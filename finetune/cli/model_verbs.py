@@ -1,0 +1,163 @@
+"""Verbs that take weights: export, generate, eval."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.cli.arguments import (
+    add_verb,
+    add_weights_arguments,
+    prepare_libraries,
+    to_stderr,
+)
+from finetune.utils import hub_access
+from finetune.utils.compat.library_versions import untried
+from finetune.utils.errors import RecipeError
+from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.library_imports import silence_libraries
+
+if TYPE_CHECKING:
+    from finetune.export.load_model import LoadedModel
+
+_ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
+
+
+def add_model_verbs(verbs: Any) -> None:
+    """Adds the verbs of this file."""
+    verb = add_verb(verbs, "export", export, "write a run's adapter or merged model, and verify it")
+    verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
+    verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
+    verb.add_argument("--to", metavar="DIR", help="the new folder; RUN/exports/KIND if left out")
+    verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
+    verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
+    add_weights_arguments(verb)
+
+    verb = add_verb(verbs, "generate", generate, "generate text from a run, checkpoint, adapter or export")
+    verb.add_argument("run", help=_ANY_MODEL)
+    verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
+    verb.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    verb.add_argument("--max-new-tokens", type=int, default=200)
+    verb.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    verb.add_argument("--top-k", type=int)
+    verb.add_argument("--top-p", type=float)
+    verb.add_argument("--seed", type=int, default=0)
+    add_weights_arguments(verb)
+
+    verb = add_verb(verbs, "eval", evaluate, "evaluate a run, checkpoint, adapter or export on files or on benchmarks")
+    verb.add_argument("run", help=_ANY_MODEL)
+    on = verb.add_mutually_exclusive_group(required=True)
+    what = "loss and perplexity on files; what `path` may be"
+    on.add_argument("--data", nargs="+", type=os.path.expanduser, metavar="FILE", help=what)
+    what = "tasks of lm-evaluation-harness: names, task files or folders"
+    on.add_argument("--harness", nargs="+", type=os.path.expanduser, metavar="TASK", help=what)
+    verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
+    verb.add_argument(
+        "--chat",
+        action="store_true",
+        help="--data: the files hold conversations, which runs on such know; --harness: apply the chat template",
+    )
+    verb.add_argument("--num-fewshot", type=int, metavar="N", help="--harness: examples before each question")
+    verb.add_argument("--limit", type=int, metavar="N", help="--harness: the first N questions of each task only")
+    verb.add_argument("--batch-size", type=int, metavar="N", help="--harness: texts in a forward pass; 8 if left out")
+    verb.add_argument("--json", action="store_true", help="for programs")
+    add_weights_arguments(verb)
+
+
+def export(parsed: argparse.Namespace) -> None:
+    """`finetune export`."""
+    prepare_libraries()
+    from finetune.export import push_to_hub
+    from finetune.export.export_weights import export_weights
+
+    if parsed.push_to is not None:
+        push_to_hub.check(parsed.push_to)  # before the work, not after it
+    to = Path(parsed.to) if parsed.to else None
+    options = {name: getattr(parsed, name) for name in ("step", "base", "shard_size", "trust_remote_code")}
+    folder = export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
+    if parsed.push_to is not None:
+        print(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}")
+
+
+def generate(parsed: argparse.Namespace) -> None:
+    """`finetune generate`."""
+    opened = _open(parsed)
+    from finetune.export.generate_text import SamplingOptions, generate_text
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
+    if not parsed.chat:
+        write(parsed.prompt)
+    generate_text(opened, parsed.prompt, options, write, chat=parsed.chat)
+    write("\n")
+
+
+def evaluate(parsed: argparse.Namespace) -> None:
+    """`finetune eval`."""
+    if parsed.harness:
+        _evaluate_harness(parsed)
+        return
+    for option in ("num_fewshot", "limit", "batch_size"):
+        if getattr(parsed, option) is not None:
+            raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
+    opened = _open(parsed, exact=True)
+    from finetune.export import evaluate_files
+
+    with evaluate_files.told_in_flags():
+        recipe = evaluate_files.recipe_of(opened, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
+        found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
+    if parsed.json:
+        print(json.dumps(found))
+        return
+    print(
+        f"validation loss {found['loss']:.5f}, perplexity {found['perplexity']:.7g}, over {found['targets']:,} targets "
+        f"in rows of {recipe.data.sequence_length} tokens{', a document each' * (recipe.data.packing == 'padded')}"
+    )
+
+
+def _evaluate_harness(parsed: argparse.Namespace) -> None:
+    from finetune.utils.console import plain_console
+
+    if parsed.text_field is not None:
+        raise RecipeError("--text-field is for --data. Leave it out.")
+    for option, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
+        value = getattr(parsed, option)
+        if value is not None and value < least:
+            raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
+    from finetune.export import harness_results
+
+    harness_results.check_harness_is_installed()
+    opened = _open(parsed, exact=True)
+    from finetune.export import evaluate_harness
+
+    if opened.home is not None:
+        harness_results.read_results(opened.home)  # before the work, not after it
+    options = {"num_fewshot": parsed.num_fewshot, "limit": parsed.limit, "batch_size": parsed.batch_size}
+    rows = evaluate_harness.evaluate_harness(opened, parsed.harness, chat=parsed.chat, **options)
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        plain_console().print(evaluate_harness.results_table(rows))
+    if opened.home is not None:
+        to_stderr(f"Written: {harness_results.add_results(opened.home, rows)}")
+
+
+def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
+    """Opens what `run` and `base` name; says so, since it takes a while."""
+    go_offline_if_unreachable()
+    if text := untried():
+        to_stderr(text)
+    to_stderr(f"Opening {parsed.run}.")
+    hub_access.require(parsed.run, None)
+    hub_access.require(parsed.base, "--base")
+    silence_libraries()
+    from finetune.export.load_model import load_model
+
+    trusted = parsed.trust_remote_code
+    opened = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
+    for line in opened.lines:
+        to_stderr(line)
+    return opened

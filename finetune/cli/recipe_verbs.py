@@ -1,0 +1,228 @@
+"""Verbs that take a recipe: init, launch, explain, doctor, data, show, plan, schema."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune.cli.arguments import (
+    add_launch_arguments,
+    add_verb,
+    launch_options,
+    prepare_libraries,
+    to_stderr,
+)
+from finetune.tasks.task_lookup import BUILT_IN
+from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
+from finetune.utils import hub_access
+from finetune.utils.hub_access import go_offline_if_unreachable
+from finetune.utils.library_imports import quick_imports, silence_libraries
+from finetune.utils.shipped_files import recipe_file
+
+
+def add_recipe_verbs(verbs: Any) -> None:
+    """Adds the verbs of this file."""
+    verb = add_verb(verbs, "init", init, "write a small project that runs as it is: recipe, launch files, README")
+    verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where; the working directory if left out")
+    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="lm if left out")
+    verb.add_argument("--model", help="a directory or hub name; a small network from nothing if left out")
+    verb.add_argument("--data", metavar="FILE", help="file, glob or directory; built-in data if left out")
+    adapters = verb.add_mutually_exclusive_group()
+    for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
+        adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
+
+    verb = add_verb(verbs, "launch", launch, "train, like `accelerate launch`, but check both files first")
+    add_launch_arguments(verb, required=True)
+    add_recipe_arguments(verb)
+    verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
+    verb.add_argument("--quiet", action="store_true", help="print errors only")
+
+    text = "show where each value comes from, what it overrides, and what it means"
+    verb = add_verb(verbs, "explain", explain, text)
+    add_launch_arguments(verb, required=False)
+    verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")
+    verb.add_argument(
+        "words", nargs="*", metavar="KEY | key.key=value", help="a key to explain; values to explain with"
+    )
+    verb.add_argument("--all", action="store_true", help="also show default values")
+    verb.add_argument("--json", action="store_true", help="for programs")
+
+    verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and what to fix")
+    add_launch_arguments(verb, required=False)
+    verb.add_argument("--recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")
+    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
+    verb.add_argument("--json", action="store_true", help="for programs")
+
+    verb = add_verb(verbs, "data", data, "prepare a recipe's data and print its report")
+    verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
+    add_recipe_arguments(verb)
+
+    add_recipe_arguments(add_verb(verbs, "show", show, "print the whole recipe, defaults included"))
+
+    text = "memory, time, traffic and cost of a recipe under every launch file, before it is launched"
+    verb = add_verb(verbs, "plan", plan, text)
+    verb.add_argument("--gpu", help="a known GPU, or figures: memory=24,bf16=70,link=32 (this machine's, or an H100)")
+    verb.add_argument("--gpus", type=int, metavar="N", help="of a machine (as many as this one has, or 8)")
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
+    verb.add_argument("--network", type=float, default=50.0, metavar="GB/s", help="between machines, a GPU (50)")
+    verb.add_argument(
+        "--links",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measured by `finetune comms --json FILE`",
+    )
+    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak rate that is reached (0.4)")
+    verb.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for what is offloaded")
+    verb.add_argument("--price", type=float, metavar="MONEY", help="of a GPU and hour")
+    verb.add_argument("--energy", action="store_true", help="also say what the GPUs take, at their design power")
+    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help="dtype of stored weights, if none are here")
+    verb.add_argument("--configs", metavar="DIR", help="launch files; accelerate_configs/ if left out")
+    verb.add_argument("--write", metavar="FILE", help="write the launch file that is recommended")
+    verb.add_argument(
+        "--trace",
+        nargs="?",
+        const="recommended",
+        metavar="A,B,…",
+        help="also run a step under fake tensors: of what is recommended, of the launch files named, or of `all`",
+    )
+    verb.add_argument("--json", action="store_true", help="print all of it as JSON")
+    add_recipe_arguments(verb)
+
+    verb = add_verb(verbs, "schema", schema, "print the JSON schema of recipes, for editors")
+    verb.add_argument("--path", action="store_true", help="print where the installed package has it as a file")
+
+
+def init(parsed: argparse.Namespace) -> None:
+    """`finetune init`."""
+    prepare_libraries()
+    hub_access.require(parsed.model, "--model")
+    from finetune.cli.new_project import Project, write_project
+
+    project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
+    print("\n".join(write_project(Path(parsed.folder), project)))
+
+
+def launch(parsed: argparse.Namespace) -> None:
+    """`finetune launch`: the workers' launcher, once both files are checked."""
+    from finetune.config import recipe_paths
+    from finetune.config.recipe import load_recipe
+
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    recipe_paths.check(recipe)
+    if parsed.dry_run:
+        from finetune.distributed.launch.predicted_environment import predict_environment
+        from finetune.training.dry_run import describe
+
+        go_offline_if_unreachable()
+        print(describe(recipe, predict_environment(parsed.config_file, launch_options(parsed), os.environ)))
+        return
+    from finetune.distributed.launch.launcher import launch_workers
+
+    options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
+    quiet = ["--quiet"] if parsed.quiet else []
+    words = [*quiet, parsed.recipe, *parsed.overrides]
+    launch_workers(parsed.config_file, options, words, grace_s=recipe.guard.grace_s)
+
+
+def explain(parsed: argparse.Namespace) -> None:
+    """`finetune explain`."""
+    from finetune.diagnostics.explain import explain_values, select_values, value_as_json, value_page, values_table
+    from finetune.utils.console import plain_console
+
+    overrides = [word for word in parsed.words if "=" in word]
+    keys = [word for word in parsed.words if "=" not in word]
+    values = explain_values(parsed.recipe, overrides, parsed.config_file, launch_options(parsed), os.environ)
+    chosen = [value for key in keys for value in select_values(values, key)]
+    if not keys:
+        chosen = [value for value in values if parsed.all or not value.is_default]
+    if parsed.json:
+        print(json.dumps([value_as_json(value) for value in chosen], indent=2, default=str))
+    else:
+        console = plain_console()
+        console.print(value_page(chosen[0]) if len(chosen) == 1 else values_table(chosen, console.width))
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """`finetune doctor`; returns 1 if a check fails."""
+    from finetune.diagnostics.doctor.doctor import read_request, report_checks
+
+    # As the user has it: checks change it for themselves.
+    env = dict(os.environ)
+    asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, launch_options(parsed), env)
+    results = report_checks(asked, problems, quiet=parsed.json)
+    if parsed.json:
+        print(json.dumps([vars(result) for result in results], indent=2))
+    return 1 if any(result.status == "failure" for result in results) else 0
+
+
+def data(parsed: argparse.Namespace) -> None:
+    """`finetune data`."""
+    from finetune.utils.console import plain_console
+
+    recipe = load_checked(parsed)
+    from finetune.tasks.task_data import without_validation
+    from finetune.tasks.task_lookup import find_task
+
+    silence_libraries()
+    prepared = find_task(recipe).build_data(recipe, False)
+    sides = {"train": prepared.train, "validation": prepared.validation}
+    rows = [f"{name}: {len(rows):,} rows" for name, rows in sides.items() if rows is not None]
+    lines = prepared.full_report or prepared.report_lines or rows
+    print("\n".join([*lines, *without_validation(recipe, prepared)]))
+    shown = prepared.train if prepared.train is not None else prepared.validation
+    if parsed.show and shown is not None:
+        from finetune.data.show_examples import examples
+
+        console = plain_console()
+        coloured = console.is_terminal and not console.no_color
+        for line in examples(shown, prepared.tokenizer, prepared.label_names, parsed.show, coloured=coloured):
+            console.print(line)
+
+
+def show(parsed: argparse.Namespace) -> None:
+    """`finetune show`."""
+    from finetune.config.recipe import dump_recipe, load_recipe
+
+    print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)), end="")
+
+
+def plan(parsed: argparse.Namespace) -> None:
+    """`finetune plan`."""
+    from finetune.config.recipe import load_recipe
+    from finetune.utils.console import plain_console
+
+    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    go_offline_if_unreachable()
+    with quick_imports():
+        from finetune.planning import plan_report
+        from finetune.planning.planner import machines_of, make, write
+
+        silence_libraries()
+
+    plan = make(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
+    console, found = plain_console(), None
+    if parsed.trace:
+        from finetune.planning.trace import trace_launches
+
+        say = to_stderr if sys.stderr.isatty() else lambda _: None
+        found = trace_launches.trace(plan, trace_launches.wanted(plan, parsed.trace), parsed.stored, say)
+    if parsed.json:
+        print(plan_report.as_json(plan, found))
+    else:
+        plan_report.print_plan(plan, console, energy=parsed.energy)
+        if found is not None:
+            plan_report.print_traced(found, console)
+    if parsed.write:
+        write(plan, Path(parsed.write))
+        if not parsed.json:
+            print(f"Written: {parsed.write}")
+
+
+def schema(parsed: argparse.Namespace) -> None:
+    """`finetune schema`."""
+    from finetune.config.recipe import SCHEMA_FILE, json_schema
+
+    print(SCHEMA_FILE if parsed.path else json.dumps(json_schema(), indent=2))
