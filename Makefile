@@ -15,10 +15,10 @@ PYTEST_ARGS ?=
 DEMO_THREADS := $(shell n=$$(( $(CORES) / 2 )); echo $$(( n < 1 ? 1 : n )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-qlora test test-quick test-wheel test-resume test-chaos check docs ops format clean
+.PHONY: help setup demo demo-qlora test test-quick test-wheel test-resume test-chaos check docs support-matrix ops format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Create .venv and install the pinned packages; nothing to do when they are there
 	@VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS) scripts/setup.sh
@@ -65,6 +65,10 @@ check: setup  ## Format, lint, types and import rules
 
 docs: setup  ## Build the docs site into build/docs; a broken link fails
 	$(PY) scripts/build_docs.py
+
+support-matrix: setup  ## Ask what goes together, and write docs/support.md (a minute)
+	@PYTHONPATH=. OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+	  $(PY) -W ignore tests/support/support_matrix.py docs/support.md
 
 ops: setup  ## Build DeepSpeed's native ops ahead of the first run (4 to 20 minutes on 2 cores)
 	@$(VENV)/bin/finetune ops

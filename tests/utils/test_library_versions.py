@@ -46,6 +46,19 @@ def test_what_is_allowed_is_what_was_tested() -> None:
         assert proven == (minor(lowest[name]), minor(highest[name])), name
 
 
+def test_the_lock_of_uv_has_the_pins_of_pip() -> None:
+    packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    sources = {package["name"]: package["source"] for package in packages}
+    assert sources.pop("finetune") == {"editable": "."}
+    assert list(sources.values()) == [{"registry": "https://pypi.org/simple"}] * (len(packages) - 1)
+    locked = {package["name"]: Version(package["version"]) for package in packages}
+    pinned = {re.sub(r"[-_.]+", "-", name): version for name, version in pins(ROOT / "constraints.txt").items()}
+    # What builds an editable install is no dependency.
+    assert {name: locked.get(name) for name in pinned if name != "editables"} == {
+        name: version for name, version in pinned.items() if name != "editables"
+    }
+
+
 def test_the_interpreters_that_are_named() -> None:
     named = {word.rsplit(" ", 1)[1] for word in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", word)}
     assert named == {"3.11", "3.12", "3.13"}
