@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from forkserver import ForkServer
-from harness import ROOT
-from recipes_for_tests import base
+from harness import ROOT, Launcher
+from recipes_for_tests import PARITY, base
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
@@ -84,6 +84,19 @@ def test_both_ways_take_the_single_process_path(
     # Between micro-batches, where a parameter's gradient is its shard's: none, or all.
     assert once["held"] == [0, 0, 0, elements // 2]
     assert each["held"] == ([elements // 2] * 4 if config == "fsdp" else once["held"])
+
+
+HALVES = {**PARITY["sgd"], "optim": {**PARITY["sgd"]["optim"], "reduce_dtype": "bf16"}, "length": {"steps": 4}}
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero3", "tp"])
+def test_sums_in_bf16_are_near_those_in_fp32(launcher: Launcher, config: str) -> None:
+    single = launcher.one("single", HALVES).check()
+    run = launcher.one(config, HALVES).check()
+    assert run.facts["runs"]["reduce_dtype"] == "bfloat16"
+    apart = np.abs(run.series("grad_norm") / single.series("grad_norm") - 1)
+    assert 1e-6 < apart.max() < 1e-2
+    np.testing.assert_allclose(run.series("loss"), single.series("loss"), rtol=1e-3)
 
 
 def test_what_is_held_is_read_back(fork_server: ForkServer, tmp_path: Path) -> None:

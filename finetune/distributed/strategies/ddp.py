@@ -15,6 +15,7 @@ from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
 from finetune.utils.compat import torch_private
+from finetune.utils.compat.torch_private import GradBucket
 
 
 def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
@@ -51,11 +52,15 @@ def prepare_beside_split_layers(runtime: Runtime, model: nn.Module, optimizer: t
     return wrapped, accelerator.prepare_optimizer(optimizer)
 
 
-def _sum_in_bf16(group: Any, bucket: Any) -> Any:
+# DDP refuses a hook whose annotations are others than these.
+def _sum_in_bf16(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP calls to sum a bucket of gradients over ranks: in bf16, on gloo too, unlike torch's own."""
     rounded = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size(group))
     sent: Any = torch.distributed.all_reduce(rounded, group=group, async_op=True)
-    return sent.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+    summed: torch.futures.Future[torch.Tensor] = sent.get_future().then(
+        lambda done: bucket.buffer().copy_(done.value()[0])
+    )
+    return summed
 
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
