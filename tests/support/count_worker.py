@@ -3,13 +3,14 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.recipe import load_recipe
-from finetune.distributed.backend import Backend
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
 from finetune.utils import exit_codes
@@ -41,15 +42,15 @@ class Calls(TorchDispatchMode):
 def main(words: list[str]) -> None:
     silence_libraries()
     run = build_run(load_recipe(words[0]), quiet=True)
-    calls, backward = Calls(), Backend.backward
+    calls, strategy = Calls(), run.backend.strategy
 
-    def marked(self: Backend, loss: torch.Tensor) -> None:
+    def marked(runtime: Any, loss: torch.Tensor) -> None:
         calls.backwards = True
         calls.gathers.append(0)
-        backward(self, loss)
+        strategy.backward(runtime, loss)
         calls.backwards = False
 
-    Backend.backward = marked
+    run.backend.strategy = replace(strategy, backward=marked)
     for step in (0, 1):
         train_step(run, step)
     with calls:

@@ -33,11 +33,14 @@ from finetune.utils.library_imports import silence_libraries
 
 
 def plant(fault: str) -> None:
-    backward, total = Backend.backward, Backend.sum
-    if fault == "rank_factor":
-        Backend.backward = lambda self, loss: backward(self, loss / self.world)
-    elif fault == "accumulation_factor":
-        Backend.backward = lambda self, loss: backward(self, loss / self.accumulation)
+    window, total = Backend.forward_backward, Backend.sum
+    if fault in ("rank_factor", "accumulation_factor"):
+
+        def divided(self: Backend, model: Any, loss_sum: Any, batches: Any, scaled: Any) -> Any:
+            factor = self.world if fault == "rank_factor" else self.accumulation
+            return window(self, model, loss_sum, batches, lambda loss: scaled(loss) / factor)
+
+        Backend.forward_backward = divided
     elif fault == "mean_of_means":
         # Every rank divides by its own targets, as if all had equally many.
         def own(self: Backend, values: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.recipe import load_recipe
-from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
@@ -45,18 +45,18 @@ class Sent(TorchDispatchMode):
 def steps(run: Run) -> dict[str, Any]:
     """Losses and norms; of the last step what each backward pass sent, and the elements of gradients it left."""
     taken = [train_step(run, step) for step in range(STEPS - 1)]
-    backward, sent, held = Backend.backward, [], []
+    strategy, sent, held = run.backend.strategy, [], []
 
-    def watched(self: Backend, loss: torch.Tensor) -> None:
+    def watched(runtime: Any, loss: torch.Tensor) -> None:
         with Sent() as seen:
-            backward(self, loss)
+            strategy.backward(runtime, loss)
         sent.append([seen.by_name["c10d::_reduce_scatter_base_"], seen.by_name["c10d::allreduce_"]])
         grads: list[Any] = [p.grad for p in run.model.parameters() if p.grad is not None]
         held.append(sum((g.to_local() if hasattr(g, "to_local") else g).numel() for g in grads))
 
-    Backend.backward = watched
+    run.backend.strategy = replace(strategy, backward=watched)
     taken.append(train_step(run, STEPS - 1))
-    Backend.backward = backward
+    run.backend.strategy = strategy
     weights = {
         name: tensor.tolist() for name, tensor in run.backend.full_parameters(unwrap(run.model)) if tensor is not None
     }

@@ -28,7 +28,7 @@ from harness import ROOT
 from recipes_for_tests import ARCHITECTURES, LLAMA, base
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.launch.launch_environment import read_launch_environment
+from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.export.merge import source_head
 from finetune.training.dry_run import describe
 from finetune.utils.errors import FinetuneError
@@ -339,7 +339,7 @@ def _foreseen(launch: str) -> Any:
     name, _, layout = launch.partition("+")
     file = Path("accelerate_configs") / f"{name}.yaml"
     if not layout:
-        return read_launch_environment(str(file), {}, {})
+        return predict_environment(str(file), {}, {})
     size = {f"parallelism_config_{layout}_size": 2}
     tree = yaml.safe_load(file.read_text())
     return _read({**tree, "num_processes": 4, "parallelism_config": {**tree.get("parallelism_config", {}), **size}})
@@ -349,7 +349,7 @@ def _read(tree: dict[str, Any]) -> Any:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="launch-") as file:
         yaml.safe_dump(tree, file)
         file.flush()
-        return read_launch_environment(file.name, {}, {})
+        return predict_environment(file.name, {}, {})
 
 
 def _said(text: str) -> str:
