@@ -171,14 +171,12 @@ def batch() -> dict[str, Any]:
     """Two rows of documents, the second with them in another order."""
     import torch
 
-    from finetune.models import attention
-
     # Not among the tokens that have a meaning to a network.
     ids = torch.randint(100, VOCABULARY, (2, WIDTH), generator=torch.Generator().manual_seed(0))
     rows = (LENGTHS, LENGTHS[::-1])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     edges = torch.tensor([0, *(n for row in rows for n in row)]).cumsum(0).to(torch.int32)
-    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, attention.EDGES: edges}
+    return {"input_ids": ids, "targets": ids.roll(-1, 1), "position_ids": positions, "cu_seqlens": edges}
 
 
 def network_of(model_type: str, **model: Any) -> Any:
@@ -227,7 +225,7 @@ def examine(model_type: str) -> dict[str, Any]:
     """
     import torch
 
-    from finetune.distributed import verify_launch
+    from finetune.distributed.strategies import first_gradients
     from finetune.models import chunked_loss
     from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 
@@ -265,7 +263,7 @@ def examine(model_type: str) -> dict[str, Any]:
     found["gradients"] = _measured(gradients)
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     used = [name for name, p in trained.items() if p.grad is not None]
-    found["unused"] = verify_launch.unused(trained, used) if isinstance(found["gradients"], float) else []
+    found["unused"] = first_gradients.unused(trained, used) if isinstance(found["gradients"], float) else []
     return found
 
 

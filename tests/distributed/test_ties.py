@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside import ONE_RANK
 from torch import nn
 
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.strategies import single
 from finetune.utils.errors import BackendError
 
 
@@ -29,7 +31,7 @@ def prepared(untie: bool) -> None:
 
     accelerator: Any = SimpleNamespace(prepare=prepare)
     network = Tied()
-    backend = Backend(accelerator, Launch("fsdp", 2), "fp32", 1)
+    backend = Backend(accelerator, Launch("single", 1), single.STRATEGY, ONE_RANK, "fp32", 1)
     backend.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
 
 

@@ -90,9 +90,9 @@ def run(spec: Spec, gate: Gate) -> None:
         gate.before_step()
         taken = step_of(run, step)
         # Of ranks that share rows or layers, what is whole counts once.
-        rows = sum(len(part) for part in taken.rows) if run.backend.counts_rows else 0
+        rows = sum(len(part) for part in taken.rows) if run.backend.mesh.counts_rows else 0
         loss = taken.losses.sum()
-        gate.add(loss if run.backend.counts_losses else torch.zeros_like(loss), rows * (spec.case.length - 1))
+        gate.add(loss if run.backend.mesh.counts_loss else torch.zeros_like(loss), rows * (spec.case.length - 1))
         gate.norm(taken.norm.read()[0])
         return taken
 
