@@ -241,9 +241,10 @@ def _row(run: Run, number: int) -> ReplayedRow:
     batch = rows.batch(np.array([number]))
     run.model.eval()
     with torch.no_grad():
-        loss = run.model(run.task.loss_sum, batch_to_device(batch, run.backend.device)).item()
+        sent = batch_to_device(batch, run.backend.device)
+        (loss_sum,) = run.backend.evaluate_batches(run.model, run.task.loss_sum, [sent])
     run.model.train()
-    return ReplayedRow(number, rows.num_targets(np.array([number])), loss, _text(run, batch))
+    return ReplayedRow(number, rows.num_targets(np.array([number])), loss_sum.item(), _text(run, batch))
 
 
 def _text(run: Run, batch: dict[str, torch.Tensor]) -> str:

@@ -221,7 +221,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(model, inputs.task, data, backend.device))
+    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(backend, model, inputs.task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
@@ -367,7 +367,7 @@ def _split_layers(backend: Backend, wrapper: ForwardWrapper, inputs: _Inputs) ->
     group = backend.mesh.group("tp")
     if group is None:
         return None
-    loss = preflight.loss_of_row(wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
+    loss = preflight.loss_of_row(backend, wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
     backend.splits = split_layers.split(wrapper.network, group)
     return loss
 

@@ -1,15 +1,17 @@
 """Exact evaluation: every row once, weighted by targets, whatever the batch size and the number of ranks."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.data.rows.feed import Rows, evaluation_batches
 from finetune.distributed.backend import Backend
-from finetune.tasks.task import Task
+from finetune.tasks.task import Batch, Task
 from finetune.utils.errors import RecipeError
 from finetune.utils.to_device import batch_to_device
 
@@ -46,12 +48,19 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
     targets = 0
     batches = evaluation_batches(rows, micro_size, data_size=backend.mesh.data_size, data_rank=backend.mesh.data_rank)
+    computing: deque[tuple[Any, Batch]] = deque()
+
+    def sent() -> Iterator[Batch]:
+        for share, batch in batches:
+            computing.append((share, batch_to_device(batch, backend.device)))
+            yield computing[-1][1]
+
     with without_training(model):
-        for number, (share, batch) in enumerate(batches):
+        results = backend.evaluate_batches(model, task.loss_and_correct or task.loss_sum, sent())
+        for number, found in enumerate(results):
+            share, batch = computing.popleft()
             if number % _ASK_EVERY == _ASK_EVERY - 1 and stopped():
                 return None
-            batch = batch_to_device(batch, backend.device)
-            found = model(task.loss_and_correct or task.loss_sum, batch)
             if share.size and backend.mesh.counts_loss:
                 found = found.reshape(-1)
                 sums[: len(found[:2])] += found[:2].double()

@@ -62,7 +62,9 @@ def generate(
                     break
                 # Who has finished goes along with the others.
                 ids = tensor_to_device(torch.tensor([row or prompts[0][:1]]), backend.device)
-                token = int(model(partial(next_token, kept=kept if row else {}), {"input_ids": ids}).item())
+                pick = partial(next_token, kept=kept if row else {})
+                (picked,) = backend.evaluate_batches(model, pick, [{"input_ids": ids}])
+                token = int(picked.item())
                 if not row:
                     continue
                 place = len(row) - len(prompts[number])

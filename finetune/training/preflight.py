@@ -24,13 +24,20 @@ from finetune.utils.errors import BackendError, DataError, FinetuneError
 from finetune.utils.to_device import batch_to_device
 
 
-def loss_of_row(model: nn.Module, task: Task, data: TaskData, device: torch.device) -> torch.Tensor:
-    """The loss of one row, without gradients. Every rank must call it of a prepared model."""
+def loss_of_row(
+    backend: Backend, model: nn.Module, task: Task, data: TaskData, device: torch.device | None = None
+) -> torch.Tensor:
+    """The loss of one row, without gradients. Every rank must call it of a prepared model.
+
+    Args:
+        device: Where the model is; the backend's device if left out.
+    """
     rows = data.train if data.train is not None else data.validation
     if rows is None:
         raise DataError("There are neither training nor validation rows. Name data.train or data.validation.")
     with evaluation.without_training(model), _by_name(model):
-        loss: torch.Tensor = model(task.loss_sum, batch_to_device(rows.batch(np.arange(1)), device))
+        batch = batch_to_device(rows.batch(np.arange(1)), device or backend.device)
+        (loss,) = backend.evaluate_batches(model, task.loss_sum, [batch])
     return loss
 
 
@@ -131,7 +138,8 @@ def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
 
     def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
         with evaluation.without_training(model), _by_name(model):
-            found: torch.Tensor = model(forward, batch).float()
+            (result,) = backend.evaluate_batches(model, forward, [batch])
+        found = result.float()
         spoilt = (~found.isfinite().all()).float().reshape(1)
         if backend.max(spoilt).item():
             raise BackendError(
@@ -160,8 +168,8 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
     ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
     with evaluation.without_training(model), sequence.whole_rows(model):
-        fused, plain = (model(function, batch) for function in (CAUSAL_LM.loss_sum, _plain_loss))
-        changed = model(_changes_behind_head, batch)
+        functions = (CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
+        fused, plain, changed = (next(backend.evaluate_batches(model, function, [batch])) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
     if apart <= (1e-3 if backend.precision == "fp32" else 5e-2) and not backend.max(changed.reshape(1)).item():
@@ -196,9 +204,9 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
         batch |= {"position_ids": positions[None], "cu_seqlens": lengths.int()}
     with evaluation.without_training(model), _by_name(model):
-        part = model(CAUSAL_LM.loss_sum, batch)
+        (part,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
         with sequence.whole_rows(model):
-            whole = model(CAUSAL_LM.loss_sum, batch)
+            (whole,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
     found = _of_all(backend, part)
     apart = abs(found - whole.item()) / max(abs(whole.item()), 1e-6)
     if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
@@ -222,7 +230,7 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
     Raises:
         BackendError: If they do not.
     """
-    found = _of_all(backend, loss_of_row(model, task, data, backend.device))
+    found = _of_all(backend, loss_of_row(backend, model, task, data))
     apart = abs(found - whole) / max(abs(whole), 1e-6)
     if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
         inner = lora_adapters.transformer(unwrap(model))

@@ -46,8 +46,8 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
         for _ in range(section.max_new_tokens):
             # What is longer falls out of view.
             window = torch.tensor([ids[-longest:]], device=backend.device)
-            logits = model(_last_logits, {"input_ids": window})[0].cpu()
-            token = torch.tensor([_pick(logits, section, generator)], device=backend.device)
+            (logits,) = backend.evaluate_batches(model, _last_logits, [{"input_ids": window}])
+            token = torch.tensor([_pick(logits[0].cpu(), section, generator)], device=backend.device)
             ids.append(int(backend.broadcast(token).item()))
             if ids[-1] in ends:
                 break

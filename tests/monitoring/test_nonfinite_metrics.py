@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import evaluate_batches
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
@@ -76,6 +77,7 @@ def test_scores_that_are_not_finite_prove_nothing() -> None:
             return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), NAN))
 
     backend = SimpleNamespace(device=torch.device("cpu"), max=lambda value: value, precision="fp32")
+    backend.evaluate_batches = evaluate_batches
     recipe = SimpleNamespace(data=SimpleNamespace(sequence_length=16))
     with pytest.raises(BackendError, match="scores are not finite before the first step"):
         preflight.check_isolation(backend, ForwardWrapper(Broken()), recipe)

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.backend import Backend
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.strategies import single
 from finetune.optim import lr_schedule, optimizers
 from finetune.optim.optimizers import build_optimizer
 from finetune.training import dry_run
@@ -257,7 +256,7 @@ SKIPS = {
 @pytest.mark.parametrize("begins", [True, False], ids=["first", "later"])
 def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> None:
     """Neither weights nor state, and of fused optimisers without a word to the host."""
-    backend: Any = SimpleNamespace(launch=Launch("single", 1), accelerator=SimpleNamespace(scaler=None))
+    runtime: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
 
     def trained(*finite: bool) -> tuple[list[torch.Tensor], list[int]]:
         torch.manual_seed(0)
@@ -268,7 +267,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, begins: bool) -> N
             for p in network.parameters():
                 p.grad = torch.randn(p.shape, generator=generator) if good else torch.full_like(p, torch.nan)
             with Reads() as counted:
-                Backend.step(backend, optimizer, torch.tensor(1.0 if good else torch.nan))
+                single.STRATEGY.step(runtime, optimizer, torch.tensor(1.0 if good else torch.nan))
             reads.append(counted.count)
         states = [value for p in network.parameters() for value in optimizer.state[p].values()]
         return [*(p.detach() for p in network.parameters()), *states], reads

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, Launcher, assert_same_path
+from inside import evaluate_batches
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -31,7 +32,11 @@ from finetune.training.dry_run import describe
 from finetune.utils.errors import BackendError, RecipeError
 
 BACKEND: Any = SimpleNamespace(
-    launch=Launch("single", 1), device=torch.device("cpu"), precision="fp32", max=lambda values: values
+    launch=Launch("single", 1),
+    device=torch.device("cpu"),
+    precision="fp32",
+    max=lambda values: values,
+    evaluate_batches=evaluate_batches,
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, Launcher, Result
-from inside import ONE_RANK, early_stopping, run_here
+from inside import ONE_RANK, early_stopping, evaluate_batches, run_here
 from recipes_for_tests import base
 from testdata import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -266,7 +266,12 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
     network = script.network_of(kind)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(100, script.VOCABULARY, (length,), generator=generator).tolist() for length in (1, 5, 20)]
-    backend: Any = SimpleNamespace(mesh=ONE_RANK, device=torch.device("cpu"), sum=lambda values: values)
+    backend: Any = SimpleNamespace(
+        mesh=ONE_RANK,
+        device=torch.device("cpu"),
+        sum=lambda values: values,
+        evaluate_batches=evaluate_batches,
+    )
     ends = {7}
     found = generation_metrics.generate(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
