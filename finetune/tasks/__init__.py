@@ -1,6 +1,19 @@
 """Objectives that models are trained for. A custom task imports `Task`, `TaskData`, `Rows` and `Batch` from here."""
 
-from finetune.data.rows.feed import Rows
+from typing import TYPE_CHECKING, Any
+
 from finetune.tasks.task import Batch, Task, TaskData
 
+if TYPE_CHECKING:
+    from finetune.data.rows.feed import Rows
+
 __all__ = ["Batch", "Rows", "Task", "TaskData"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `Rows`, and torch with it, when it is asked for: commands look up tasks before they need either."""
+    if name != "Rows":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from finetune.data.rows.feed import Rows
+
+    return Rows
