@@ -305,6 +305,11 @@ def audit_ledger(directory: Path) -> Audit:
             key = (entry.order.data, number)
             sizes[key] = epoch_rows
             seen = counts.setdefault(key, np.zeros(entry.order.num_rows, np.uint8))
+            if len(seen) != entry.order.num_rows:
+                raise CheckpointError(
+                    f"{directory / LEDGER} says of the same data that they have {len(seen):,} rows and "
+                    f"{entry.order.num_rows:,}. One of its starts is damaged: which rows were used cannot be proved."
+                )
             np.add.at(seen, entry.rows[numbers == number], 1)
     epochs = [
         Epoch(number, sizes[data, number], int((seen == 1).sum()), int((seen > 1).sum()))

@@ -260,6 +260,16 @@ def test_audits_that_hold_tell_the_truth(finished: Done, tmp_path_factory: pytes
     shutil.rmtree(directory)
 
 
+def test_starts_that_differ_in_the_number_of_rows_are_refused(finished: Done, tmp_path: Path) -> None:
+    lines, again = lines_of(finished), 40
+    start = {**lines[0], "start": lines[again]["step"], "num_rows": lines[0]["num_rows"] + 2}
+    start["position"] = lines[0]["position"] + start["start"] * lines[0]["global_size"]
+    shutil.copy(finished.directory / "run.json", tmp_path)
+    rewrite(tmp_path, [*lines[:again], start, *lines[again:]])
+    with pytest.raises(CheckpointError, match=r"says of the same data that they have 200 rows and 202"):
+        row_ledger.audit_ledger(tmp_path)
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_wherever_it_is_cut(finished: Done, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
