@@ -41,22 +41,23 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
     looks, before, ended = 0, peak_bytes(), False
 
     def look(_: int, __: FrameType | None) -> None:
-        nonlocal looks
+        nonlocal looks, ended
         looks += 1
-        if ended:
-            return
-        if looks * _LOOK_S >= MAX_SECONDS:
-            raise _Exceeded(f"has not ended after {MAX_SECONDS:g} s of computing")
-        if peak_bytes() - before >= MAX_BYTES:
-            raise _Exceeded(f"has taken more than {MAX_BYTES >> 30} GiB of memory")
+        slow, large = looks * _LOOK_S >= MAX_SECONDS, peak_bytes() - before >= MAX_BYTES
+        if not ended and (slow or large):
+            ended = True  # once: what is raised while it is being handled would not be caught
+            too_much = f"has taken more than {MAX_BYTES >> 30} GiB of memory"
+            raise _Exceeded(f"has not ended after {MAX_SECONDS:g} s of computing" if slow else too_much)
 
     previous = signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, _LOOK_S, _LOOK_S)
     try:
-        yield
+        try:
+            yield
+        finally:
+            ended = True
     except _Exceeded as exceeded:
         raise DataError(f"{what} {exceeded}, and was ended. {instead}") from None
     finally:
-        ended = True
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous or signal.SIG_DFL)

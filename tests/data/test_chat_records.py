@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -549,6 +550,19 @@ def test_a_template_whose_memory_grows_is_ended(tmp_path: Path, monkeypatch: pyt
     growing = "{% set ns = namespace(x='ab') %}{% for a in range(32) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
     words = refusal(tmp_path, [talk(USER, THOUGHT)], growing + CHATML)
     assert "has taken more than" in words
+
+
+def test_a_tick_while_it_is_being_ended_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the memory that the work has taken is given back, which takes time of its own."""
+
+    class Slow(str):
+        def __format__(self, _: str) -> str:
+            signal.raise_signal(signal.SIGPROF)
+            return "It"
+
+    monkeypatch.setattr(bounded_work, "MAX_BYTES", -1)
+    with pytest.raises(DataError, match="It has taken more"), bounded_work.bounded_work(Slow(), "Try"):
+        signal.raise_signal(signal.SIGPROF)
 
 
 # ---------------------------------------------------------------- prompts with references
