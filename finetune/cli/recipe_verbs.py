@@ -14,7 +14,6 @@ from finetune.cli.arguments import (
     prepare_libraries,
     to_stderr,
 )
-from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
 from finetune.utils.hub_access import go_offline_if_unreachable
@@ -109,6 +108,7 @@ def launch(parsed: argparse.Namespace) -> None:
     """`finetune launch`: the workers' launcher, once both files are checked."""
     from finetune.config import recipe_paths
     from finetune.config.recipe import load_recipe
+    from finetune.tasks.task_lookup import BUILT_IN
 
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
     recipe_paths.check(recipe)
@@ -185,6 +185,7 @@ def data(parsed: argparse.Namespace) -> None:
 def show(parsed: argparse.Namespace) -> None:
     """`finetune show`."""
     from finetune.config.recipe import dump_recipe, load_recipe
+    from finetune.tasks.task_lookup import BUILT_IN
 
     print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)), end="")
 
@@ -192,6 +193,7 @@ def show(parsed: argparse.Namespace) -> None:
 def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
     from finetune.config.recipe import load_recipe
+    from finetune.tasks.task_lookup import BUILT_IN
     from finetune.utils.console import plain_console
 
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)

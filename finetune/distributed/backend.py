@@ -76,7 +76,7 @@ class Backend:
                 f"sees {accelerator.num_processes}: each would train alone and overwrite the others. Start it with "
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
-        mesh = Mesh.of_launch(asked, accelerator.process_index, TIMEOUT)
+        mesh = Mesh.of_launch(asked, accelerator.process_index, accelerator.device.type, TIMEOUT)
         return cls(
             accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, recipe.optim.reduce_dtype
         )

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import init_accelerator
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -74,7 +73,7 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
         from finetune.utils.compat import torch_tracing_private
 
         torch_tracing_private.start_fake_process_group(launch.num_processes)
-        torch_tracing_private.let_fake_tensors_pass(init_accelerator)
+        torch_tracing_private.let_fake_tensors_pass()
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 

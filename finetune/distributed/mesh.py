@@ -42,9 +42,11 @@ class Mesh:
     rank: int
     groups: Mapping[str, Group]
     """`sp` and `tp` if they split anything, and `average`."""
+    averaging_mesh: DeviceMesh | None = None
+    """torch's mesh of the ranks that gradients are averaged over; None without split layers: these are all ranks then."""
 
     @classmethod
-    def of_launch(cls, launch: Launch, rank: int, timeout: timedelta) -> "Mesh":
+    def of_launch(cls, launch: Launch, rank: int, device_type: str, timeout: timedelta) -> "Mesh":
         """Makes the groups that a launch asks for; every rank must call it.
 
         Args:
@@ -61,9 +63,11 @@ class Mesh:
         mesh = cls(sizes, rank, {})
         groups = {name: mesh.make_group((name,), timeout) for name in ("tp", "sp") if sizes[name] > 1}
         # Without tensor parallelism these are all ranks, which have a group already.
-        whole = Group(launch.num_processes, rank, None)
-        groups["average"] = mesh.make_group(AVERAGE, timeout) if launch.tensor > 1 else whole
-        return cls(sizes, rank, groups)
+        groups["average"] = Group(launch.num_processes, rank, None)
+        if launch.tensor == 1:
+            return cls(sizes, rank, groups)
+        groups["average"] = mesh.make_group(AVERAGE, timeout)
+        return cls(sizes, rank, groups, DeviceMesh.from_group(groups["average"].handle, device_type))
 
     def make_group(self, dimensions: tuple[str, ...], timeout: timedelta) -> Group:
         """Makes the group of this rank over some dimensions; every rank must call it."""
@@ -111,7 +115,3 @@ class Mesh:
     def counts_loss(self) -> bool:
         """True on one of the ranks that share layers, all of which compute the same loss."""
         return self.rank % self.size("tp") == 0
-
-    def averaging_mesh(self, device_type: str) -> DeviceMesh:
-        """torch's mesh of the ranks over which gradients are averaged, one dimension; only beside split layers."""
-        return DeviceMesh.from_group(self.groups["average"].handle, device_type)

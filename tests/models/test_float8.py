@@ -242,7 +242,7 @@ def test_a_stopped_run_goes_on_and_its_model_is_a_plain_one(tmp_path: Path, monk
         assert (went_on.losses[:2] == straight.losses[:2]) is (first == "emulated")
         assert went_on.losses[2:] != straight.losses[2:]
         assert went_on.weights.keys() == straight.weights.keys()
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     written, _ = exported(done.directory, "merged", tmp_path / "exported")
     opened = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     assert {type(m) for m in opened.modules() if isinstance(m, nn.Linear)} == {nn.Linear}

@@ -280,7 +280,7 @@ def test_a_run_with_frozen_parts_goes_on_and_is_exported(tmp_path: Path, monkeyp
     assert done.losses == straight.losses
     torch.testing.assert_close(done.weights, straight.weights, rtol=0, atol=0)
     assert {t.dtype for t in done.weights.values()} == {torch.float32, torch.bfloat16}
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     written, _ = exported(done.directory, "merged", tmp_path / "exported")
     opened = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).state_dict()
     for name, tensor in done.weights.items():

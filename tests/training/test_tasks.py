@@ -57,7 +57,7 @@ def test_outside_the_package_it_is_the_same(
     tmp_path: Path, outside: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps, evaluation, weights, a resume, what is exported and its card."""
-    monkeypatch.setattr(verify_export, "fresh", opened_here)
+    monkeypatch.setattr(verify_export, "open_in_fresh_process", opened_here)
     one = run_here(job(name, classification.NAME, tmp_path / "one"))
     with monkeypatch.context() as patch:
         patch.delitem(BUILT_IN, classification.NAME)

@@ -79,10 +79,8 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
 
 def sharding_over_averaging_ranks(runtime: Runtime) -> AbstractContextManager[None]:
     """Has Accelerate shard over the ranks that hold the same part of each layer; without split layers these are all."""
-    if runtime.mesh.size("tp") == 1:
-        return nullcontext()
-    device_mesh = runtime.mesh.averaging_mesh(runtime.device.type)
-    return accelerate_private.sharding_over(runtime.accelerator, device_mesh)
+    device_mesh = runtime.mesh.averaging_mesh
+    return nullcontext() if device_mesh is None else accelerate_private.sharding_over(runtime.accelerator, device_mesh)
 
 
 def _no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:

@@ -89,11 +89,8 @@ def start_fake_process_group(world_size: int) -> None:
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
 
 
-def let_fake_tensors_pass(*making_meshes: Any) -> None:
+def let_fake_tensors_pass() -> None:
     """Replaces what reads values while a model is wrapped.
-
-    Args:
-        making_meshes: Modules of ours that call torch's `init_device_mesh`.
 
     Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
     compare and send; meshes of ranks are tensors themselves.
@@ -106,9 +103,8 @@ def let_fake_tensors_pass(*making_meshes: Any) -> None:
         with unset_fake_temporarily():
             return init_device_mesh(*arguments, **options)
 
-    modules: tuple[Any, ...] = (_fsdp_init, *making_meshes)
-    for module in modules:
-        module.init_device_mesh = really
+    fsdp: Any = _fsdp_init
+    fsdp.init_device_mesh = really
 
 
 def keep_buckets(model: nn.parallel.DistributedDataParallel) -> None:
