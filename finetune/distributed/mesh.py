@@ -43,7 +43,7 @@ class Mesh:
     groups: Mapping[str, Group]
     """`sp` and `tp` if they split anything, and `average`."""
     averaging_mesh: DeviceMesh | None = None
-    """torch's mesh of the ranks that gradients are averaged over; None without split layers: these are all ranks then."""
+    """torch's mesh of the ranks that gradients are averaged over; None where these are all ranks."""
 
     @classmethod
     def of_launch(cls, launch: Launch, rank: int, device_type: str, timeout: timedelta) -> "Mesh":
