@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -115,3 +116,11 @@ class Mesh:
     def counts_loss(self) -> bool:
         """True on one of the ranks that share layers, all of which compute the same loss."""
         return self.rank % self.size("tp") == 0
+
+
+def gather_parts(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """Returns what each rank of a group has, in their order; every one of them must call it."""
+    here = part.contiguous()
+    parts = [torch.empty_like(here) for _ in range(group.size)]
+    distributed.all_gather(parts, here, group=group.handle)
+    return parts

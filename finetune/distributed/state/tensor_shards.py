@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from finetune.distributed.collectives import gather_parts
-from finetune.distributed.mesh import Group
+from finetune.distributed.mesh import Group, gather_parts
 from finetune.distributed.split_parameters import Split
 from finetune.distributed.tensor_facts import local
 from finetune.utils.errors import BackendError

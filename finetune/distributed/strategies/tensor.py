@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from finetune.distributed.collectives import gather_parts
-from finetune.distributed.mesh import Group
+from finetune.distributed.mesh import Group, gather_parts
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.tensor_facts import inner_name, local
 
