@@ -89,7 +89,8 @@ def test_sections_are_the_models_of_deepspeed() -> None:
         "fp16": precision_config.DeepSpeedFP16Config,
     }.items():
         fields = {field.alias or name for name, field in model.model_fields.items()}
-        assert set(deepspeed_file.known_keys(section)) == fields, section
+        # ZeRO++'s compressed reduction with error feedback: DeepSpeed 0.19.7 still has its key, and it changes gradients.
+        assert set(deepspeed_file.known_keys(section)) == fields - {"zeropp_loco_param"}, section
 
 
 class Reading(dict[str, Any]):
