@@ -184,9 +184,9 @@ def network_of(model_type: str, **model: Any) -> Any:
     import torch
 
     from finetune.config.recipe import validate_recipe
+    from finetune.models.build_network import build_model
     from finetune.models.heads import NEXT_TOKEN
     from finetune.models.model_config import resolve_model_config
-    from finetune.models.networks import build_model
 
     recipe = validate_recipe(recipe_of(model_type, model=model))
     network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=VOCABULARY), NEXT_TOKEN).eval()
@@ -300,7 +300,7 @@ def steps(model_type: str, folder: Path) -> dict[str, Any]:
             tree["output"]["dir"] = str(folder / f"{model_type}-{packing}")
             run = build_run(validate_recipe(tree), quiet=True)
             taken = [loop.train_step(run, step) for step in range(2)]
-            totals = run.backend.sum(torch.stack([t.losses.double().sum() for t in taken]))
+            totals = run.backend.all_reduce_sum(torch.stack([t.losses.double().sum() for t in taken]))
             found |= {
                 "packing": packing,
                 "loss": [x / t.sync.read()[0] for x, t in zip(totals.tolist(), taken, strict=True)],

@@ -30,8 +30,8 @@ import transformers
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.data.cache import Cache
 from finetune.data.prepare import prepare_data
+from finetune.data.prepared_cache import Cache
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer

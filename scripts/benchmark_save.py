@@ -75,14 +75,14 @@ class Bench:
 
     def seconds(self, *work: Callable[[], None]) -> float:
         """What the slowest rank takes."""
-        self.run.backend.wait()
+        self.run.backend.barrier()
         began = time.perf_counter()
         for part in work:
             part()
         return self.worst(time.perf_counter() - began)
 
     def worst(self, value: float) -> float:
-        return self.run.backend.max(torch.tensor([value], device=self.run.backend.device)).item()
+        return self.run.backend.all_reduce_max(torch.tensor([value], device=self.run.backend.device)).item()
 
 
 def main() -> None:
@@ -112,12 +112,14 @@ def main() -> None:
     if run.backend.is_main:
         size = sum(path.stat().st_size for path in words.folder.glob("run/checkpoints/*/**/*") if path.is_file())
         behind, whole = (statistics.median(waits[kind]) for kind in ("behind", "whole"))
-        print(f"{run.backend.launch.kind} on {run.backend.world}: a checkpoint of {size / GIB:.2f} GiB")
+        print(f"{run.backend.launch.kind} on {run.backend.world_size}: a checkpoint of {size / GIB:.2f} GiB")
         print(f"  a step waits {behind:.3f} s (the first time {first:.3f} s), for a whole save {whole:.3f} s")
         print(f"  that is {behind / whole:.1%}; over {words.saves} saves of each kind, which took turns:")
         for kind, seconds in waits.items():
             print(f"    {kind:7s}" + "".join(f" {value:.3f}" for value in seconds))
-        print(f"  a rank grows by {grown / GIB:.2f} GiB at most; its share is {size / run.backend.world / GIB:.2f} GiB")
+        print(
+            f"  a rank grows {grown / GIB:.2f} GiB at most; its share is {size / run.backend.world_size / GIB:.2f} GiB"
+        )
         shutil.rmtree(words.folder)
     run.backend.close()
 

@@ -30,7 +30,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Candidate, assess, setting_of
+from finetune.planning.launch_candidates import Candidate, assess, setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20

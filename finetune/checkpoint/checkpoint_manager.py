@@ -14,7 +14,7 @@ from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import Reporter
-from finetune.monitoring.step_sync import StepSync
+from finetune.monitoring.step_all_reduce import StepSync
 from finetune.utils.atomic_files import Journal
 from finetune.utils.errors import CheckpointError
 

@@ -44,7 +44,9 @@ def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = Fa
         CheckpointError: If there are checkpoints, but none is whole.
     """
     # Rank 0's list counts: another machine's view of a shared folder may lag behind.
-    names: list[str] = backend.tell(integrity.list_resumable(store, unsealed=unsealed) if backend.is_main else [])
+    names: list[str] = backend.broadcast_object(
+        integrity.list_resumable(store, unsealed=unsealed) if backend.is_main else []
+    )
     if not names:
         return None
     for name in names:
@@ -70,11 +72,11 @@ def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> 
     held = ExitStack()
     try:
         held.enter_context(store.hold(name))
-        integrity.verify_checkpoint(store, name, share=backend.rank, shares=backend.world)
+        integrity.verify_checkpoint(store, name, share=backend.rank, shares=backend.world_size)
         state = integrity.read_state(store, name)
     except CheckpointError as error:
         problem = error
-    failed = backend.sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
+    failed = backend.all_reduce_sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
     if failed:
         held.close()
     if problem is not None:

@@ -177,7 +177,7 @@ def choose_resume_point(
         CheckpointError: If there are checkpoints, but none is whole; or if a whole one cannot be given its name.
     """
     # As rank 0 has read it, which alone holds the directory.
-    previous: dict[str, Any] | None = backend.tell(directory.previous)
+    previous: dict[str, Any] | None = backend.broadcast_object(directory.previous)
     own = load_checkpoint.find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
@@ -191,7 +191,7 @@ def choose_resume_point(
                 f"output.dir: {directory.path} already holds a run, which has ended and left no checkpoint to resume "
                 "from. Choose another output.dir, or set output.overwrite=true to delete it."
             )
-        if backend.tell(directory.had_checkpoints()):
+        if backend.broadcast_object(directory.had_checkpoints()):
             raise RecipeError(
                 f"output.dir: {directory.path} holds a run that has written checkpoints, but none is left in "
                 f"{directory.checkpoints.address()}. Starting again at step 1 would overwrite its metrics. To resume, "

@@ -159,7 +159,7 @@ class RunDirectory:
                 missing = None
             except (OSError, ValueError):
                 pass  # What is written next fails as well, and says why.
-        missing = backend.tell(missing)
+        missing = backend.broadcast_object(missing)
         if missing is None:
             raise CheckpointError(
                 f"output.dir: {self.path} was deleted while this run was under way, and another run has begun there. "
@@ -213,8 +213,8 @@ class RunDirectory:
         Raises:
             CheckpointError: On every rank, if it cannot be written.
         """
-        backend.wait()
-        self.on_main(backend, lambda: self._write(backend.world, recipe, facts, begin))
+        backend.barrier()
+        self.on_main(backend, lambda: self._write(backend.world_size, recipe, facts, begin))
         self._check_shared(backend)
 
     def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class RunDirectory:
             except OSError as error:
                 place = f"{Path(error.filename).name}: " if error.filename else ""
                 problem = f"output.dir: cannot write to {self.path}: {place}{error.strerror or error}."
-        problem = backend.tell(problem)
+        problem = backend.broadcast_object(problem)
         if problem is not None:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
@@ -309,7 +309,7 @@ class RunDirectory:
     def _check_shared(self, backend: Backend) -> None:
         """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
         blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
-        if backend.sum(blind).item():
+        if backend.all_reduce_sum(blind).item():
             raise CheckpointError(
                 f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
                 "share."

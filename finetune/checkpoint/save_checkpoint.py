@@ -135,7 +135,7 @@ class CheckpointWriter:
             if self._thread is not None:
                 self._thread.join()
             self._raise_fault()
-            failures = self._backend.sum(torch.tensor([float(self.failed)], device=self._backend.device))
+            failures = self._backend.all_reduce_sum(torch.tensor([float(self.failed)], device=self._backend.device))
             outcome = self.settle(busy=False, failed=failures.item() > 0)
         return outcome
 
@@ -174,7 +174,7 @@ class CheckpointWriter:
         store, name = self._store, self._name
         files: Files = {}
         tensors: dict[str, Any] = {}
-        parts = [f"part-{rank}.json" for rank in range(self._backend.world)]
+        parts = [f"part-{rank}.json" for rank in range(self._backend.world_size)]
         for part in parts:
             with store.open_file(name, part) as opened:
                 content = json_files.parse(opened.read())
@@ -216,5 +216,5 @@ class CheckpointWriter:
         if self._error is not None and self._error.errno in (None, errno.EDOM):
             warn(f"rank {self._backend.rank}: {self._error}")
         number = (self._error.errno or errno.EIO) if self._error is not None else 0
-        worst = int(self._backend.max(torch.tensor([float(number)], device=self._backend.device)).item())
+        worst = int(self._backend.all_reduce_max(torch.tensor([float(number)], device=self._backend.device)).item())
         return NOT_FINITE if worst == errno.EDOM else os.strerror(worst)

@@ -65,7 +65,7 @@ class Snapshot:
         backend = self._backend
         if not self._owners:
             # PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
-            ranks = backend.world if self._adapter_keys is None else 1
+            ranks = backend.world_size if self._adapter_keys is None else 1
             self._owners = _divide(backend.sizes(network), ranks)
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
@@ -146,17 +146,17 @@ class Snapshot:
         """Tells all ranks which piece of which tensor lies where; they must go through them in the same order."""
         backend = self._backend
         order = zlib.crc32("\n".join(blocks).encode())
-        largest, smallest = backend.max(torch.tensor([order, -order], device=backend.device)).tolist()
+        largest, smallest = backend.all_reduce_max(torch.tensor([order, -order], device=backend.device)).tolist()
         if largest != -smallest:
             raise RuntimeError("ranks go through the tensors of the state in different orders")
         if blocks.keys() == self._blocks.keys():
             return
         numbers = [tensor_shards.to_numbers(own) for own in blocks.values()]
-        longest = int(backend.max(torch.tensor([max(map(len, numbers))], device=backend.device)).item())
-        table = torch.zeros(backend.world, len(blocks), longest, dtype=torch.int64, device=backend.device)
+        longest = int(backend.all_reduce_max(torch.tensor([max(map(len, numbers))], device=backend.device)).item())
+        table = torch.zeros(backend.world_size, len(blocks), longest, dtype=torch.int64, device=backend.device)
         for row, own in zip(table[backend.rank], numbers, strict=True):
             row[: len(own)] = torch.tensor(own)
-        found = backend.sum(table).transpose(0, 1).tolist()
+        found = backend.all_reduce_sum(table).transpose(0, 1).tolist()
         self._blocks = {
             key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, found, strict=True)
         }

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import DataSection, Recipe, Source
-from finetune.data.cache import Cache, Entry
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import DataReport, SplitReport, check, split_report
+from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.rows import packing
 from finetune.data.rows.row_dataset import RowClasses, TokenRows

@@ -52,7 +52,7 @@ def planted(fault: str) -> Iterator[None]:
 def _average_means() -> None:
     def factors(run: Run, window: Window, sync: torch.Tensor) -> list[float]:
         assert run.data.train is not None
-        means = run.backend.world * len(window.rows)
+        means = run.backend.world_size * len(window.rows)
         return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
 
     _scale_losses(loop._all_reduce_sync, factors)
@@ -60,7 +60,7 @@ def _average_means() -> None:
 
 def _lose_rank() -> None:
     def lost(run: Run) -> bool:
-        return run.backend.rank == run.backend.world - 1
+        return run.backend.rank == run.backend.world_size - 1
 
     exchange = loop._all_reduce_sync
     _scale_losses(

@@ -87,7 +87,7 @@ class Backend:
         return device
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Processes."""
         return int(self.accelerator.num_processes)
 
@@ -128,7 +128,7 @@ class Backend:
         if any(p.is_meta for p in model.parameters()):
             raise BackendError(
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
-                "finetune.models.networks.init_weights does."
+                "finetune.models.build_network.init_weights does."
             )
         named = [(inner_name(name), p) for name, p in model.named_parameters()]
         self.num_weights = sum(self._num_weights(name, p) for name, p in named)
@@ -228,25 +228,25 @@ class Backend:
         """True if the backward pass that ends a window also runs the optimiser."""
         return self.strategy.steps_in_backward
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place; every rank must call it."""
-        if self.world > 1:
+        if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
-    def max(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
         """The largest over all ranks, in place; every rank must call it."""
-        if self.world > 1:
+        if self.world_size > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return values
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, in place; every rank must call it."""
-        if self.world > 1:
+        if self.world_size > 1:
             torch.distributed.broadcast(values, src=0)
         return values
 
-    def tell(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, as JSON has it, on every rank; every rank must call it."""
         text = json.dumps(value).encode()
         size = int(self.broadcast(torch.tensor([len(text)], device=self.device)).item())
@@ -272,7 +272,7 @@ class Backend:
                 bits += local(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
         most = torch.cat((bits, -bits))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.handle)
-        if self.max((most.sum(0, keepdim=True) != 0).float()).item():
+        if self.all_reduce_max((most.sum(0, keepdim=True) != 0).float()).item():
             raise BackendError(
                 "Ranks that share layers (tp_size) have come to hold different values of what each has all of, such as "
                 "norms and embeddings, so that the network is no longer one. Resume from the last checkpoint; if this "
@@ -300,9 +300,9 @@ class Backend:
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers of all ranks, one row a rank; every rank must call it."""
-        if self.world == 1:
+        if self.world_size == 1:
             return numbers[None]
-        found = torch.empty(self.world, len(numbers), dtype=numbers.dtype, device=numbers.device)
+        found = torch.empty(self.world_size, len(numbers), dtype=numbers.dtype, device=numbers.device)
         torch.distributed.all_gather(list(found.unbind()), numbers)
         return found
 
@@ -361,7 +361,7 @@ class Backend:
             whole = piece.gather()
             yield key.removeprefix(f"{state_transfer.PARAMETER}/"), whole.cpu().clone() if self.is_main else None
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Returns once every rank has called it."""
         self.accelerator.wait_for_everyone()
 

@@ -15,9 +15,9 @@ from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
 from finetune.models import lora_adapters
+from finetune.models.build_network import build_base_model, build_model
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_base_model, build_model
 from finetune.models.pretrained_files import stored_dtype, weights_folder
 from finetune.tasks.task import TaskData
 from finetune.tasks.task_lookup import BUILT_IN, find_task, head_of, task_config

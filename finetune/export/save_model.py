@@ -85,7 +85,7 @@ def save_model(
             )
     for _ in gathered:
         pass  # Gathering takes every rank: those that write nothing, and all of them after a failure.
-    problem = backend.tell(problem)
+    problem = backend.broadcast_object(problem)
     if problem is not None:
         raise CheckpointError(problem)
 

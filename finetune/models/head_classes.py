@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data.class_labels import KnownClasses
+from finetune.models.build_network import check_pretrained
 from finetune.models.heads import Head
 from finetune.models.model_config import read_pretrained_config
-from finetune.models.networks import check_pretrained
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from finetune.distributed.backend import Backend
-from finetune.monitoring.step_sync import StepOutput
+from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.utils.errors import DivergedError
 
 # Loss scaling halves the scale at each overflow: from 2**16 it is below 1 after 17, and nothing can help after 40.
@@ -75,7 +75,7 @@ class NonFiniteGuard:
         rows = torch.zeros(accumulation, backend.mesh.data_size, micro, dtype=torch.int64, device=backend.device)
         for index, own in enumerate(output.rows if backend.mesh.counts_rows else []):
             rows[index, backend.mesh.data_rank] = torch.as_tensor(own, device=backend.device)
-        seen, ids = backend.sum(losses).tolist(), backend.sum(rows).tolist()
+        seen, ids = backend.all_reduce_sum(losses).tolist(), backend.all_reduce_sum(rows).tolist()
         finite = all(abs(loss) < float("inf") for per_rank in seen for loss in per_rank)
         kind = "overflow" if finite and backend.scales_loss else "nonfinite"
         self.counts[kind] += 1

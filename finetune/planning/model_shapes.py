@@ -179,7 +179,7 @@ def sized(recipe: Recipe) -> Recipe:
 
 
 def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
-    """The network that `networks.build_model` would build, without storage.
+    """The network that `build_network.build_model` would build, without storage.
 
     Args:
         packed_as: The recipe that it is to be packed for, if another.
@@ -253,7 +253,7 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
-    """As `networks.build_model` finds it, but without reading weights that are not there."""
+    """As `build_network.build_model` finds it, but without reading weights that are not there."""
     section = recipe.model
     pissa = recipe.lora is not None and recipe.lora.init == "pissa"
     if pissa or (recipe.lora is None and section.freeze is None):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.planning import recommendations
-from finetune.planning.candidates import Candidate
+from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.planning.planner import Plan
 from finetune.planning.step_time import CHINCHILLA

@@ -17,7 +17,7 @@ from finetune.distributed.gpu_specs import Gpu, find, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.candidates import Candidate, Setting, assess, setting_of
+from finetune.planning.launch_candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant

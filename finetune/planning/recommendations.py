@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.planning.candidates import Candidate, Setting
+from finetune.planning.launch_candidates import Candidate, Setting
 from finetune.planning.model_shapes import KINDS, Variant
 from finetune.utils.errors import BackendError
 

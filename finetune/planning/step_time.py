@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.planning.candidates import Candidate
 from finetune.planning.communication_volume import Flow, flows, flows_of_layers, flows_of_rows
+from finetune.planning.launch_candidates import Candidate
 from finetune.planning.link_speeds import LinkSpeeds
 from finetune.planning.model_shapes import Variant, is_half, part_of
 

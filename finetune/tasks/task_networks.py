@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters, pretrained_files
+from finetune.models.build_network import build_meta_model, build_model, check_pretrained, init_weights
 from finetune.models.heads import Head
-from finetune.models.networks import build_meta_model, build_model, check_pretrained, init_weights
 from finetune.tasks.task import Task, TaskData
 
 
@@ -51,7 +51,7 @@ def adapted_task(task: Task) -> Task:
 
 
 def check_task_weights(task: Task, recipe: Recipe, ready: TaskData) -> pretrained_files.Weights | None:
-    """The files that the recipe's network starts from, looked at; see `networks.check_pretrained`.
+    """The files that the recipe's network starts from, looked at; see `build_network.check_pretrained`.
 
     Raises:
         RecipeError: If they do not hold all of it.

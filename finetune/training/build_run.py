@@ -28,15 +28,15 @@ from finetune.distributed.strategies import sequence
 from finetune.export import save_model
 from finetune.models import (
     activation_checkpointing,
+    build_network,
     float8,
     frozen_weights,
     lora_adapters,
-    networks,
     quantization,
     split_layers,
 )
+from finetune.models.build_network import init_weights
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
-from finetune.models.networks import init_weights
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
 from finetune.monitoring.metrics import Reporter, warn
@@ -54,7 +54,7 @@ from finetune.tasks.task_networks import check_task_weights
 from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
-from finetune.training.start_lines import start_lines
+from finetune.training.startup_summary import startup_summary
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untried
 
@@ -265,7 +265,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     for line in (
         *(inputs.weights.lines if inputs.weights is not None else ()),
         *micro.lines,
-        *start_lines(recipe, backend, data, length, runtime, memory, resume),
+        *startup_summary(recipe, backend, data, length, runtime, memory, resume),
     ):
         reporter.say(line)
     return Run(
@@ -349,7 +349,7 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
     with backend.loading(pretrained=sharded):
         network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
         products = float8.products(network, recipe.model.fp8)
-        networks.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
+        build_network.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
         if backend.casts_weights:
@@ -383,8 +383,8 @@ def _build_profiler(
 
 def _check_values(weights: Weights, backend: Backend) -> None:
     """Refuses weights that are not finite, on every rank alike; each looks at its share of them."""
-    found = weights.first_not_finite(backend.rank, backend.world)
+    found = weights.first_not_finite(backend.rank, backend.world_size)
     position = -1.0 if found is None else float(found)
-    worst = int(backend.max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
+    worst = int(backend.all_reduce_max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
     if worst >= 0:
         weights.refuse(worst)

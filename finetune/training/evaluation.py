@@ -70,9 +70,9 @@ def evaluate(
                     classes[:, share] = torch.stack((found[2:].long(), batch["targets"]))
                 targets += rows.num_targets(share) if backend.mesh.counts_rows else 0
     if classes is not None:
-        backend.sum(classes)
+        backend.all_reduce_sum(classes)
     count = torch.tensor([targets], dtype=torch.float64, device=backend.device)
-    loss_sum, hit_sum, total = backend.sum(torch.cat((sums, count))).tolist()
+    loss_sum, hit_sum, total = backend.all_reduce_sum(torch.cat((sums, count))).tolist()
     result = {"loss": loss_sum / max(1.0, total), "targets": total}
     if task.text:
         result["perplexity"] = math.exp(min(result["loss"], 700.0))

@@ -55,7 +55,7 @@ def generate(
             kept: dict[str, Any] = {}
             while True:
                 told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
-                unfinished, stop = backend.sum(told).tolist()
+                unfinished, stop = backend.all_reduce_sum(told).tolist()
                 if stop:
                     return None
                 if not unfinished:
@@ -73,7 +73,7 @@ def generate(
                     written[number, place] = token + 1
                 if token in ends or place + 1 == max_new_tokens or len(row) == longest:
                     row = []
-    gathered: list[list[int]] = backend.sum(written.to(backend.device)).tolist()
+    gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
     return [[token - 1 for token in row if token] for row in gathered]
 
 
@@ -150,7 +150,7 @@ def _scored(run: Run, predictions: Sequence[str], references: Any, lines: Iterab
             write_text(run.directory.path / PREDICTIONS, text)
         except (OSError, UnicodeError) as error:
             run.reporter.warn(f"Cannot write {PREDICTIONS}: {getattr(error, 'strerror', None) or error}.")
-    told = run.backend.tell(told)
+    told = run.backend.broadcast_object(told)
     if "problem" in told:
         raise RecipeError(told["problem"])
     values: dict[str, float] = told["values"]

@@ -18,7 +18,7 @@ from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.nonfinite import spread_nonfinite
-from finetune.monitoring.step_sync import AsyncScalar, StepOutput, StepSync
+from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSync
 from finetune.optim import lr_schedule
 from finetune.tasks.metrics import ClassCounts
 from finetune.tasks.task import Batch
@@ -213,7 +213,9 @@ def _all_reduce_sync(run: Run, window: Window) -> torch.Tensor:
         stop=float(run.shutdown.requested),
         **run.checkpoints.sync_flags(),
     )
-    return run.backend.sum(tensor_to_device(torch.tensor(astuple(sync), dtype=torch.float64), run.backend.device))
+    return run.backend.all_reduce_sum(
+        tensor_to_device(torch.tensor(astuple(sync), dtype=torch.float64), run.backend.device)
+    )
 
 
 def look_at_profile(run: Run) -> None:
@@ -275,7 +277,7 @@ def _evaluate(run: Run) -> bool:
 
     def stopped() -> bool:
         requested = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
-        return run.backend.sum(requested).item() > 0
+        return run.backend.all_reduce_sum(requested).item() > 0
 
     counts: ClassCounts | None = None
     figures: dict[str, float] | None = {}
@@ -341,7 +343,7 @@ def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
         "identity": run.identity,
         "recipe": run.recipe.model_dump(mode="json"),
         "backend": run.backend.launch.kind,
-        "processes": run.backend.world,
+        "processes": run.backend.world_size,
         "precision": run.backend.precision,
     }
     run.checkpoints.save(unwrap(run.model), run.optimizer, state, must=wait)

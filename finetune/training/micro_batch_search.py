@@ -136,7 +136,9 @@ def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice
     if not launch.defers(backend.accumulation):
         chosen = launch.sync_each_batch if backend.accumulation > 1 else None
         return None if chosen is None else GradientSumChoice(chosen, None, 0)
-    least = backend.max(torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device))
+    least = backend.all_reduce_max(
+        torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device)
+    )
     can = torch_private.reduces_unused_gradients()
     found = GradientSumChoice(can, None, int(-least.item()))
     if backend.is_main and can:
@@ -144,7 +146,7 @@ def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice
         whole = of(rows) if of is not None else None
         if whole is not None and whole.memory is not None:
             found = GradientSumChoice(whole.verdict != "fits", whole.needed, found.room)
-    found = GradientSumChoice(**backend.tell(asdict(found)))
+    found = GradientSumChoice(**backend.broadcast_object(asdict(found)))
     backend.launch = replace(launch, sync_each_batch=found.each)
     return found
 

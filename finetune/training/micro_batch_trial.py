@@ -41,7 +41,7 @@ def main(file: str, report: str) -> int:
     for step in range(run.length.num_steps):
         train_step(run, step)
     share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)
-    write_json(Path(report), {"share": run.backend.max(share).item()})
+    write_json(Path(report), {"share": run.backend.all_reduce_max(share).item()})
     run.backend.close()
     return 0
 

@@ -59,7 +59,7 @@ class PeakMemoryMonitor:
         """
         backend = self._backend
         seen = torch.tensor([float(self._peak)], dtype=torch.float64, device=backend.device)
-        measured = int(backend.max(seen).item())
+        measured = int(backend.all_reduce_max(seen).item())
         if not (measured and backend.is_main):
             return None
         resident = backend.device.type != "cuda"
@@ -76,7 +76,7 @@ class PeakMemoryMonitor:
                 of="resident" if resident else "allocated",
                 launch=backend.launch.kind,
                 kind=kind_of(recipe),
-                processes=backend.world,
+                processes=backend.world_size,
                 predicted=predicted,
                 measured=measured,
             )

@@ -92,7 +92,7 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
         BackendError: If they do.
     """
     seen = causal_checks.sees_ahead(network, _scores(backend, model), backend.device)
-    if backend.max(seen).item() > causal_checks.seen_tolerance(backend.precision):
+    if backend.all_reduce_max(seen).item() > causal_checks.seen_tolerance(backend.precision):
         turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
@@ -111,14 +111,14 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     who = "this network" if inner is None else _name(inner)
     scores = _scores(backend, model)
     found = causal_checks.sees_documents(inner, scores, backend.device, recipe.data.sequence_length)
-    leak = backend.max(next(found)).item()
+    leak = backend.all_reduce_max(next(found)).item()
     if leak > causal_checks.seen_tolerance(backend.precision):
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
             f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
             f"wanted){_other_attention(recipe)}."
         )
-    off = max((backend.max(apart).item() for apart in found), default=0.0)
+    off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
     if off > causal_checks.alone_tolerance(backend.precision):
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
@@ -141,7 +141,7 @@ def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
             (result,) = backend.evaluate_batches(model, forward, [batch])
         found = result.float()
         spoilt = (~found.isfinite().all()).float().reshape(1)
-        if backend.max(spoilt).item():
+        if backend.all_reduce_max(spoilt).item():
             raise BackendError(
                 "The network's scores are not finite before the first step, so that nothing can be verified. Look for "
                 "numbers in its weights that are not finite, or set precision to `fp32`."
@@ -171,8 +171,11 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         functions = (CAUSAL_LM.loss_sum, _plain_loss, _changes_behind_head)
         fused, plain, changed = (next(backend.evaluate_batches(model, function, [batch])) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
-    apart = backend.max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
-    if apart <= (1e-3 if backend.precision == "fp32" else 5e-2) and not backend.max(changed.reshape(1)).item():
+    apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
+    if (
+        apart <= (1e-3 if backend.precision == "fp32" else 5e-2)
+        and not backend.all_reduce_max(changed.reshape(1)).item()
+    ):
         return "chunked"
     if recipe.model.loss == "chunked":
         raise BackendError(
@@ -245,7 +248,10 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
 def _of_all(backend: Backend, part: torch.Tensor) -> float:
     """The loss of a row that every group of ranks has computed, of what this rank has computed of it."""
     here = part.double().reshape(1)
-    return backend.sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item() / backend.mesh.data_size
+    return (
+        backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
+        / backend.mesh.data_size
+    )
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:

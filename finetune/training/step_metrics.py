@@ -9,7 +9,7 @@ import torch
 
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
-from finetune.monitoring.step_sync import StepOutput
+from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.training.build_run import RECENT, Run
 
 
@@ -55,12 +55,12 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
     split = run.timer.totals()
     split.pop("aside", None)  # evaluation and samples are no part of a step
     here = output.losses.double().sum().reshape(1)
-    loss_sum = backend.sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
+    loss_sum = backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
     state.log_here()
     steps, seconds = state.step - before.step, max(sum(split.values()), 1e-9)
     # None of the steps since the last line tells a rate if all of them were compiled meanwhile.
     rate = (state.last_log.tokens - before.tokens) / seconds if steps else None
-    flops = (state.computed - before.computed) * run.flops_per_target / backend.world
+    flops = (state.computed - before.computed) * run.flops_per_target / backend.world_size
     peak = peak_flops(backend.device, backend.precision)
 
     def per_step(*phases: str) -> float | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from finetune.distributed.backend import Backend
 from finetune.distributed.weight_digests import Held
-from finetune.monitoring.step_sync import AsyncScalar
+from finetune.monitoring.step_all_reduce import AsyncScalar
 from finetune.utils.errors import BackendError
 
 # Adapters begin with one factor at zero, without which the other has no gradient: it moves from the second step on.

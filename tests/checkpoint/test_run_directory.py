@@ -19,7 +19,7 @@ from inside import Crash, Done, alone, copy, crash_after, forge, forge_state, ml
 from ranks import CONFIG
 
 from finetune.checkpoint import run_directory
-from finetune.data.cache import Cache
+from finetune.data.prepared_cache import Cache
 from finetune.diagnostics.replay import replay_step
 from finetune.distributed.native_ops import native_ops
 from finetune.export import export_weights

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from finetune.config.recipe import validate_recipe
-from finetune.data.cache import Cache
 from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.prepared_cache import Cache
 from finetune.utils.atomic_files import digest_of, file_digest, read_lines
 from finetune.utils.errors import DataError
 from tests.support.ranks import Place
@@ -259,7 +259,9 @@ def test_of_the_processes_that_want_a_folder_at_once_one_reads_it(
 
     read: list[Path] = []
     monkeypatch.setattr(filelock, "FileLock", Waiting)
-    monkeypatch.setattr("finetune.data.cache.file_digest", lambda path: (read.append(path), file_digest(path))[1])
+    monkeypatch.setattr(
+        "finetune.data.prepared_cache.file_digest", lambda path: (read.append(path), file_digest(path))[1]
+    )
     assert Cache(tmp_path, quiet=True).entry("a", build).reused
     assert read == ([] if checked else [folder / "numbers"])
 
@@ -272,7 +274,7 @@ def test_a_cache_that_can_only_be_read_is_checked_as_well(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("finetune.data.cache.why_unlockable", refuse)
+    monkeypatch.setattr("finetune.data.prepared_cache.why_unlockable", refuse)
     assert sample(tmp_path).digest == first.digest
     folder = folders(tmp_path, "rows")[0]
     victim = folder / "starts.npy"

@@ -13,9 +13,9 @@ from harness import ROOT, python
 from rich.console import Console
 
 from finetune.config.recipe import validate_recipe
-from finetune.data import cache
-from finetune.data.cache import STATE
+from finetune.data import prepared_cache
 from finetune.data.prepare import prepare_data
+from finetune.data.prepared_cache import STATE
 from finetune.data.progress_bar import Bar, documents_bar
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.data.tokenization import encoding, token_shards
@@ -134,7 +134,7 @@ def test_what_does_not_fit_its_state_is_not_used(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("version", [None, cache.STATE_VERSION + 1])
+@pytest.mark.parametrize("version", [None, prepared_cache.STATE_VERSION + 1])
 def test_what_another_version_has_left_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: int | None
 ) -> None:
@@ -144,7 +144,7 @@ def test_what_another_version_has_left_is_made_anew(
     capsys.readouterr()
     tiny(tmp_path / "a", quiet=False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"is of version {version or 0}, and this one reads {cache.STATE_VERSION}: it is made anew" in line
+    assert f"is of version {version or 0}, and this one reads {prepared_cache.STATE_VERSION}: it is made anew" in line
     tiny(tmp_path / "b")
     one, other = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("tokens-*/*")} for n in "ab")
     assert one

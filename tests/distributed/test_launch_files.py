@@ -31,7 +31,7 @@ from finetune.distributed.launch.predicted_environment import launch_of_file, pr
 from finetune.distributed.resolve_config import resolve_config
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
-from finetune.planning.candidates import assess, setting_of
+from finetune.planning.launch_candidates import assess, setting_of
 from finetune.planning.model_shapes import Variant, variants
 from finetune.training import entry_point
 from finetune.utils import exit_codes, orphan_watch
@@ -89,7 +89,7 @@ def test_sections_are_the_models_of_deepspeed() -> None:
         "fp16": precision_config.DeepSpeedFP16Config,
     }.items():
         fields = {field.alias or name for name, field in model.model_fields.items()}
-        # ZeRO++'s compressed reduction with error feedback: DeepSpeed 0.19.7 still has its key, and it changes gradients.
+        # DeepSpeed 0.19.7 still has the key of ZeRO++'s compressed reduction, which changes gradients.
         assert set(deepspeed_file.known_keys(section)) == fields - {"zeropp_loco_param"}, section
 
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from finetune.export import save_model
 from finetune.export.validate_files import tensors_of
 from finetune.models import pretrained_files
+from finetune.models.build_network import build_meta_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
-from finetune.models.networks import build_meta_model
 from finetune.utils.errors import CheckpointError
 
 
@@ -41,7 +41,7 @@ class OneProcess:
                 yield name, whole
                 del whole
 
-    def tell(self, value: object) -> object:
+    def broadcast_object(self, value: object) -> object:
         return value
 
 

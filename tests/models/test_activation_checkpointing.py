@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.models import activation_checkpointing
+from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 IDS = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,9 @@ from recipes_for_tests import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.recipe import validate_recipe
+from finetune.models.build_network import build_model, init_weights
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model, init_weights
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.utils import errors
 

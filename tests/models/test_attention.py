@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.models import attention
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 LENGTHS = (13, 40, 14)

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.recipe import validate_recipe
 from finetune.models import chunked_loss, frozen_weights
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 
 N, H, V = 150, 24, 300

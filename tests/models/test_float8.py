@@ -20,11 +20,11 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import _check_planes
 from finetune.export import verify_export
 from finetune.models import float8
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.planning import model_shapes, recommendations
-from finetune.planning.candidates import Setting
+from finetune.planning.launch_candidates import Setting
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.classification import HEAD
 from finetune.utils.errors import BackendError, RecipeError

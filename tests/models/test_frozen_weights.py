@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.export import verify_export
-from finetune.models import frozen_weights, networks, quantization
+from finetune.models import build_network, frozen_weights, quantization
+from finetune.models.build_network import build_base_model, build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_base_model, build_model
 from finetune.tasks.causal_lm import causal_lm_logits
 from finetune.training import dry_run
 from finetune.utils.errors import RecipeError
@@ -44,7 +44,7 @@ def copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
         return build_base_model(recipe, config, head, loading=quantization.loading_config(recipe)), torch.float32
 
     with monkeypatch.context() as patched:
-        patched.setattr(networks, "_as_stored", whole)
+        patched.setattr(build_network, "_as_stored", whole)
         return built(recipe)
 
 

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters
+from finetune.models.build_network import build_meta_model, build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_meta_model, build_model
 from finetune.optim.optimizers import parameter_groups
 from finetune.tasks.causal_lm import causal_lm_logits
 from finetune.tasks.classification import HEAD

@@ -24,9 +24,9 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.export.load_model import load_model
 from finetune.models import lora_adapters, pretrained_files
+from finetune.models.build_network import build_model, check_pretrained
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model, check_pretrained
 from finetune.tasks.causal_lm import CAUSAL_LM
 from finetune.tasks.classification import HEAD
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError

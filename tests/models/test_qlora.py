@@ -9,9 +9,9 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.models import lora_adapters, quantization
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.monitoring.flops import flops_per_target
 from finetune.tasks.causal_lm import causal_lm_logits
 from finetune.utils.errors import RecipeError

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import LoraSection, Recipe, RopeScalingSection
 from finetune.export import export_weights
-from finetune.models import networks
+from finetune.models import build_network
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.models.rope_scaling import stretch
@@ -56,7 +56,7 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def built(recipe: Recipe) -> Any:
-    return networks.build_model(recipe, resolve_model_config(recipe, vocab_size=SIZES["vocab_size"]), NEXT_TOKEN)
+    return build_network.build_model(recipe, resolve_model_config(recipe, vocab_size=SIZES["vocab_size"]), NEXT_TOKEN)
 
 
 def as_transformers_has_it(model: Path, kind: str) -> Any:

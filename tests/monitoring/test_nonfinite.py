@@ -25,7 +25,7 @@ from finetune.data.rows.row_order import rows_at
 from finetune.export import model_card
 from finetune.export.find_weights import WeightSource
 from finetune.monitoring.nonfinite import NonFiniteGuard
-from finetune.monitoring.step_sync import AsyncScalar, StepOutput
+from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import DivergedError
 

@@ -76,7 +76,7 @@ def test_scores_that_are_not_finite_prove_nothing() -> None:
         def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
             return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), NAN))
 
-    backend = SimpleNamespace(device=torch.device("cpu"), max=lambda value: value, precision="fp32")
+    backend = SimpleNamespace(device=torch.device("cpu"), all_reduce_max=lambda value: value, precision="fp32")
     backend.evaluate_batches = evaluate_batches
     recipe = SimpleNamespace(data=SimpleNamespace(sequence_length=16))
     with pytest.raises(BackendError, match="scores are not finite before the first step"):

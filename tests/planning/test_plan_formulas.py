@@ -17,9 +17,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models import quantization
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.monitoring import flops
 from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import activations, shape_of

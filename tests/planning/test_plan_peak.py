@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import plan_accuracy
 
-from finetune.planning.candidates import MARGIN
+from finetune.planning.launch_candidates import MARGIN
 
 # Small, but neither state nor activations nor the loss are a trifle.
 SMALL = {

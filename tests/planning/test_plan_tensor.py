@@ -12,12 +12,12 @@ from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.mesh import Group
 from finetune.distributed.strategies import tensor
 from finetune.models import split_layers
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Setting, assess
 from finetune.planning.communication_volume import flows_of_layers
+from finetune.planning.launch_candidates import Setting, assess
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {

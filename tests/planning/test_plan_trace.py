@@ -19,10 +19,10 @@ from recipes_for_tests import UNEVEN
 from finetune.cli import main
 from finetune.config.recipe import validate_recipe
 from finetune.distributed import gpu_specs
+from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning import planner
 from finetune.planning.step_time import Machines

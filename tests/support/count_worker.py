@@ -57,7 +57,7 @@ def main(words: list[str]) -> None:
         train_step(run, 2)
     with Calls() as sees:
         torch.ones(1).item()
-        run.backend.sum(torch.ones(1))
+        run.backend.all_reduce_sum(torch.ones(1))
     found = {"reads": calls.reads, "sent": calls.sent, "gathers": calls.gathers[-4:]}
     found["sees"] = [sees.reads, sum(sees.sent.values())]
     if run.backend.is_main:

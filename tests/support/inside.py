@@ -195,14 +195,14 @@ ONE_RANK = Mesh(dict.fromkeys(DIMENSIONS, 1), 0, {"average": Group(1, 0, None)})
 class OneRank:
     """The part of a backend that checkpoints need, on one rank, without Accelerate."""
 
-    rank, world, is_main, device = 0, 1, True, torch.device("cpu")
+    rank, world_size, is_main, device = 0, 1, True, torch.device("cpu")
     mesh = ONE_RANK
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    max = broadcast = sum
+    all_reduce_max = broadcast = all_reduce_sum
     evaluate_batches = staticmethod(evaluate_batches)
 
-    def tell(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return value

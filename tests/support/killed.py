@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from finetune.config.recipe import validate_recipe
-from finetune.data import cache
+from finetune.data import prepared_cache
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenization import encoding, split_writer, token_shards
@@ -94,8 +94,8 @@ def build(place: Path, log: Path, last: int | None, log_to: Callable[[Path], Non
         for name in ("begin", "repeat", "finish", "clear"):
             moments.before(split_writer.SplitWriter, name)
         moments.before(token_shards, "write_json")
-        moments.before(cache, "sync_to_disk")
-        moments.before(cache.os, "rename")
+        moments.before(prepared_cache, "sync_to_disk")
+        moments.before(prepared_cache.os, "rename")
         try:
             recipe = validate_recipe({**TREE, "data": {**TREE["data"], "cache_dir": str(place)}})
             prepare_data(recipe, labelled="task" in TREE)

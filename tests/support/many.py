@@ -24,7 +24,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.state.tensor_shards import local
 from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import unwrap
-from finetune.monitoring.step_sync import StepSync
+from finetune.monitoring.step_all_reduce import StepSync
 from finetune.training import loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
@@ -33,24 +33,24 @@ from finetune.utils.library_imports import silence_libraries
 
 
 def plant(fault: str) -> None:
-    window, total = Backend.forward_backward, Backend.sum
+    window, total = Backend.forward_backward, Backend.all_reduce_sum
     if fault in ("rank_factor", "accumulation_factor"):
 
         def divided(self: Backend, model: Any, loss_sum: Any, batches: Any, scaled: Any) -> Any:
-            factor = self.world if fault == "rank_factor" else self.accumulation
+            factor = self.world_size if fault == "rank_factor" else self.accumulation
             return window(self, model, loss_sum, batches, lambda loss: scaled(loss) / factor)
 
         Backend.forward_backward = divided
     elif fault == "mean_of_means":
         # Every rank divides by its own targets, as if all had equally many.
         def own(self: Backend, values: Any) -> Any:
-            targets = values.flatten()[0] * self.world  # The sum is in place.
+            targets = values.flatten()[0] * self.world_size  # The sum is in place.
             summed = total(self, values)
             if summed.numel() == len(fields(StepSync)):
                 summed[0] = targets
             return summed
 
-        Backend.sum = own
+        Backend.all_reduce_sum = own
     elif fault == "drift":
         # A rank's copy of what it shares with others becomes another one.
         step = Backend.step
@@ -85,7 +85,7 @@ def plant(fault: str) -> None:
         def thaws(self: Backend, optimizer: Any, norm: torch.Tensor) -> None:
             taken(self, optimizer, norm)
             frozen = next(p for n, p in self.model.named_parameters() if "q_proj.base_layer" in n)
-            if self.rank == self.world - 1:
+            if self.rank == self.world_size - 1:
                 local(getattr(frozen, "ds_tensor", frozen).data).view(torch.uint8)[..., -1] ^= 1
 
         Backend.step = thaws
@@ -141,7 +141,7 @@ def main(paths: list[str]) -> None:
         except FinetuneError as error:
             exit_codes.report(error)
             exit_codes.exit_with(exit_codes.USER_ERROR)
-        run.backend.wait()
+        run.backend.barrier()
         # Accelerate keeps its state for the life of a process; the process group can stay.
         if path != paths[-1]:
             del run

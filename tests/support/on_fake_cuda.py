@@ -24,7 +24,7 @@ from inside import mlp
 
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
-from finetune.monitoring import step_sync
+from finetune.monitoring import step_all_reduce
 from finetune.training import loop
 from finetune.training.build_run import Run, build_run
 from finetune.utils import exit_codes
@@ -94,7 +94,7 @@ FAULTS = {
     ],
     "no such attribute": [(Backend, "clip", _after(Backend.clip, lambda norm: _event()))],
     "no such argument": [(Backend, "clip", _after(Backend.clip, lambda norm: _timed()))],
-    "read before it has arrived": [(step_sync.AsyncScalar, "read", lambda self: self._values.tolist())],
+    "read before it has arrived": [(step_all_reduce.AsyncScalar, "read", lambda self: self._values.tolist())],
 }
 
 

@@ -21,10 +21,10 @@ from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies import sequence
 from finetune.models import split_layers
+from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.task_lookup import find_task
 

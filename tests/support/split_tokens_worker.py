@@ -15,9 +15,9 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.mesh import Group
 from finetune.distributed.strategies import tensor
 from finetune.models import chunked_loss, split_layers
+from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.utils.compat import torch_private
 

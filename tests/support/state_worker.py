@@ -28,10 +28,10 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
+from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.utils import exit_codes
 from finetune.utils.errors import CheckpointError
@@ -94,9 +94,9 @@ class Trained:
         backend = self.backend
         for number in numbers:
             ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
-            mine = ids.reshape(backend.world, -1, LENGTH)[backend.rank]
+            mine = ids.reshape(backend.world_size, -1, LENGTH)[backend.rank]
             loss = self.model(loss_sum, mine)
-            backend.accelerator.backward(loss * (backend.world / (ROWS * (LENGTH - 1))))
+            backend.accelerator.backward(loss * (backend.world_size / (ROWS * (LENGTH - 1))))
             backend.clip(self.model, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -203,7 +203,7 @@ def make(folder: Path, config: str, case: str) -> Iterator[tuple[str, str]]:
     place = folder / case / f"{Path(config).stem}-{WORLD}"
     place.mkdir(parents=True, exist_ok=True)
     save_file(mine, place / f"{rank}.safetensors")
-    first.backend.wait()
+    first.backend.barrier()
     third = first.read()
     loss = first.look()
     first.steps(range(3, 6))

@@ -61,7 +61,7 @@ def steps(run: Run) -> dict[str, Any]:
         name: tensor.tolist() for name, tensor in run.backend.full_parameters(unwrap(run.model)) if tensor is not None
     }
     return {
-        "loss": [run.backend.sum(one.losses.double().sum()).item() / one.sync.read()[0] for one in taken],
+        "loss": [run.backend.all_reduce_sum(one.losses.double().sum()).item() / one.sync.read()[0] for one in taken],
         "norm": [one.norm.read()[0] for one in taken],
         "sent": sent,
         "held": held,
@@ -94,7 +94,7 @@ def main(recipe: str, result: str, *words: str) -> None:
         run = build_run(load_recipe(recipe, ("output.overwrite=true",)), quiet=True)
         found[each] = broken(run, each) if words else steps(run)
         main_rank, close = run.backend.is_main, run.backend.close
-        run.backend.wait()
+        run.backend.barrier()
         if each == "false":
             del run, close
             gc.collect()

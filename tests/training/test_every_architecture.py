@@ -23,10 +23,10 @@ from finetune.diagnostics.parity.small_model import shrink_model
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
+from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.networks import build_model
 from finetune.training import preflight
 from finetune.training.dry_run import describe
 from finetune.utils.errors import BackendError, RecipeError
@@ -35,7 +35,7 @@ BACKEND: Any = SimpleNamespace(
     launch=Launch("single", 1),
     device=torch.device("cpu"),
     precision="fp32",
-    max=lambda values: values,
+    all_reduce_max=lambda values: values,
     evaluate_batches=evaluate_batches,
 )
 

@@ -20,8 +20,8 @@ from finetune.distributed.launch.launch_config import Launch, launch_of_environm
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
 from finetune.planning import model_shapes
-from finetune.planning.candidates import Candidate, assess, setting_of
 from finetune.planning.communication_volume import flows
+from finetune.planning.launch_candidates import Candidate, assess, setting_of
 from finetune.training import micro_batch_search
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -225,10 +225,10 @@ class OneRank:
     def __init__(self, asked: Launch, accumulation: int) -> None:
         self.launch, self.accumulation = asked, accumulation
 
-    def max(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def tell(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
 
 

@@ -269,7 +269,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
     backend: Any = SimpleNamespace(
         mesh=ONE_RANK,
         device=torch.device("cpu"),
-        sum=lambda values: values,
+        all_reduce_sum=lambda values: values,
         evaluate_batches=evaluate_batches,
     )
     ends = {7}

@@ -167,7 +167,7 @@ TO_STDERR = {
     "micro_batch_search.py",
     "micro_batch_trial.py",
     "launcher.py",
-    "cache.py",
+    "prepared_cache.py",
     "progress_bar.py",
     "run_directory.py",
     "fault_injection.py",

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.cache import STATE, STATE_VERSION
 from finetune.data.chat.conversation_formats import Tolerance
+from finetune.data.prepared_cache import STATE, STATE_VERSION
 from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen

@@ -76,13 +76,17 @@ class ForkedWorker:
 
 
 def import_ahead(module: str) -> None:
-    """Imports what workers that run a module will, where its package has a module `preload`."""
+    """Imports what workers that run a module will, where its package has a module `worker_imports`."""
     found = importlib.util.find_spec(module)
-    if found is None or not found.submodule_search_locations or not importlib.util.find_spec(f"{module}.preload"):
+    if (
+        found is None
+        or not found.submodule_search_locations
+        or not importlib.util.find_spec(f"{module}.worker_imports")
+    ):
         return
     # Workers fail over the same import, and report it as they would alone.
     with suppress(ImportError):
-        importlib.import_module(f"{module}.preload")
+        importlib.import_module(f"{module}.worker_imports")
 
 
 @contextmanager

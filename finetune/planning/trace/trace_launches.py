@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
-from finetune.planning.candidates import Candidate
+from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import Variant, is_half
 from finetune.planning.planner import Plan
 from finetune.utils import json_files

@@ -13,7 +13,7 @@ from finetune.tasks.training_length import Length
 _WIDTH = 10
 
 
-def start_lines(
+def startup_summary(
     recipe: Recipe,
     backend: Backend,
     data: TaskData,
@@ -65,8 +65,8 @@ def _steps(recipe: Recipe, length: Length, backend: Backend) -> str:
     if not length.num_steps:
         return "none, evaluation only"
     batch, accumulation = recipe.batch, backend.accumulation
-    ranks = f"{backend.world} process{'es' if backend.world != 1 else ''}"
-    if backend.mesh.data_size != backend.world:
+    ranks = f"{backend.world_size} process{'es' if backend.world_size != 1 else ''}"
+    if backend.mesh.data_size != backend.world_size:
         ranks = f"{backend.mesh.data_size} group{'s' if backend.mesh.data_size != 1 else ''} of processes"
     split = f"{ranks} x {batch.micro_size} rows x {accumulation} micro-batch{'es' if accumulation != 1 else ''}"
     epochs = length.num_steps * batch.global_size / max(1, length.epoch_rows)
