@@ -9,88 +9,43 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.config.recipe_schema import (
+    # Re-exported by `as`; isort would give each name a statement of its own.
+    from finetune.config.recipe_schema import (  # isort: skip
         BatchSection as BatchSection,
-    )
-    from finetune.config.recipe_schema import (
         ChatSection as ChatSection,
-    )
-    from finetune.config.recipe_schema import (
         CheckpointSection as CheckpointSection,
-    )
-    from finetune.config.recipe_schema import (
         ChecksSection as ChecksSection,
-    )
-    from finetune.config.recipe_schema import (
         DataSection as DataSection,
-    )
-    from finetune.config.recipe_schema import (
         EvalSection as EvalSection,
-    )
-    from finetune.config.recipe_schema import (
         GuardSection as GuardSection,
-    )
-    from finetune.config.recipe_schema import (
         LengthSection as LengthSection,
-    )
-    from finetune.config.recipe_schema import (
         LogSection as LogSection,
-    )
-    from finetune.config.recipe_schema import (
         LoraSection as LoraSection,
-    )
-    from finetune.config.recipe_schema import (
         ModelSection as ModelSection,
-    )
-    from finetune.config.recipe_schema import (
         OptimSection as OptimSection,
-    )
-    from finetune.config.recipe_schema import (
         OutputSection as OutputSection,
-    )
-    from finetune.config.recipe_schema import (
         Recipe as Recipe,
-    )
-    from finetune.config.recipe_schema import (
         ResumeSection as ResumeSection,
-    )
-    from finetune.config.recipe_schema import (
         SampleSection as SampleSection,
-    )
-    from finetune.config.recipe_schema import (
         ScheduleSection as ScheduleSection,
-    )
-    from finetune.config.recipe_schema import (
         Source as Source,
-    )
-    from finetune.config.recipe_schema import (
         TaskSection as TaskSection,
-    )
-    from finetune.config.recipe_schema import (
         TokenizerSection as TokenizerSection,
     )
     from finetune.data.rows.feed import Rows as Rows
     from finetune.export.load_model import LoadedModel as LoadedModel
     from finetune.tasks.causal_lm import causal_lm_logits as causal_lm_logits
-    from finetune.tasks.task import Batch as Batch
-    from finetune.tasks.task import Task as Task
-    from finetune.tasks.task import TaskData as TaskData
-    from finetune.training.api import (
+    from finetune.tasks.task import (  # isort: skip
+        Batch as Batch,
+        Task as Task,
+        TaskData as TaskData,
+    )
+    from finetune.training.api import (  # isort: skip
         Run as Run,
-    )
-    from finetune.training.api import (
         Training as Training,
-    )
-    from finetune.training.api import (
         launch as launch,
-    )
-    from finetune.training.api import (
         load_recipe as load_recipe,
-    )
-    from finetune.training.api import (
         start as start,
-    )
-    from finetune.training.api import (
         train as train,
     )
     from finetune.training.loop import Step as Step

@@ -3,12 +3,15 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.distributed.launch.launch_options import OPTIONS
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
 from finetune.utils.shipped_files import launch_file
+
+if TYPE_CHECKING:
+    from finetune.config.recipe_schema import Recipe
 
 
 def add_verb(
@@ -17,21 +20,24 @@ def add_verb(
     """Adds a verb.
 
     Args:
-        run: Does what the verb is for, and returns the exit code; None is 0.
-        text: Describes it in `finetune --help`.
+        run: Function of the verb; it returns the exit code, or None for 0.
+        text: Description of the verb, for `finetune --help` and its own help.
     """
-    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text)
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     verb.set_defaults(run_verb=run)
     return verb
 
 
 def add_launch_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds the launch file, and the options that replace its values."""
-    verb.add_argument(
-        "--config_file", required=required, type=launch_file, help="a launch file, by name or path: ddp, my/launch.yaml"
-    )
+    add_config_file(verb, "a launch file, by name or path: ddp, my/launch.yaml", required=required)
     for option, what in OPTIONS.items():
-        verb.add_argument(f"--{option}", help=f"{what}, instead of the launch file's")
+        verb.add_argument(f"--{option}", help=f"{what}; replaces the value of the launch file")
+
+
+def add_config_file(verb: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
+    """Adds the launch file."""
+    verb.add_argument("--config_file", required=required, type=launch_file, metavar="FILE", help=text)
 
 
 def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
@@ -41,8 +47,8 @@ def launch_options(parsed: argparse.Namespace) -> dict[str, str]:
 
 def add_weights_arguments(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments that say which weights of a run or adapter to take."""
-    verb.add_argument("--step", type=int, help="of a run, the checkpoint's step; the last one if left out")
-    verb.add_argument("--base", help="where the base lies now, if not where the run or adapter says")
+    verb.add_argument("--step", type=int, help="step of the checkpoint of a run (default: the last one)")
+    verb.add_argument("--base", help="where the base model is now, if it was moved since the run or adapter was made")
     add_trust_argument(verb)
 
 
@@ -53,6 +59,19 @@ def add_trust_argument(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run Python code that ships with the model, or that the recipe of a run from elsewhere names",
     )
+
+
+def add_json_argument(verb: argparse.ArgumentParser) -> None:
+    """Adds --json."""
+    verb.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def load_named_recipe(parsed: argparse.Namespace) -> "Recipe":
+    """Returns the recipe that the command line names, with its overrides."""
+    from finetune.config.recipe import load_recipe
+    from finetune.tasks.task_lookup import BUILT_IN
+
+    return load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
 
 
 def prepare_libraries() -> None:

@@ -17,88 +17,70 @@ def completion_script(shell: str) -> str:
     return shellcode(["finetune"], shell=shell)
 
 
-class CompletingParser(ArgumentParser):
-    """A parser whose arguments complete, and expand `~`, by their names; the same in every verb."""
+class PathParser(ArgumentParser):
+    """A parser whose arguments that are paths expand `~`: no shell does behind `=` or within quotes."""
 
     def add_argument(self, *words: Any, **options: Any) -> Action:
         """Adds an argument as argparse does."""
         action = super().add_argument(*words, **options)
-        if action.dest in _COMPLETERS:
-            action.completer = _COMPLETERS[action.dest]  # type: ignore[attr-defined]
         if action.dest in _PATHS and action.type is None:
-            # No shell expands `~` behind `=` or within quotes.
             action.type = os.path.expanduser
         return action
 
 
-def answer(parser: ArgumentParser) -> None:
-    """Answers the shell where it asks what a word can become, and ends the process then.
+def answer_shell(parser: ArgumentParser) -> None:
+    """Answers a shell that asks what a word can become, and ends the process then.
 
     Args:
-        parser: Of the whole command line.
+        parser: The parser of the whole command line.
     """
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(parser, always_complete_options=False)
+        complete: Any = _complete_word
+        argcomplete.autocomplete(parser, always_complete_options=False, default_completer=complete)
 
 
-def launch_files(prefix: str, **_: Any) -> list[str]:
-    """Launch files by name or path."""
-    return _named(LAUNCH_FILES, prefix) + _paths(prefix, (".yaml", ".yml", ".json"))
+def _complete_word(prefix: str, action: Action, **_: Any) -> list[str]:
+    """Returns what a word can become; argcomplete leaves out what does not begin with the prefix."""
+    from argcomplete.completers import FilesCompleter
+
+    match action.dest:
+        case "config_file":
+            return [*_names(LAUNCH_FILES), *FilesCompleter((".yaml", ".yml", ".json"))(prefix)]
+        case "recipe":
+            return [*_names(RECIPES), *FilesCompleter((".yaml", ".yml"))(prefix)]
+        case "on" | "trace":
+            before, comma, _last = prefix.rpartition(",")
+            return [before + comma + name for name in _names(LAUNCH_FILES)]
+        case "overrides" | "words":
+            return _recipe_keys()
+        case "run":
+            return _runs(prefix)
+    return list(FilesCompleter()(prefix))
 
 
-def several_launch_files(prefix: str, **_: Any) -> list[str]:
-    """Launch files by name, with commas between them."""
-    before, comma, last = prefix.rpartition(",")
-    return [before + comma + name for name in _named(LAUNCH_FILES, last)]
+def _names(folder: str) -> list[str]:
+    """Returns the names of recipes or launch files: those in the working directory, and those that ship."""
+    return sorted({*(path.stem for path in Path(folder).glob("*.yaml")), *shipped_names(folder)})
 
 
-def recipes(prefix: str, **_: Any) -> list[str]:
-    """Recipes by name or path."""
-    return _named(RECIPES, prefix) + _paths(prefix, (".yaml", ".yml"))
-
-
-def overrides(prefix: str, **_: Any) -> list[str]:
-    """A recipe's keys, each with the `=` that its value follows."""
+def _recipe_keys() -> list[str]:
+    """Returns the keys of a recipe, each with the `=` that its value follows."""
     from finetune.diagnostics.explain_recipe import RECIPE_FIELDS
 
-    keys = list(RECIPE_FIELDS)
-    # A section takes no value of its own; the next key is its first one.
-    values = (key for key, following in zip(keys, [*keys[1:], ""], strict=True) if not following.startswith(f"{key}."))
-    return [f"{key}=" for key in values if key.startswith(prefix)]
+    # A section takes no value of its own.
+    sections = {key.rpartition(".")[0].removesuffix(".0") for key in RECIPE_FIELDS}
+    return [f"{key}=" for key in RECIPE_FIELDS if key not in sections]
 
 
-def runs(prefix: str, **_: Any) -> list[str]:
-    """Run directories, and the folders on the way to them."""
+def _runs(prefix: str) -> list[str]:
+    """Returns run directories, and the folders on the way to them."""
     folder = Path(prefix).parent if not prefix.endswith("/") else Path(prefix)
     below = folder.iterdir() if folder.is_dir() else ()
     found = [path for path in below if path.is_dir() and not path.name.startswith(".")]
-    return [
-        str(path) + ("" if (path / "run.json").is_file() else "/") for path in found if str(path).startswith(prefix)
-    ]
-
-
-def _named(folder: str, prefix: str) -> list[str]:
-    here = [path.stem for path in Path(folder).glob("*.yaml")]
-    return [name for name in sorted({*here, *shipped_names(folder)}) if name.startswith(prefix)]
-
-
-def _paths(prefix: str, endings: tuple[str, ...]) -> list[str]:
-    from argcomplete.completers import FilesCompleter
-
-    return [str(path) for path in FilesCompleter(endings)(prefix)]
+    return [str(path) + ("" if (path / "run.json").is_file() else "/") for path in found]
 
 
 # Arguments that are paths, or may be; recipes and launch files are found by name as well.
 _PATHS = {"base", "configs", "data", "directory", "folder", "json", "links", "model", "run", "to", "write"}
-
-_COMPLETERS = {
-    "config_file": launch_files,
-    "on": several_launch_files,
-    "overrides": overrides,
-    "recipe": recipes,
-    "run": runs,
-    "trace": several_launch_files,
-    "words": overrides,
-}

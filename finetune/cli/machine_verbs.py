@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli import completion
-from finetune.cli.arguments import add_verb, prepare_libraries
+from finetune.cli.arguments import add_config_file, add_verb, prepare_libraries
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import launch_file
 
@@ -14,22 +14,23 @@ from finetune.utils.shipped_files import launch_file
 def add_machine_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
     verb = add_verb(verbs, "comms", comms, "measure the bandwidth of collectives between processes")
-    verb.add_argument("--processes", type=int, metavar="N", help="on this machine; 2, or those of --config_file")
-    verb.add_argument("--config_file", type=launch_file, help="a launch file, for its processes and machines")
-    verb.add_argument("--min-bytes", type=int, default=1024)
-    verb.add_argument("--max-bytes", type=int, help="16 MiB without a GPU, 1 GiB with one, if left out")
-    verb.add_argument("--factor", type=int, default=4, help="from one size to the next; 4 if left out")
-    verb.add_argument("--json", metavar="FILE", help="also write the result there")
+    verb.add_argument("--processes", type=int, metavar="N", help="processes on this machine (default: 2)")
+    add_config_file(verb, "a launch file, which says how many processes and machines there are")
+    verb.add_argument("--min-bytes", type=int, default=1024, metavar="N", help="smallest message (default: 1024)")
+    verb.add_argument(
+        "--max-bytes", type=int, metavar="N", help="largest message (default: 16 MiB, or 1 GiB with a GPU)"
+    )
+    verb.add_argument("--factor", type=int, default=4, metavar="N", help="ratio of one size to the next (default: 4)")
+    verb.add_argument("--json", metavar="FILE", help="also write the result to this file")
 
-    text = "print what completes commands, keys, launch files and runs in a shell"
-    verb = add_verb(verbs, "completion", complete, text)
+    verb = add_verb(verbs, "completion", complete, "print a script that completes the command line in a shell")
     verb.add_argument("shell", choices=completion.SHELLS)
 
-    add_verb(verbs, "ops", ops, "build native ops ahead of the first run that needs them")
+    add_verb(verbs, "ops", ops, "compile native ops before the first run that needs them")
 
 
 def comms(parsed: argparse.Namespace) -> None:
-    """`finetune comms`: in a process that a launcher started it measures; in any other it launches itself."""
+    """`finetune comms`: measures in a process that a launcher started, and launches itself in any other."""
     prepare_libraries()
     if "WORLD_SIZE" not in os.environ:
         from finetune.distributed.launch.launcher import launch_workers
@@ -38,19 +39,15 @@ def comms(parsed: argparse.Namespace) -> None:
             raise RecipeError(f"--processes {parsed.processes}: one alone has nobody to talk to. Take two at least.")
         if parsed.json is not None and not Path(parsed.json).absolute().parent.is_dir():
             raise RecipeError(f"--json {parsed.json}: there is no folder {Path(parsed.json).parent}. Make it first.")
-        if parsed.config_file is None and parsed.processes is None:
-            parsed.processes = 2
-        options = [] if parsed.processes is None else ["--num_processes", str(parsed.processes)]
-        words = ["comms"]
-        for name in ("min_bytes", "max_bytes", "factor", "json"):
-            if (value := getattr(parsed, name)) is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        launch_workers(parsed.config_file or launch_file("ddp"), options, words, module="finetune")
+        processes = parsed.processes or (2 if parsed.config_file is None else None)
+        options = [] if processes is None else ["--num_processes", str(processes)]
+        given = {name: getattr(parsed, name.replace("-", "_")) for name in ("min-bytes", "max-bytes", "factor", "json")}
+        words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        launch_workers(parsed.config_file or launch_file("ddp"), options, ["comms", *words], module="finetune")
     from finetune.distributed import measure_bandwidth
 
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)
-    said = measure_bandwidth.run(sizes, Path(parsed.json) if parsed.json else None)
-    if said is not None:
+    if (said := measure_bandwidth.run(sizes, Path(parsed.json) if parsed.json else None)) is not None:
         print("\n".join(said))
 
 

@@ -16,7 +16,7 @@ from finetune.utils.exit_codes import guarded
 def main(arguments: Sequence[str] | None = None) -> int:
     """`finetune <verb> …`; returns the exit code."""
     parser = build_parser()
-    completion.answer(parser)
+    completion.answer_shell(parser)
     parsed = parse_arguments(parser, arguments)
     return guarded(partial(parsed.run_verb, parsed))
 
@@ -35,7 +35,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all verbs."""
-    parser = completion.CompletingParser(prog="finetune", description="Fine-tuning on every backend.")
+    parser = completion.PathParser(prog="finetune", description="Fine-tuning on every backend.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add_verbs in (add_recipe_verbs, add_model_verbs, add_run_verbs, add_machine_verbs):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli.arguments import (
+    add_json_argument,
     add_verb,
     add_weights_arguments,
     prepare_libraries,
@@ -22,46 +23,50 @@ if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
 
 _ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
+# Options of --harness, and the least number that each takes.
+_HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
 
 
 def add_model_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "export", export, "write a run's adapter or merged model, and verify it")
+    verb = add_verb(verbs, "export", export, "write the adapter or merged model of a run, and verify it")
     verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
     verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
-    verb.add_argument("--to", metavar="DIR", help="the new folder; RUN/exports/KIND if left out")
-    verb.add_argument("--shard-size", default="5GB", help="most that one file takes, such as 5GB")
+    verb.add_argument("--to", metavar="DIR", help="the new folder (default: RUN/exports/KIND)")
+    verb.add_argument("--shard-size", default="5GB", help="maximum size of a file (default: 5GB)")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
     add_weights_arguments(verb)
 
-    verb = add_verb(verbs, "generate", generate, "generate text from a run, checkpoint, adapter or export")
+    verb = add_verb(verbs, "generate", generate, "generate text with a run, checkpoint, adapter or export")
     verb.add_argument("run", help=_ANY_MODEL)
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
-    verb.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    verb.add_argument("--max-new-tokens", type=int, default=200)
-    verb.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    verb.add_argument("--top-k", type=int)
-    verb.add_argument("--top-p", type=float)
-    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--chat", action="store_true", help="apply the chat template of the tokenizer to the prompt")
+    verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    text = "default: 0, which always takes the most likely token"
+    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
+    verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
+    text = "sample from the most likely tokens only, whose probabilities add up to P"
+    verb.add_argument("--top-p", type=float, metavar="P", help=text)
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     add_weights_arguments(verb)
 
-    verb = add_verb(verbs, "eval", evaluate, "evaluate a run, checkpoint, adapter or export on files or on benchmarks")
+    text = "evaluate a run, checkpoint, adapter or export on files or benchmarks"
+    verb = add_verb(verbs, "eval", evaluate, text)
     verb.add_argument("run", help=_ANY_MODEL)
     on = verb.add_mutually_exclusive_group(required=True)
-    what = "loss and perplexity on files; what `path` may be"
-    on.add_argument("--data", nargs="+", type=os.path.expanduser, metavar="FILE", help=what)
-    what = "tasks of lm-evaluation-harness: names, task files or folders"
-    on.add_argument("--harness", nargs="+", type=os.path.expanduser, metavar="TASK", help=what)
-    verb.add_argument("--text-field", help="the field that holds the text, if not that of the run's data, or `text`")
-    verb.add_argument(
-        "--chat",
-        action="store_true",
-        help="--data: the files hold conversations, which runs on such know; --harness: apply the chat template",
-    )
-    verb.add_argument("--num-fewshot", type=int, metavar="N", help="--harness: examples before each question")
-    verb.add_argument("--limit", type=int, metavar="N", help="--harness: the first N questions of each task only")
-    verb.add_argument("--batch-size", type=int, metavar="N", help="--harness: texts in a forward pass; 8 if left out")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    text = "compute loss and perplexity on files, directories or globs, as the recipe's `path` takes them"
+    on.add_argument("--data", nargs="+", type=os.path.expanduser, metavar="FILE", help=text)
+    text = "run tasks of lm-evaluation-harness: names, task files or folders"
+    on.add_argument("--harness", nargs="+", type=os.path.expanduser, metavar="TASK", help=text)
+    text = "the field that holds the text (default: that of the data of the run, or `text`)"
+    verb.add_argument("--text-field", metavar="NAME", help=text)
+    text = "with --data: the files hold conversations (known for runs on such); with --harness: apply the chat template"
+    verb.add_argument("--chat", action="store_true", help=text)
+    verb.add_argument("--num-fewshot", type=int, metavar="N", help="with --harness: examples before each question")
+    verb.add_argument("--limit", type=int, metavar="N", help="with --harness: use the first N questions of each task")
+    text = "with --harness: texts in a forward pass (default: 8)"
+    verb.add_argument("--batch-size", type=int, metavar="N", help=text)
+    add_json_argument(verb)
     add_weights_arguments(verb)
 
 
@@ -100,7 +105,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
     if parsed.harness:
         _evaluate_harness(parsed)
         return
-    for option in ("num_fewshot", "limit", "batch_size"):
+    for option in _HARNESS_OPTIONS:
         if getattr(parsed, option) is not None:
             raise RecipeError(f"--{option.replace('_', '-')} is for --harness. Leave it out.")
     opened = _open(parsed, exact=True)
@@ -123,9 +128,9 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
 
     if parsed.text_field is not None:
         raise RecipeError("--text-field is for --data. Leave it out.")
-    for option, least in (("num_fewshot", 0), ("limit", 1), ("batch_size", 1)):
-        value = getattr(parsed, option)
-        if value is not None and value < least:
+    options = {option: getattr(parsed, option) for option in _HARNESS_OPTIONS}
+    for option, value in options.items():
+        if value is not None and value < (least := _HARNESS_OPTIONS[option]):
             raise RecipeError(f"--{option.replace('_', '-')} is {value}; give {least} or more.")
     from finetune.export import harness_results
 
@@ -135,7 +140,6 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
 
     if opened.home is not None:
         harness_results.read_results(opened.home)  # before the work, not after it
-    options = {"num_fewshot": parsed.num_fewshot, "limit": parsed.limit, "batch_size": parsed.batch_size}
     rows = evaluate_harness.evaluate_harness(opened, parsed.harness, chat=parsed.chat, **options)
     if parsed.json:
         print(json.dumps(rows, indent=2))

@@ -34,14 +34,12 @@ _FILES = jinja2.Environment(
 
 @dataclass(frozen=True)
 class Project:
-    """Options of a new project."""
+    """Options of a new project, as `finetune init` takes them."""
 
     task: str = "lm"
     """Name among `TASKS`."""
     model: str | None = None
-    """A directory or a name on the hub; None for a small network that is trained from nothing."""
     data: str | None = None
-    """A file, a glob or a directory; None for the built-in data."""
     adapters: str | None = None
     """"lora", "qlora", or None to train all weights."""
 
@@ -56,7 +54,10 @@ def write_project(folder: Path, project: Project) -> list[str]:
         FinetuneError: If the options contradict each other, a path leads nowhere, or a file is there already; nothing
             is written then.
     """
-    _check_options(project)
+    if project.adapters is not None and (project.model is None or project.task == "custom"):
+        raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
+    if project.task == "custom" and (project.model is not None or project.data is not None):
+        raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
     length = _row_length(project)
     recipe = validate_recipe(yaml.safe_load(_render("recipe.yaml", project, row_length=length)))
     recipe_paths.check(recipe)
@@ -83,20 +84,23 @@ def write_project(folder: Path, project: Project) -> list[str]:
 def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
     """Returns the launch files that fit, the name of the one to take, why, and what to change of the recipe with it."""
     machines = this_machine()
+    changes: tuple[str, ...] = ()
     if custom:
         names = ("ddp", "fsdp") if machines.ranks > 1 else ()
         launches = {name: launch_of_file(shipped(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names}
-        files = {name: recommendations.written(launch, 1) for name, launch in launches.items()}
         chosen = "ddp" if machines.ranks > 1 else "single"
-        return _in_folder(files), chosen, "the simplest that uses this machine; a custom task is not planned", ()
-    plan = make(recipe, machines, shipped(LAUNCH_FILES))
-    if plan.advice.candidate is None:
-        raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {plan.advice.reason}")
-    chosen, reason = plan.advice.candidate.name, plan.advice.reason
-    fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
-    near = [name for name in fitting if plan.launches[name].offload_params == "none"]
-    files = {name: recommendations.written(plan.launches[name], 1) for name in {*(near or fitting), chosen}}
-    return _in_folder(files), chosen, reason, plan.advice.changes
+        reason = "the simplest that uses this machine; a custom task is not planned"
+    else:
+        plan = make(recipe, machines, shipped(LAUNCH_FILES))
+        reason, changes = plan.advice.reason, plan.advice.changes
+        if plan.advice.candidate is None:
+            raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {reason}")
+        chosen = plan.advice.candidate.name
+        fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
+        near = [name for name in fitting if plan.launches[name].offload_params == "none"]
+        launches = {name: plan.launches[name] for name in {*(near or fitting), chosen}}
+    files = {name: recommendations.written(launch, 1) for name, launch in launches.items()}
+    return _in_folder(files), chosen, reason, changes
 
 
 def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
@@ -128,14 +132,6 @@ def this_machine() -> Machines:
     return Machines(Gpu("this machine's share", "", memory, 1.0, 1.0, 100.0), processes, 1, 1.0, 0.4)
 
 
-def _check_options(project: Project) -> None:
-    """Raises `RecipeError` if the options contradict each other."""
-    if project.adapters is not None and (project.model is None or project.task == "custom"):
-        raise RecipeError(f"--{project.adapters} trains adapters of a pretrained model: name one with --model.")
-    if project.task == "custom" and (project.model is not None or project.data is not None):
-        raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
-
-
 def _seen_from(folder: Path, project: Project) -> Project:
     """Returns the project with relative paths that count from the folder, where its commands are given."""
 
@@ -145,15 +141,12 @@ def _seen_from(folder: Path, project: Project) -> Project:
 
     model, data = project.model, project.data
     # A name without a directory of that name is the hub's.
-    return replace(
-        project,
-        model=seen(model) if model is not None and Path(model).is_dir() else model,
-        data=seen(data) if data is not None else None,
-    )
+    model = seen(model) if model is not None and Path(model).is_dir() else model
+    return replace(project, model=model, data=None if data is None else seen(data))
 
 
 def _render(name: str, project: Project, **values: object) -> str:
-    """The text of a file of the project."""
+    """Returns the text of a file of the project."""
     ranks = this_machine().ranks
     # Sixteen rows a step, or twice the processes where they do not share sixteen evenly.
     rows = 16 if 16 % ranks == 0 else 2 * ranks

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.cli.arguments import (
+    add_json_argument,
     add_launch_arguments,
     add_verb,
     launch_options,
+    load_named_recipe,
     prepare_libraries,
     to_stderr,
 )
@@ -20,19 +22,21 @@ from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
+_RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
+
 
 def add_recipe_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "init", init, "write a small project that runs as it is: recipe, launch files, README")
-    verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where; the working directory if left out")
-    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="lm if left out")
-    verb.add_argument("--model", help="a directory or hub name; a small network from nothing if left out")
-    verb.add_argument("--data", metavar="FILE", help="file, glob or directory; built-in data if left out")
+    verb = add_verb(verbs, "init", init, "create a project that runs as it is: recipe, launch files, README")
+    verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
+    verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="default: lm")
+    verb.add_argument("--model", help="a directory or a name on the hub (default: a small model, from random weights)")
+    verb.add_argument("--data", metavar="FILE", help="a file, glob or directory (default: built-in data)")
     adapters = verb.add_mutually_exclusive_group()
     for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
         adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
 
-    verb = add_verb(verbs, "launch", launch, "train, like `accelerate launch`, but check both files first")
+    verb = add_verb(verbs, "launch", launch, "check a recipe and a launch file, then train")
     add_launch_arguments(verb, required=True)
     add_recipe_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
@@ -41,57 +45,51 @@ def add_recipe_verbs(verbs: Any) -> None:
     text = "show where each value comes from, what it overrides, and what it means"
     verb = add_verb(verbs, "explain", explain, text)
     add_launch_arguments(verb, required=False)
-    verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")
-    verb.add_argument(
-        "words", nargs="*", metavar="KEY | key.key=value", help="a key to explain; values to explain with"
-    )
+    verb.add_argument("recipe", type=recipe_file, help=_RECIPE)
+    text = "a key to explain, or a value that replaces the recipe's"
+    verb.add_argument("words", nargs="*", metavar="KEY | key.key=value", help=text)
     verb.add_argument("--all", action="store_true", help="also show default values")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    add_json_argument(verb)
 
-    verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and what to fix")
+    verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and say what to fix")
     add_launch_arguments(verb, required=False)
-    verb.add_argument("--recipe", type=recipe_file, help="a recipe, by name or path: sample, my/recipe.yaml")
-    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("--recipe", type=recipe_file, help=_RECIPE)
+    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
+    add_json_argument(verb)
 
-    verb = add_verb(verbs, "data", data, "prepare a recipe's data and print its report")
-    verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
+    verb = add_verb(verbs, "data", data, "prepare the data of a recipe and print a report on it")
+    text = "also print N examples as tokens, with a mark on those that are learned"
+    verb.add_argument("--show", type=int, metavar="N", help=text)
     add_recipe_arguments(verb)
 
     add_recipe_arguments(add_verb(verbs, "show", show, "print the whole recipe, defaults included"))
 
-    text = "memory, time, traffic and cost of a recipe under every launch file, before it is launched"
+    text = "estimate memory, time, traffic and cost of a recipe under every launch file, without running it"
     verb = add_verb(verbs, "plan", plan, text)
-    verb.add_argument("--gpu", help="a known GPU, or figures: memory=24,bf16=70,link=32 (this machine's, or an H100)")
-    verb.add_argument("--gpus", type=int, metavar="N", help="of a machine (as many as this one has, or 8)")
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
-    verb.add_argument("--network", type=float, default=50.0, metavar="GB/s", help="between machines, a GPU (50)")
-    verb.add_argument(
-        "--links",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="measured by `finetune comms --json FILE`",
-    )
-    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="of the peak rate that is reached (0.4)")
-    verb.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for what is offloaded")
-    verb.add_argument("--price", type=float, metavar="MONEY", help="of a GPU and hour")
-    verb.add_argument("--energy", action="store_true", help="also say what the GPUs take, at their design power")
-    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help="dtype of stored weights, if none are here")
-    verb.add_argument("--configs", metavar="DIR", help="launch files; accelerate_configs/ if left out")
-    verb.add_argument("--write", metavar="FILE", help="write the launch file that is recommended")
-    verb.add_argument(
-        "--trace",
-        nargs="?",
-        const="recommended",
-        metavar="A,B,…",
-        help="also run a step under fake tensors: of what is recommended, of the launch files named, or of `all`",
-    )
-    verb.add_argument("--json", action="store_true", help="print all of it as JSON")
+    text = "a known GPU, or figures: memory=24,bf16=70,link=32 (default: the GPU of this machine, or an H100)"
+    verb.add_argument("--gpu", help=text)
+    verb.add_argument("--gpus", type=int, metavar="N", help="GPUs of a machine (default: those of this machine, or 8)")
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
+    text = "bandwidth between machines, for each GPU (default: 50)"
+    verb.add_argument("--network", type=float, default=50.0, metavar="GB/s", help=text)
+    text = "bandwidths that `finetune comms --json FILE` has measured"
+    verb.add_argument("--links", action="append", default=[], metavar="FILE", help=text)
+    text = "fraction of the peak rate that is reached (default: 0.4)"
+    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help=text)
+    verb.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for offloading")
+    verb.add_argument("--price", type=float, metavar="MONEY", help="price of a GPU for an hour")
+    verb.add_argument("--energy", action="store_true", help="also estimate the energy that the GPUs use")
+    text = "dtype of the stored weights, if they are not on this machine"
+    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help=text)
+    verb.add_argument("--configs", metavar="DIR", help="folder of launch files (default: accelerate_configs/)")
+    verb.add_argument("--write", metavar="FILE", help="write the recommended launch file to this file")
+    text = "also trace a step with fake tensors: under the recommended launch file, those named, or `all`"
+    verb.add_argument("--trace", nargs="?", const="recommended", metavar="A,B,…", help=text)
+    add_json_argument(verb)
     add_recipe_arguments(verb)
 
     verb = add_verb(verbs, "schema", schema, "print the JSON schema of recipes, for editors")
-    verb.add_argument("--path", action="store_true", help="print where the installed package has it as a file")
+    verb.add_argument("--path", action="store_true", help="print the path of the installed schema file instead")
 
 
 def init(parsed: argparse.Namespace) -> None:
@@ -107,10 +105,8 @@ def init(parsed: argparse.Namespace) -> None:
 def launch(parsed: argparse.Namespace) -> None:
     """`finetune launch`: the workers' launcher, once both files are checked."""
     from finetune.config import recipe_paths
-    from finetune.config.recipe import load_recipe
-    from finetune.tasks.task_lookup import BUILT_IN
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    recipe = load_named_recipe(parsed)
     recipe_paths.check(recipe)
     if parsed.dry_run:
         from finetune.distributed.launch.predicted_environment import predict_environment
@@ -122,8 +118,7 @@ def launch(parsed: argparse.Namespace) -> None:
     from finetune.distributed.launch.launcher import launch_workers
 
     options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
-    quiet = ["--quiet"] if parsed.quiet else []
-    words = [*quiet, parsed.recipe, *parsed.overrides]
+    words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
     launch_workers(parsed.config_file, options, words, grace_s=recipe.guard.grace_s)
 
 
@@ -184,19 +179,16 @@ def data(parsed: argparse.Namespace) -> None:
 
 def show(parsed: argparse.Namespace) -> None:
     """`finetune show`."""
-    from finetune.config.recipe import dump_recipe, load_recipe
-    from finetune.tasks.task_lookup import BUILT_IN
+    from finetune.config.recipe import dump_recipe
 
-    print(dump_recipe(load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)), end="")
+    print(dump_recipe(load_named_recipe(parsed)), end="")
 
 
 def plan(parsed: argparse.Namespace) -> None:
     """`finetune plan`."""
-    from finetune.config.recipe import load_recipe
-    from finetune.tasks.task_lookup import BUILT_IN
     from finetune.utils.console import plain_console
 
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    recipe = load_named_recipe(parsed)
     go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report

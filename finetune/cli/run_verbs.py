@@ -7,7 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import add_trust_argument, add_verb, prepare_libraries, to_stderr
+from finetune.cli.arguments import (
+    add_json_argument,
+    add_trust_argument,
+    add_verb,
+    load_named_recipe,
+    prepare_libraries,
+    to_stderr,
+)
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import recipe_file
 
@@ -18,18 +25,18 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
 
-    text = "train a recipe under several launch configs, or take two finished runs, and compare them step by step"
+    text = "compare a recipe under several launch files, or two finished runs, step by step"
     verb = add_verb(verbs, "parity", parity, text)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
-    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="for a recipe; else a second run")
-    verb.add_argument(
-        "--on", metavar="A,B,…", help="names of accelerate_configs/, or files; the first is the reference"
-    )
-    verb.add_argument("--steps", type=int, default=20, help="optimiser steps of each run; 20 if left out")
-    verb.add_argument("--shrink", action="store_true", help="a small random network of the same architecture")
-    verb.add_argument("--inject", metavar="FAULT", help="break the last one on purpose, to see that it is caught")
-    verb.add_argument("--to", metavar="DIR", help="keep the runs there; else they are kept only where they differ")
-    verb.add_argument("--json", action="store_true", help="print the result as JSON")
+    text = "a value that replaces the recipe's; or the directory of the other run"
+    verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
+    text = "launch files, by name or path; the first is the reference"
+    verb.add_argument("--on", metavar="A,B,…", help=text)
+    verb.add_argument("--steps", type=int, default=20, metavar="N", help="optimiser steps of each run (default: 20)")
+    verb.add_argument("--shrink", action="store_true", help="use a small random network of the same architecture")
+    verb.add_argument("--inject", metavar="FAULT", help="break the last run on purpose, to see that it is caught")
+    verb.add_argument("--to", metavar="DIR", help="keep the runs in this folder (default: only runs that differ stay)")
+    add_json_argument(verb)
 
     text = "repeat a step of a run exactly, and show its batch, loss and gradient norm"
     verb = add_verb(verbs, "replay", replay, text)
@@ -37,26 +44,23 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
     add_trust_argument(verb)
 
-    text = "write a page of one run, or of several over each other, that opens offline"
+    text = "write an HTML report of a run, or of several runs side by side, that opens offline"
     verb = add_verb(verbs, "report", report, text)
-    verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or under way")
-    verb.add_argument(
-        "--to",
-        metavar="FILE",
-        help="the page; RUN/report/report.html, or report-A-B/report.html for several runs",
-    )
-    verb.add_argument("--price", type=float, metavar="MONEY", help="of a GPU (or a process on CPUs) and hour")
-    verb.add_argument("--live", action="store_true", help="serve the page on this machine instead, kept up to date")
-    verb.add_argument("--host", help="with --live: the address to serve on, instead of 127.0.0.1")
-    verb.add_argument("--port", type=int, help="with --live: the port, instead of one that is free")
+    verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or still running")
+    text = "the page (default: RUN/report/report.html, or report-A-B/report.html for several runs)"
+    verb.add_argument("--to", metavar="FILE", help=text)
+    verb.add_argument("--price", type=float, metavar="MONEY", help="price of a GPU (or a process on CPUs) for an hour")
+    verb.add_argument("--live", action="store_true", help="serve the page on this machine instead, and keep it current")
+    verb.add_argument("--host", help="with --live: the address to serve on (default: 127.0.0.1)")
+    verb.add_argument("--port", type=int, help="with --live: the port (default: a free one)")
 
     verb = add_verb(verbs, "watch", watch, "watch a run in the terminal: progress, losses, time left, last sample")
-    verb.add_argument("run", help="a run directory, here or mounted from another machine")
-    verb.add_argument("--once", action="store_true", help="show it once, and end")
+    verb.add_argument("run", help="a run directory, on this machine or mounted from another")
+    verb.add_argument("--once", action="store_true", help="print the current state once, and exit")
 
     verb = add_verb(verbs, "runs", runs, "list runs: status, step, best validation loss, launch, duration")
-    verb.add_argument("directory", nargs="?", default="runs", help="where to look for runs, at any depth (runs)")
-    verb.add_argument("--json", action="store_true", help="for programs")
+    verb.add_argument("directory", nargs="?", default="runs", help="where to look, at any depth (default: runs)")
+    add_json_argument(verb)
 
 
 def audit(parsed: argparse.Namespace) -> int:
@@ -66,8 +70,7 @@ def audit(parsed: argparse.Namespace) -> int:
     directory = Path(parsed.run)
     first, last = row_ledger.parse_steps(parsed.steps) if parsed.steps else (0, -1)
     found = row_ledger.audit_ledger(directory)
-    for line in found.lines():
-        print(line)
+    print("\n".join(found.lines()))
     for entry in row_ledger.used_rows(directory):
         if first <= entry.step + 1 <= last:
             print(f"step {entry.step + 1}: position {entry.position}, rows {' '.join(map(str, entry.rows.tolist()))}")
@@ -96,8 +99,7 @@ def parity(parsed: argparse.Namespace) -> int:
 
 
 def _compare_launches(parsed: argparse.Namespace) -> int:
-    from finetune.config.recipe import hint, load_recipe
-    from finetune.tasks.task_lookup import BUILT_IN
+    from finetune.config.recipe import hint
 
     if not parsed.on:
         raise RecipeError(
@@ -106,7 +108,7 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         )
     if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
         raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Say how many with --steps.")
-    recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
+    recipe = load_named_recipe(parsed)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.models.lora_adapters import transformer
 from finetune.models.module_matching import embeddings_and_head
-from finetune.utils.compat import accelerate_private, transformers_private
+from finetune.utils.compat import accelerate_private
 
 
 class ForwardWrapper(nn.Module):
@@ -29,7 +29,7 @@ class ForwardWrapper(nn.Module):
         known = transformer(network)
         if known is not None:
             self.config = known.config
-            self._no_split_modules = _units(network, transformers_private.unsplit_classes(known))
+            self._no_split_modules = _units(network, accelerate_private.unsplit_classes(known))
         whole = [m for m in network.modules() if type(m).__name__ in accelerate_private.unsplit_classes(self)]
         # Embeddings inside a unit that is sharded as a whole: accelerate 1.15 would shard them twice.
         self._inside_units = {id(part) for m in whole for part in m.modules()}

@@ -53,7 +53,8 @@ def _enter_fsdp_on_gloo() -> None:
             "This version of accelerate no longer starts gloo as MULTI_CPU, which running FSDP without a GPU builds "
             "on. Install a version of it that was tested (`finetune doctor`)."
         )
-    accelerate_private.set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+    # All instances share these.
+    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 
 
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:

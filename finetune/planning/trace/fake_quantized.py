@@ -10,7 +10,6 @@ from finetune.config.recipe_schema import Recipe
 from finetune.models.frozen_weights import multiply
 from finetune.models.quantization import BLOCK, Linear8bit
 from finetune.planning import model_shapes
-from finetune.utils.compat.torch_private import take_parameter
 
 
 class Packed4bit(nn.Linear):
@@ -48,7 +47,8 @@ def stand_in(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: 
         shape = module.weight.shape
         scales = model_shapes.pack(module, recipe, shape, part=shape != whole)
         if recipe.model.quantization == "int8":
-            weight = take_parameter(module, "weight")
+            weight = module.weight
+            del module.weight
             module.__class__ = Linear8bit
             module.packed = weight
             module.register_buffer("scale", torch.empty((shape[0], 1), device="meta"), persistent=False)

@@ -30,7 +30,6 @@ from finetune.planning.trace import fake_quantized
 from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils import atomic_files, json_files
 from finetune.utils.compat import transformers_private
-from finetune.utils.compat.torch_private import tensor_tables
 from finetune.utils.compat.torch_tracing_private import FakeTensorMode, MemoryKind, MemoryTracker, replace_functional
 from finetune.utils.errors import RecipeError
 
@@ -198,18 +197,16 @@ def realise(network: nn.Module) -> None:
     """Gives a network on the meta device tensors of the mode that is on."""
     made: dict[int, Any] = {}
     for module in network.modules():
-        for held in tensor_tables(module):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    new: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    if hasattr(tensor, "packed_weights"):
-                        new.packed_weights = tensor.packed_weights
-                    made[id(tensor)] = new
-                held[name] = made[id(tensor)]
+        tables = (module.named_parameters, module.named_buffers)
+        for name, tensor in [one for table in tables for one in table(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                new: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                if hasattr(tensor, "packed_weights"):
+                    new.packed_weights = tensor.packed_weights
+                made[id(tensor)] = new
+            setattr(module, name, made[id(tensor)])
 
 
 def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:

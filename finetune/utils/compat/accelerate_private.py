@@ -5,13 +5,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import modeling, other
 
 from finetune.utils.compat.library_versions import require
 
-require("accelerate", PartialState, "_shared_state")
 require("accelerate", FullyShardedDataParallelPlugin, "_no_split_modules")
 require("accelerate", AcceleratorState, "_reset_state")
 require("accelerate", GradientState, "_reset_state")
@@ -22,11 +21,6 @@ require("accelerate", modeling, "is_peft_available")
 # Source: accelerate 1.15, `extract_model_from_parallel` and `is_peft_model`.
 other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 modeling.is_peft_available = lambda: sys.modules.get("peft") is not None
-
-
-def set_shared_state(**values: Any) -> None:
-    """Changes what all instances of `PartialState` have in common."""
-    PartialState._shared_state.update(values)
 
 
 def reset_state() -> None:
@@ -52,6 +46,5 @@ def sharding_over(accelerator: Any, mesh: Any) -> Iterator[None]:
 
 
 def unsplit_classes(model: Any) -> Collection[str]:
-    """The classes of modules that are sharded as a whole: what accelerate reads off the model that it prepares."""
-    names: Collection[str] = getattr(model, "_no_split_modules", ())
-    return names
+    """Returns the classes of modules that are sharded as a whole; transformers names them, accelerate reads them."""
+    return getattr(model, "_no_split_modules", None) or ()

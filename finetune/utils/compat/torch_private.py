@@ -28,7 +28,6 @@ require("torch", batchnorm, "_BatchNorm")
 require("torch", dropout, "_DropoutNd")
 require("torch", distributed_c10d, "_get_default_store", "_world")
 require("torch", _rendezvous, "_create_c10d_store")
-require("torch", nn.Module, "_parameters", "_buffers")
 require("torch", nn.parallel.DistributedDataParallel, "_get_ddp_logging_data")
 require("torch", torch.optim.Adam, "_step_supports_amp_scaling")
 require("torch", torch.amp.GradScaler, GROWTH_TRACKER)
@@ -145,9 +144,8 @@ def prefixed_rendezvous(prefix: str) -> Iterator[None]:
 
 
 def ddp_logging_data(model: Any) -> dict[str, Any]:
-    """What a `DistributedDataParallel` module says of itself, such as `comm_hook`."""
-    data: dict[str, Any] = model._get_ddp_logging_data()
-    return data
+    """Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
+    return dict(model._get_ddp_logging_data())
 
 
 def skips_nonfinite_steps(optimizer: Any) -> bool:
@@ -196,13 +194,3 @@ def builds_under_flock() -> bool:
     from torch.utils import cpp_extension
 
     return hasattr(cpp_extension, "FileLock")
-
-
-def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters and buffers, by name; to change a table is to change the module."""
-    return module._parameters, module._buffers
-
-
-def take_parameter(module: nn.Module, name: str) -> Any:
-    """Takes a parameter out of a module."""
-    return module._parameters.pop(name)

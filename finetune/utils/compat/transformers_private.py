@@ -1,6 +1,6 @@
 """Private names of transformers."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,7 @@ def tied_names(network_class: Any) -> dict[str, str]:
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
     """What a network computes its attention with."""
-    used: str | None = config._attn_implementation
-    return used
+    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def supports_sdpa(architecture: Any) -> bool:
@@ -46,11 +45,6 @@ def supports_sdpa(architecture: Any) -> bool:
 def supports_attention_backend(architecture: Any) -> bool:
     """Whether a network's class, or None, says that it asks `AttentionInterface` for its attention."""
     return bool(getattr(architecture, "_supports_attention_backend", False))
-
-
-def unsplit_classes(network: PreTrainedModel) -> Collection[str]:
-    """The classes of modules that are to stay on one device."""
-    return network._no_split_modules or ()
 
 
 def from_config(architecture: Any, config: PretrainedConfig, **options: Any) -> nn.Module:
