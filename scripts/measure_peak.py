@@ -208,7 +208,7 @@ def main(path: str, folder: str) -> None:
                 with record_function(MARK):
                     train_step(run, step)
     except FinetuneError as error:
-        exit_codes.report(error)
+        exit_codes.print_error(error)
         exit_codes.exit_with(exit_codes.USER_ERROR)
     del products
     first, *others = peaks(profiler)

@@ -67,7 +67,7 @@ def _names(folder: str) -> list[str]:
 
 def _recipe_keys() -> list[str]:
     """Returns the keys of a recipe, each with the `=` that its value follows."""
-    from finetune.diagnostics.explain_recipe import RECIPE_FIELDS
+    from finetune.config.recipe import RECIPE_FIELDS
 
     # A section takes no value of its own.
     sections = {key.rpartition(".")[0].removesuffix(".0") for key in RECIPE_FIELDS}

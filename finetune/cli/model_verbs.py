@@ -155,8 +155,8 @@ def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     if text := untried():
         to_stderr(text)
     to_stderr(f"Opening {parsed.run}.")
-    hub_access.require(parsed.run, None)
-    hub_access.require(parsed.base, "--base")
+    hub_access.require_model(parsed.run, None)
+    hub_access.require_model(parsed.base, "--base")
     silence_libraries()
     from finetune.export.load_model import load_model
 

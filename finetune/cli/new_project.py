@@ -60,7 +60,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
         raise RecipeError("--task custom builds its own model and data, in task.py: leave --model and --data out.")
     length = _row_length(project)
     recipe = validate_recipe(yaml.safe_load(_render("recipe.yaml", project, row_length=length)))
-    recipe_paths.check(recipe)
+    recipe_paths.check_paths(recipe)
     text = _render("recipe.yaml", _seen_from(folder, project), row_length=length)
     files = {"task.py": _render("task.py", project)} if project.task == "custom" else {}
     launches, chosen, reason, changes = _choose_launch(recipe, custom=project.task == "custom")

@@ -95,7 +95,7 @@ def add_recipe_verbs(verbs: Any) -> None:
 def init(parsed: argparse.Namespace) -> None:
     """`finetune init`."""
     prepare_libraries()
-    hub_access.require(parsed.model, "--model")
+    hub_access.require_model(parsed.model, "--model")
     from finetune.cli.new_project import Project, write_project
 
     project = Project(parsed.task, parsed.model, parsed.data, parsed.adapters)
@@ -107,7 +107,7 @@ def launch(parsed: argparse.Namespace) -> None:
     from finetune.config import recipe_paths
 
     recipe = load_named_recipe(parsed)
-    recipe_paths.check(recipe)
+    recipe_paths.check_paths(recipe)
     if parsed.dry_run:
         from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe

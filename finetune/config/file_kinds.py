@@ -1,4 +1,4 @@
-"""Tells what kind of configuration a file is, and what keys of other tools are called in a recipe."""
+"""Kinds of configuration files, and the recipe's names for keys of other tools."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,9 +49,9 @@ OTHER_NAMES = {
     "checkpoint.keep": "save_total_limit",
     "resume.mode": "resume_from_checkpoint",
 }
-"""Keys of a recipe, and what transformers, TRL, PEFT, axolotl and LLaMA-Factory call them."""
+"""Keys of a recipe, and their names in transformers, TRL, PEFT, axolotl and LLaMA-Factory."""
 
-_KEY_OF = {name: key for key, names in OTHER_NAMES.items() for name in names.split()} | {
+KEY_OF_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names.split()} | {
     "load_in_4bit": "model.quantization: nf4",
     "load_in_8bit": "model.quantization: int8",
     "bf16": "precision: bf16",
@@ -99,11 +99,11 @@ PLACES = {
         "accelerate_configs/zero2.yaml does; that file is named behind --config_file."
     ),
 }
-"""Where a file of each kind is named."""
+"""Place where a file of each kind is named."""
 
 
 def other_kind(tree: Mapping[Any, Any], expected: str) -> str | None:
-    """What a file is by the keys at its top, and where such a file is named; None if it may be what is expected.
+    """Tells from its top-level keys what a file is, and where to name it; None if it may be what is expected.
 
     Args:
         expected: `RECIPE`, `LAUNCH` or `DEEPSPEED`.
@@ -116,10 +116,5 @@ def other_kind(tree: Mapping[Any, Any], expected: str) -> str | None:
     said = f"this is {kind} ({', '.join(hits[kind][:4])}), not {expected}. "
     if known:
         return said + PLACES[kind]
-    names = [f"{name} is {_KEY_OF[name]}" for name in hits[kind] if name in _KEY_OF]
+    names = [f"{name} is {KEY_OF_OTHER_NAME[name]}" for name in hits[kind] if name in KEY_OF_OTHER_NAME]
     return f"{said}`finetune init` writes a recipe, and docs/recipe.md lists its keys; there {', '.join(names)}."
-
-
-def key_of_other_name(name: str) -> str | None:
-    """What a recipe has for a key that other tools call so; None if it is not known."""
-    return _KEY_OF.get(name)

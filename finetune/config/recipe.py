@@ -1,6 +1,6 @@
-"""The typed recipe: what is learned. Load, override, validate, dump. Imports no torch, so help is instant.
+"""Loads, overrides, validates and dumps recipes. Imports no torch, so that `finetune --help` is instant.
 
-A recipe is a YAML file. Layers, later ones win: defaults < recipe file < `a.b=c` on the command line.
+A recipe is a YAML file. Later layers win: defaults < recipe file < `a.b=c` on the command line.
 `recipe_schema.py` holds its keys.
 """
 
@@ -27,9 +27,9 @@ from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 from finetune.utils.yaml_files import YamlProblem, parse
 
 TEXT_METRICS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
-"""The names that `eval.metrics` may have for tasks that write texts."""
+"""Names that `eval.metrics` takes for tasks that generate text."""
 CLASS_METRICS = ("accuracy", "f1_macro")
-"""Those for tasks that tell classes."""
+"""Names that `eval.metrics` takes for classification tasks."""
 
 # Keys of earlier versions, and what to write instead.
 _RENAMED = {
@@ -37,7 +37,7 @@ _RENAMED = {
 }
 
 SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
-"""What `json_schema` gives, as a file for editors to read where the package is installed."""
+"""File with the JSON schema of recipes, installed for editors."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class TaskTraits:
     """Facts about a task that recipes are checked for."""
 
     place: str = ""
-    """Where a built-in one is, as `package.module:object`."""
+    """Place of a built-in task, as `package.module:object`."""
     text: bool = False
-    """True if its networks write text."""
+    """True if its networks generate text."""
     labelled: bool = False
     """True if a row is one document with a class."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as users expect it: `1e-4` is a number, and a key given twice is an error."""
+    """Reads YAML as users expect it: `1e-4` is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str | int] = set()
@@ -101,20 +101,20 @@ def load_recipe(
 
 
 def recipe_layers(path: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """What is given: by a recipe file, and then after each override.
+    """Returns the keys and values of a recipe file, and those after each override.
 
     Raises:
         RecipeError: If the file or an override cannot be read.
     """
-    trees = [read(path)]
+    trees = [read_recipe(path)]
     for override in overrides:
         trees.append(copy.deepcopy(trees[-1]))
-        apply(trees[-1], override)
+        apply_override(trees[-1], override)
     return trees
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """A recipe file's plain keys and values.
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """Returns the plain keys and values of a recipe file.
 
     Raises:
         RecipeError: If it does not hold any.
@@ -150,7 +150,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _renewed(tree: dict[str, Any]) -> dict[str, Any]:
-    """The recipe that a run of an earlier version has left, in today's keys."""
+    """Returns the recipe of a run of an earlier version with today's keys."""
     section = tree.get("checkpoint")
     if isinstance(section, dict) and "keep_best" in section:
         kept = section.pop("keep_best")
@@ -164,7 +164,7 @@ def validate_recipe(
     """Turns plain keys and values into a recipe.
 
     Args:
-        origin: Where they come from; a text names it.
+        origin: Place that they come from, or its name.
         tasks: The built-in ones by name; None leaves what depends on the task to whoever looks it up.
 
     Raises:
@@ -184,7 +184,7 @@ def validate_recipe(
 def _checked(
     tree: Mapping[str, Any], tasks: Mapping[str, TaskTraits] | None
 ) -> tuple[Recipe | None, list[tuple[str, str]]]:
-    """The recipe, if it is one, and its problems, each with its key."""
+    """Returns the recipe, None if it is not valid, and its problems, each with its key."""
     try:
         # By way of JSON: pydantic's strict mode then takes lists for tuples, but no "10" for 10.
         recipe = Recipe.model_validate_json(json.dumps(write_out(tree), default=str), strict=True)
@@ -195,12 +195,12 @@ def _checked(
 
 
 def write_out(tree: Mapping[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
-    """Plain keys and values with short forms written out: `output: runs/x`, `lora: true`, one item for a list of it."""
+    """Returns keys and values with short forms written out: `output: runs/x`, `lora: true`, one item for a list."""
     found = {**tree}
     for name in tree.keys() & section.model_fields.keys():
         annotation, value = section.model_fields[name].annotation, tree[name]
         inner = section_in(annotation)
-        if _takes_list(annotation):
+        if get_origin(annotation) is tuple:
             if isinstance(value, str) or (inner is not None and isinstance(value, Mapping)):
                 value = [value]
             if inner is not None and isinstance(value, list):
@@ -219,16 +219,11 @@ def _section(value: Any, section: type[Section]) -> Any:
     return write_out(value, section) if isinstance(value, Mapping) else value
 
 
-def _takes_list(annotation: Any) -> bool:
-    """Whether a field takes a list, and no text."""
-    return get_origin(annotation) is tuple
-
-
 def _with_short_form(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
-    """A field's schema for editors, with what `write_out` takes as well."""
+    """Returns a field's schema for editors, extended by the short forms that `write_out` takes."""
     section, short = section_in(field.annotation), []
     text = {"type": "string"}
-    if _takes_list(field.annotation):
+    if get_origin(field.annotation) is tuple:
         if section is not None and section.short_for is not None:
             schema["items"] = {"anyOf": [schema["items"], text]}
         short = [schema["items"] if section is not None else text]
@@ -243,12 +238,12 @@ def _with_short_form(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The full recipe, defaults included, as YAML that `load` reads back to an equal recipe."""
+    """Returns the full recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
     return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of recipes, for editors."""
+    """Returns the JSON schema of recipes, for editors."""
     schema = Recipe.model_json_schema()
     for section in Section.__subclasses__():
         properties = (schema if section is Recipe else schema["$defs"][section.__name__])["properties"]
@@ -258,7 +253,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterable[str]:
-    """Problems between sections, which no single section can see."""
+    """Yields problems between sections, which no single section can see."""
     own_task = ":" in recipe.task.name
     if tasks is not None and recipe.task.name not in tasks and not own_task:
         known = [*tasks]
@@ -284,7 +279,7 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
 
 
 def source_conflicts(recipe: Recipe) -> Iterable[str]:
-    """Problems of a recipe whose task trains its model on its data."""
+    """Yields problems of a recipe whose task trains the recipe's model on its data."""
     if recipe.model.name is None and recipe.model.config is None:
         yield "model: give `name` (pretrained weights) or `config` (random weights)"
     if not recipe.data.train and recipe.length.steps != 0:
@@ -299,7 +294,7 @@ def source_conflicts(recipe: Recipe) -> Iterable[str]:
 
 
 def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
-    """Problems of a recipe with its task, as far as that says what it is."""
+    """Yields problems between a recipe and its task."""
     if task.labelled and recipe.data.packing != "padded":
         yield f"data.packing: {recipe.task.name} reads one document a row; set `padded`"
     if task.labelled and recipe.sample is not None:
@@ -340,7 +335,7 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
 
 
 def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
-    """Problems between conversations and the rest."""
+    """Yields problems between the `chat` section and the others."""
     if recipe.chat is None:
         for side in ("train", "validation"):
             for number, source in enumerate(getattr(recipe.data, side)):
@@ -354,13 +349,13 @@ def _chat_conflicts(recipe: Recipe) -> Iterable[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """The whole numbers that divide a positive number, in order."""
+    """Returns the divisors of a positive number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
-def apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one `a.b=c` in a tree of plain dicts and lists; `c` is read as YAML."""
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Applies an override `a.b=c` to a tree of plain dicts and lists; `c` is read as YAML."""
     path, equals, value = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -369,8 +364,8 @@ def apply(tree: dict[str, Any], override: str) -> None:
         parsed = parse(value, _Loader)
     except YamlProblem as error:
         raise RecipeError(f"The value in '{override}' is not valid YAML: {error}.") from error
-    named = dict(fields()).get(path)
-    section = None if named is None or _takes_list(named.annotation) else section_in(named.annotation)
+    annotation = RECIPE_FIELDS[path].annotation if path in RECIPE_FIELDS else None
+    section = None if get_origin(annotation) is tuple else section_in(annotation)
     if isinstance(parsed, str) and section is not None and section.short_for is not None:
         keys.append(section.short_for)
     node: Any = tree
@@ -413,7 +408,7 @@ _EXAMPLES = {
 
 
 def _problem(item: Any) -> str:
-    """One pydantic error as `key: what is wrong`."""
+    """Returns a pydantic error as `key: what is wrong`."""
     location = [str(part) for part in item["loc"]]
     key = ".".join(location) or "recipe"
     kind, message = item["type"], str(item["msg"])
@@ -421,44 +416,45 @@ def _problem(item: Any) -> str:
         return f"{key}: {_RENAMED[key]}"
     if kind == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        if (ours := file_kinds.key_of_other_name(location[-1])) is not None and ours != key:
+        if (ours := file_kinds.KEY_OF_OTHER_NAME.get(location[-1], key)) != key:
             return f"{key}: unknown key; write {ours}"
-        close = [name for name in known if name not in _WHAT_IS_TRAINED or _similarity(location[-1], name) >= _TYPO]
+        typos = difflib.get_close_matches(location[-1], _WHAT_IS_TRAINED, cutoff=_TYPO)
+        close = [name for name in known if name not in _WHAT_IS_TRAINED or name in typos]
         return f"{key}: unknown key{hint(location[-1], close, cutoff=0.6)} (allowed: {', '.join(known)})"
     if kind == "value_error":
         said = message.removeprefix("Value error, ")
         return f"{key}: {said}" if location else said  # of the whole recipe, it says its key itself
     got = json.dumps(item["input"], default=str)
+    got = got if len(got) <= 80 else got[:80] + " …"
     if kind in _EXAMPLES:
         known = _known_keys(item["loc"])
         form = f"a section: write its keys below it ({', '.join(known)})" if known else _EXAMPLES[kind]
-        return f"{key}: this is {form}, got {got if len(got) <= 80 else got[:80] + ' …'}"
-    return f"{key}: {message[0].lower()}{message[1:]}, got {got if len(got) <= 80 else got[:80] + ' …'}"
+        return f"{key}: this is {form}, got {got}"
+    return f"{key}: {message[0].lower()}{message[1:]}, got {got}"
 
 
 def _known_keys(location: Sequence[str | int]) -> list[str]:
-    """The keys that the recipe has at a location such as ("data", "train", 0)."""
+    """Returns the keys that the recipe has at a location such as ("data", "train", 0)."""
     section = ".".join("0" if isinstance(part, int) else part for part in location)
-    places = (key.rpartition(".") for key, _ in fields())
+    places = (key.rpartition(".") for key in RECIPE_FIELDS)
     return [name for above, _, name in places if above == section]
 
 
-def fields(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that a recipe can have, and its field; those of sources once, as `data.train.0.path`."""
+def _fields(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field
         inner = section_in(field.annotation)
         if inner is not None:
             number = "0." if get_origin(field.annotation) is tuple else ""
-            yield from fields(inner, f"{prefix}{name}.{number}")
+            yield from _fields(inner, f"{prefix}{name}.{number}")
 
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+RECIPE_FIELDS = dict(_fields())
+"""Every key that a recipe can have, and its field; those of sources once, as `data.train.0.path`."""
 
 
 def hint(word: str, known: Sequence[str], *, cutoff: float = 0.5) -> str:
-    """`, did you mean 'x'?` of the word that comes near, or nothing."""
+    """Returns `, did you mean 'x'?` with the most similar word, or an empty text."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f", did you mean '{close[0]}'?" if close else ""
 

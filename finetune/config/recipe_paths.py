@@ -12,7 +12,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
 
-def check(recipe: Recipe) -> None:
+def check_paths(recipe: Recipe) -> None:
     """Looks for the data files and model directories that a recipe names.
 
     Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from finetune.config.provenance import Origin, Setting, Value
-from finetune.config.recipe import hint, recipe_layers, validate_recipe
+from finetune.config.recipe import RECIPE_FIELDS, hint, recipe_layers, validate_recipe
 from finetune.diagnostics import explain_recipe
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -64,7 +64,7 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     if not found and (off := explain_recipe.value_not_in_force(key)) is not None:
         found = [off]
     if not found:
-        known = list(dict.fromkeys([*(value.key for value in values), *explain_recipe.RECIPE_FIELDS]))
+        known = list(dict.fromkeys([*(value.key for value in values), *RECIPE_FIELDS]))
         same = [name for name in known if name.rsplit(".", 1)[-1] == key]
         near = f", did you mean {' or '.join(same)}?" if same else hint(key, known)
         raise RecipeError(f"There is no key '{key}'{near or '.'} `finetune explain RECIPE --all` lists all.")

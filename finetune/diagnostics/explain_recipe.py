@@ -7,11 +7,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from finetune.config.provenance import Setting, Value, concerns, flat, place_of, places
-from finetune.config.recipe import fields
+from finetune.config.recipe import RECIPE_FIELDS
 from finetune.config.recipe_schema import Recipe, section_in
-
-RECIPE_FIELDS = dict(fields())
-"""All keys that a recipe can have; those of sources once, as `data.train.0.path`."""
 
 
 def recipe_values(

@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> int:
             print(f"planted on purpose: {fault}, {FAULTS[fault]}", file=sys.stderr)
             return entry_point.train_main(rest)
     except RecipeError as error:
-        exit_codes.report(error)
+        exit_codes.print_error(error)
         return exit_codes.USER_ERROR
 
 

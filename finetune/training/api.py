@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import recipe_paths
-from finetune.config.recipe import apply, dump_recipe, read, validate_recipe, write_out
+from finetune.config.recipe import apply_override, dump_recipe, read_recipe, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils import signals
@@ -96,12 +96,12 @@ def _tree_of(
         tree = write_out(json.loads(json.dumps(_plain(source))))
     elif source:
         origin = recipe_file(str(source))
-        tree = read(origin)
+        tree = read_recipe(origin)
     else:
         tree = {}
     tree = _merged(tree, write_out(_plain(sections)))
     for override in overrides:
-        apply(tree, override)
+        apply_override(tree, override)
     return tree, origin
 
 
@@ -156,7 +156,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     silence_libraries()
     outlive_readers()
     with _with_objects(recipe, overrides, objects) as (named, _):
-        recipe_paths.check(named)
+        recipe_paths.check_paths(named)
         try:
             return Training(build_run(named, quiet=quiet))
         except BaseException:
@@ -321,10 +321,12 @@ def _with_objects(
     }
     with handed_over({purpose: thing for purpose, thing in objects.items() if purpose in _KEYS} | own) as names:
         for purpose in names.keys() - own.keys():
-            apply(tree, f"{_KEYS[purpose]}={json.dumps(names[purpose])}")
+            apply_override(tree, f"{_KEYS[purpose]}={json.dumps(names[purpose])}")
         if own:
             named = (tree.get("eval") or {}).get("metrics") or []
-            apply(tree, f"eval.metrics={json.dumps(list(dict.fromkeys([*named, *map(names.__getitem__, own)])))}")
+            apply_override(
+                tree, f"eval.metrics={json.dumps(list(dict.fromkeys([*named, *map(names.__getitem__, own)])))}"
+            )
         cache = Path((tree.get("data") or {}).get("cache_dir") or DataSection().cache_dir)
         for key, given in (
             ("data.train", objects.get("train_data")),
@@ -332,7 +334,7 @@ def _with_objects(
             ("eval.prompts", objects.get("prompts")),
         ):
             if given is not None:
-                apply(tree, f"{key}={json.dumps([{'path': str(_write_records(given, cache))}])}")
+                apply_override(tree, f"{key}={json.dumps([{'path': str(_write_records(given, cache))}])}")
         yield validate_recipe(tree, origin, BUILT_IN), names
 
 

@@ -61,10 +61,10 @@ def load_checked(parsed: argparse.Namespace) -> "Recipe":
     from finetune.tasks.task_lookup import BUILT_IN
 
     recipe = load_recipe(parsed.recipe, parsed.overrides, BUILT_IN)
-    recipe_paths.check(recipe)
+    recipe_paths.check_paths(recipe)
     go_offline_if_unreachable()
-    hub_access.require(recipe.model.name, "model.name")
-    hub_access.require(recipe.tokenizer.name, "tokenizer.name")
+    hub_access.require_model(recipe.model.name, "model.name")
+    hub_access.require_model(recipe.tokenizer.name, "tokenizer.name")
     return recipe
 
 

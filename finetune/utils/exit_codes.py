@@ -41,7 +41,7 @@ def guarded(verb: Callable[[], int | None]) -> int:
             try:
                 return verb() or 0
             except FinetuneError as error:
-                report(error)
+                print_error(error)
                 return USER_ERROR
             except KeyboardInterrupt as error:
                 return signals.say_interrupted(error)
@@ -53,7 +53,7 @@ def guarded(verb: Callable[[], int | None]) -> int:
         return signals.say_interrupted(error)
 
 
-def report(error: FinetuneError) -> None:
+def print_error(error: FinetuneError) -> None:
     """Prints an error as one paragraph, or a line a problem; once a machine where ranks say the same."""
     text = "\n".join(line.rstrip() for line in error.lines) or " ".join(str(error).split())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -28,12 +28,12 @@ def go_offline_if_unreachable() -> None:
     """
     if "HF_HUB_OFFLINE" in os.environ:
         return
-    address = endpoint(os.environ)
+    address = hub_address(os.environ)
     if address is not None and not _answers(partial(socket.getaddrinfo, *address)):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def require(name: str | None, key: str | None = None) -> None:
+def require_model(name: str | None, key: str | None = None) -> None:
     """Refuses a model of which it is plain at once that it cannot be had.
 
     Args:
@@ -49,24 +49,24 @@ def require(name: str | None, key: str | None = None) -> None:
     place = f"{key}: there" if key else "There"
     if not _NAME.fullmatch(name):
         raise RecipeError(f"{place} is no folder {name}, and models on the hub are named OWNER/NAME. Correct the path.")
-    if (problem := unreachable(os.environ)) is not None:
+    if (problem := why_unreachable(os.environ)) is not None:
         raise RecipeError(
             f"{place} is no folder '{name}', the hub's cache holds no model of that name, and {problem}. Correct the "
             "name, or let the hub be reached."
         )
 
 
-def unreachable(env: Mapping[str, str]) -> str | None:
+def why_unreachable(env: Mapping[str, str]) -> str | None:
     """Why the hub cannot be asked; None if it can."""
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return "the hub is not asked (HF_HUB_OFFLINE is set, or its name does not resolve)"
     host = urlparse(_url(env)).hostname
-    if (address := endpoint(env)) is not None:
-        return None if connects(address) else f"{host} cannot be reached"
+    if (address := hub_address(env)) is not None:
+        return None if accepts_connections(address) else f"{host} cannot be reached"
     return None if _answers(lambda: _ask_proxy(_url(env))) else f"{host} cannot be reached through the proxy"
 
 
-def connects(address: tuple[str, int]) -> bool:
+def accepts_connections(address: tuple[str, int]) -> bool:
     """Whether something listens there."""
     return _answers(lambda: socket.create_connection(address, timeout=LIMIT_S).close())
 
@@ -88,7 +88,7 @@ def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def endpoint(env: Mapping[str, str]) -> tuple[str, int] | None:
+def hub_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     """The hub's host and port; None behind a proxy, which resolves names itself."""
     if any(name in env for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return None

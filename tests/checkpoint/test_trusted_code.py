@@ -17,7 +17,7 @@ from ranks import CONFIG, MODEL, lines
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
-from finetune.config.recipe import fields
+from finetune.config.recipe import RECIPE_FIELDS
 from finetune.diagnostics.run_report.memory_prediction import predict_peak
 from finetune.training.api import Run
 from finetune.utils.errors import RecipeError
@@ -278,7 +278,11 @@ def test_what_is_no_signature_vouches_for_nothing(home: Path, code: Any) -> None
 
 
 def test_every_key_that_names_code_is_known() -> None:
-    naming = {key for key, field in fields() if "package.module" in (field.description or "") or key == "task.loss"}
+    naming = {
+        key
+        for key, field in RECIPE_FIELDS.items()
+        if "package.module" in (field.description or "") or key == "task.loss"
+    }
     assert naming == set(trusted_code.NAMED)
 
 

@@ -273,7 +273,7 @@ distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 if distributed.get_rank() == 1:
     time.sleep(2)
     distributed.distributed_c10d._get_default_store().add("still there", 1)
-exit_codes.report(RecipeError("both fail"))
+exit_codes.print_error(RecipeError("both fail"))
 exit_codes.exit_with(exit_codes.USER_ERROR)
 """
 
@@ -291,7 +291,7 @@ def test_different_errors_are_all_said(
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        exit_codes.report(DataError(text))
+        exit_codes.print_error(DataError(text))
     assert capsys.readouterr().err == "\nError: one thing\n\nError: another\n"
 
 
@@ -301,7 +301,7 @@ def test_without_a_launcher_local_rank_0_speaks(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        exit_codes.report(DataError(rank))
+        exit_codes.print_error(DataError(rank))
     assert capsys.readouterr().err == "\nError: 0\n"
 
 

@@ -58,7 +58,7 @@ def test_relative_paths_count_from_the_project(tmp_path: Path, monkeypatch: pyte
     write_project(Path("projects/cats"), project)
     monkeypatch.chdir("projects/cats")
     recipe = load_recipe("recipe.yaml")
-    recipe_paths.check(recipe)
+    recipe_paths.check_paths(recipe)
     assert recipe.model.name == "../../models/small"
     assert [source.path for source in recipe.data.train] == ["../../*.jsonl"]
     monkeypatch.chdir(tmp_path)

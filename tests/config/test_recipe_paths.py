@@ -76,7 +76,7 @@ def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Fi
     monkeypatch.chdir(tmp_path)
     tree = {**TREE, "data": {"train": [{"sample": 10}]}, **keys}
     try:
-        recipe_paths.check(validate_recipe(tree))
+        recipe_paths.check_paths(validate_recipe(tree))
     except FinetuneError as error:
         return error
     return None

@@ -208,7 +208,7 @@ CASES: list[Case] = [
         network_checks.reach,
         "warning",
         "huggingface.co cannot be reached",
-        asking({"finetune.utils.hub_access.connects": lambda address: False}),
+        asking({"finetune.utils.hub_access.accepts_connections": lambda address: False}),
     ),
     (
         network_checks.reach,
@@ -279,7 +279,7 @@ SOUND = {
     "finetune.diagnostics.doctor.package_checks.probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
     "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
-    "finetune.utils.hub_access.connects": lambda address: True,
+    "finetune.utils.hub_access.accepts_connections": lambda address: True,
     "finetune.diagnostics.doctor.machine_checks.QUOTA": Path("/nowhere"),
     "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
     "os.sched_getaffinity": lambda pid: set(range(8)),
@@ -359,9 +359,9 @@ def test_a_free_port_and_a_taken_one() -> None:
 def test_connections() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        assert not hub_access.connects(server.getsockname())
+        assert not hub_access.accepts_connections(server.getsockname())
         server.listen()
-        assert hub_access.connects(server.getsockname())
+        assert hub_access.accepts_connections(server.getsockname())
 
 
 def test_the_hubs_cache(tmp_path: Path) -> None:

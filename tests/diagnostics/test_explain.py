@@ -20,10 +20,10 @@ from rich.console import Console
 from finetune.cli import main as cli
 from finetune.cli.main import main
 from finetune.config.provenance import Value, flat, places
-from finetune.config.recipe import load_recipe, read
+from finetune.config.recipe import RECIPE_FIELDS, load_recipe, read_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.diagnostics.explain import explain_values, select_values, values_table
-from finetune.diagnostics.explain_recipe import RECIPE_FIELDS, recipe_values
+from finetune.diagnostics.explain_recipe import recipe_values
 from finetune.distributed import device_selection
 from finetune.distributed.launch.launch_schema import KEYS, NOT_FROM_FILE, FsdpSection, ParallelismSection
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -96,8 +96,8 @@ finally:
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_value_of_a_recipe_with_its_place(file: Path) -> None:
-    effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read(file))
-    found = {value.key: value for value in recipe_values(load_recipe(file), str(file), (), [read(file)], {})}
+    effective, tree = flat(load_recipe(file).model_dump(mode="json")), flat(read_recipe(file))
+    found = {value.key: value for value in recipe_values(load_recipe(file), str(file), (), [read_recipe(file)], {})}
     sections = {key for key in found if key not in effective}
     assert sections <= {"lora", "chat", "sample"}
     assert set(effective) == set(found) - sections

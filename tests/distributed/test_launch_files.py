@@ -353,7 +353,7 @@ def test_all_problems_of_a_launch_file_at_once(place: Place, capsys: pytest.Capt
     file = place.launch_file("fsdp", num_procesess=2, **MISSPELT)
     with pytest.raises(BackendError) as caught:
         read_launch_file(str(file))
-    exit_codes.report(caught.value)
+    exit_codes.print_error(caught.value)
     head, *problems, advice = capsys.readouterr().err.strip().splitlines()
     assert head == f"Error: The launch file {file} has 2 problems:"
     assert [re.sub(r":\d+:", ":N:", line).split(": ")[:2] for line in problems] == [
@@ -626,10 +626,10 @@ def test_the_launchers_traceback_ends_in_a_hint(tmp_path: Path, monkeypatch: pyt
     file.parent.mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setattr(orphan_watch, "_line", ["python", "-m", "finetune.distributed.launch.launcher", "a.py"])
-    exit_codes.report(RecipeError("no"))
+    exit_codes.print_error(RecipeError("no"))
     assert not file.exists()
     monkeypatch.setattr(orphan_watch, "_line", ACCELERATE)
-    exit_codes.report(RecipeError("no"))
+    exit_codes.print_error(RecipeError("no"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, last, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
     assert last.endswith("ends with the error and exit code 2 alone.")
@@ -645,7 +645,7 @@ def test_a_single_process_says_what_follows(
         (["python", "-m", "finetune.distributed.launch.launcher", "a.py"], False),
     ):
         monkeypatch.setattr(orphan_watch, "_line", line)
-        exit_codes.report(RecipeError("no"))
+        exit_codes.print_error(RecipeError("no"))
         said = capsys.readouterr().err
         assert said.startswith("\nError: no\n")
         assert ("`finetune launch` takes the same" in said) == hint

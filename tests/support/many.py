@@ -139,7 +139,7 @@ def main(paths: list[str]) -> None:
                 run = build_run(load_recipe(path))
                 train_watched(run)
         except FinetuneError as error:
-            exit_codes.report(error)
+            exit_codes.print_error(error)
             exit_codes.exit_with(exit_codes.USER_ERROR)
         run.backend.barrier()
         # Accelerate keeps its state for the life of a process; the process group can stay.

@@ -62,15 +62,15 @@ def test_what_is_here_and_what_the_hub_may_have(tmp_path: Path, monkeypatch: pyt
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    hub_access.require(None)
-    hub_access.require(str(tmp_path))
+    hub_access.require_model(None)
+    hub_access.require_model(str(tmp_path))
     (tmp_path / "hub/models--owner--name/snapshots/abc").mkdir(parents=True)
-    hub_access.require("owner/name")
+    hub_access.require_model("owner/name")
     with pytest.raises(RecipeError, match="here is no folder a/b/c, and models on the hub are named OWNER/NAME"):
-        hub_access.require("a/b/c")
+        hub_access.require_model("a/b/c")
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(hub_access, "unreachable", lambda env: None)
-    hub_access.require("nope")  # the hub will say
+    monkeypatch.setattr(hub_access, "why_unreachable", lambda env: None)
+    hub_access.require_model("nope")  # the hub will say
 
 
 @pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:1"])
@@ -81,7 +81,7 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, proxy: str | None) 
     if proxy is not None:
         monkeypatch.setenv("https_proxy", proxy)
         env = {"HF_ENDPOINT": "https://hub.invalid", "https_proxy": proxy}
-    problem = hub_access.unreachable(env)
+    problem = hub_access.why_unreachable(env)
     assert problem is not None
     assert ("through the proxy" in problem) == (proxy is not None)
 

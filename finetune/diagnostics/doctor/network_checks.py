@@ -12,7 +12,7 @@ import psutil
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
-from finetune.utils.hub_access import is_cached, unreachable
+from finetune.utils.hub_access import is_cached, why_unreachable
 from finetune.utils.temporary_folders import temporary_folder
 
 
@@ -179,7 +179,7 @@ def all_reduce(asked: Asked) -> Iterable[CheckResult]:
 
 def reach(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether what the recipe names on the hub can be had: from there, or from the cache."""
-    problem = unreachable(asked.env)
+    problem = why_unreachable(asked.env)
     wanted = list(dict.fromkeys(_names(asked.recipe))) if asked.recipe else []
     missing = [name for kind, name in wanted if not is_cached(asked.env, kind, name)]
     names = ", ".join(name for _, name in wanted)
