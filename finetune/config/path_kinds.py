@@ -1,4 +1,4 @@
-"""What a path on this machine is, whoever names it: so that the wrong one is called by its name, with what to use."""
+"""Kinds of files and folders, so that an error about a wrong path says what it is, and what to use instead."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ _STEP = "step-"
 
 
 def kind_of(path: Path) -> Kind | None:
-    """What a file or folder is; None if it is none of these, or nothing is there.
+    """Returns the kind of a file or folder; None if it is none of these, or nothing is there.
 
     A folder of several kinds is the first of them that fits: a model beside which an adapter lies is a model.
     """
@@ -45,7 +45,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def not_a_model(path: Path) -> str | None:
-    """What a path is that is named as a model and cannot be one, and what to name instead; None if nothing is known."""
+    """Returns why a path cannot be a model, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
     if kind in ("run", "checkpoint"):
         return f"{_said(path)}, and no model. {_weights_of(path)}"
@@ -69,7 +69,7 @@ def not_a_model(path: Path) -> str | None:
 
 
 def not_a_tokenizer(path: Path) -> str | None:
-    """What a path is that is named as a tokenizer and has none, and what to name instead."""
+    """Returns why a path cannot be a tokenizer, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
     if kind in ("run", "checkpoint"):
         return f"{_said(path)}. Name the folder with its tokenizer: {path / 'model'}."
@@ -81,7 +81,7 @@ def not_a_tokenizer(path: Path) -> str | None:
 
 
 def not_data(path: Path) -> str | None:
-    """What a path is that is named as data and holds none."""
+    """Returns why a path cannot be data, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
     if kind in ("run", "checkpoint"):
         return f"{_said(path)}, and no data. Name the files that it was to learn from."
@@ -95,7 +95,7 @@ def not_data(path: Path) -> str | None:
 
 
 def not_a_run(path: Path) -> str | None:
-    """What a path is that is named as a run and is none."""
+    """Returns why a path cannot be a run, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
     if kind == "checkpoint":
         return f"{_said(path)}. Name its run: {_run_of(path)}."
@@ -108,7 +108,7 @@ def not_a_run(path: Path) -> str | None:
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """What an adapter says of itself.
+    """Returns the configuration of an adapter.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -160,7 +160,7 @@ def _weights_of(path: Path) -> str:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run that a checkpoint, or a folder inside a run, belongs to."""
+    """Returns the run that a checkpoint, or a folder inside a run, belongs to."""
     parents = Path(os.path.abspath(path)).parents[:3]
     found = next((parent for parent in parents if kind_of(parent) == "run"), None)
     return None if found is None else Path(os.path.relpath(found)) if not path.is_absolute() else found

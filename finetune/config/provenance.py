@@ -1,4 +1,4 @@
-"""Where the value of a key comes from: default, file, command line or environment, and what it overrides."""
+"""Origins of values: default, file, command line or environment, and what each overrides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Layer = Literal["default", "recipe file", "command line", "environment", "launch
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer's say on a key."""
+    """Value of a key in one layer."""
 
     layer: Layer
     place: str
@@ -27,18 +27,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Value:
-    """A key, and all that was said on it."""
+    """A key, with its values in all layers."""
 
     key: str
     section: str
     settings: tuple[Setting, ...]
-    """Every layer that gives it, the one that holds last. Empty: the key is not in force."""
+    """Layers that give the key; the last one wins. Empty: the key is not in force."""
     meaning: str
     unit: str = ""
 
     @property
     def overridden(self) -> tuple[Setting, ...]:
-        """What the setting that holds takes the place of, the last one first; one of the same value changes nothing."""
+        """Settings with another value that the last one overrides, the latest first."""
         return tuple(setting for setting in self.settings[-2::-1] if setting.value != self.settings[-1].value)
 
     @property
@@ -48,18 +48,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recipe's values come from, so that problems can name the place."""
+    """Origin of a recipe's values, so that problems can name the place."""
 
     path: str | Path
     tree: Mapping[str, Any]
-    """What the file alone says."""
+    """Keys and values of the file alone."""
     overrides: Sequence[str] = ()
 
     def of(self, key: str, problem: str, in_file: Sequence[str]) -> str:
-        """What gave the value of a key that has a problem: an override, or the file and its line.
+        """Returns the place of a key that has a problem: an override, or the file and its line.
 
         Args:
-            in_file: The problems that the file has by itself.
+            in_file: Problems that the file has without the overrides.
         """
         for override in reversed(self.overrides):
             if concerns(override, key):
@@ -72,7 +72,7 @@ class Origin:
 
 
 def concerns(override: str, key: str) -> bool:
-    """Whether an override sets a key, or something above or below it."""
+    """Tells if an override sets a key, or one above or below it."""
     name, _, value = override.partition("=")
     field = Recipe.model_fields.get(name)
     section = section_in(field.annotation) if field is not None else None
@@ -82,7 +82,7 @@ def concerns(override: str, key: str) -> bool:
 
 
 def gives(recipe: Recipe, key: str) -> bool:
-    """Whether a recipe gives a key, which else has its default."""
+    """Tells if a recipe gives a key, instead of leaving it at its default."""
     section: Any = recipe
     for name in key.split("."):
         if section is None or name not in section.model_fields_set:
@@ -92,7 +92,7 @@ def gives(recipe: Recipe, key: str) -> bool:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values; items of a list of mappings are numbered: `data.train.0.path`."""
+    """Returns dotted keys and their values; items of a list of mappings are numbered: `data.train.0.path`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -106,7 +106,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def places(file: str | Path) -> dict[str, int]:
-    """The line, from 1, at which a YAML or JSON file gives each dotted key; empty if it cannot be told."""
+    """Returns the line, from 1, of each dotted key in a YAML or JSON file; empty if it cannot be parsed."""
     try:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
@@ -115,7 +115,7 @@ def places(file: str | Path) -> dict[str, int]:
 
 
 def place_of(key: str, file: str | Path, lines: Mapping[str, int]) -> str:
-    """`file:line` of a key, or of the nearest one above it; the file alone if it gives neither."""
+    """Returns `file:line` of a key, or of the nearest one above it; the file alone if it gives neither."""
     while key and key not in lines:
         key = key.rpartition(".")[0]
     return f"{file}:{lines[key]}" if key else str(file)

@@ -1,4 +1,4 @@
-"""The files that a recipe names on this machine, checked before anything slow is imported."""
+"""Checks of the files that a recipe names on this machine, before anything slow is imported."""
 
 import glob
 import os
@@ -13,7 +13,7 @@ from finetune.utils.errors import DataError, FinetuneError, RecipeError
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Looks for the data files and model directories that a recipe names.
+    """Checks that the data files and model directories that a recipe names are there.
 
     Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,
     so nothing is checked for it.
@@ -32,7 +32,7 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def find_files(given: str) -> list[Path]:
-    """What a source's `path` names: a file, a directory, or the files that a glob matches, sorted by name.
+    """Returns what a source's `path` names: a file, a directory, or the files that a glob matches, sorted by name.
 
     Links are followed. A file that a glob reaches by several names is taken once.
 
@@ -97,12 +97,12 @@ def _problems(recipe: Recipe) -> Iterator[FinetuneError]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can be no name on the hub, which is `name` or `organisation/name`."""
+    """Tells if a name cannot be one on the hub, which is `name` or `organisation/name`."""
     return name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
 
 
 def _nearest(path: Path) -> str:
-    """`, did you mean 'x'?` of the name beside it that comes near, or of the first folder that is missing."""
+    """Returns a hint at a similar name beside the path, or beside the first folder that is missing."""
     if glob.has_magic(str(path)):
         return ""
     while not path.parent.is_dir() and path.parent != path:

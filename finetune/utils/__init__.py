@@ -1,1 +1,1 @@
-"""What every package uses: files, errors, exit codes, access to the hub."""
+"""Utilities that every package uses: files, errors, exit codes, access to the hub."""

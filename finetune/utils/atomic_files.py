@@ -67,12 +67,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_text(value: Any) -> str:
-    """A JSON value as `write_json` writes it."""
+    """Returns a JSON value as `write_json` writes it."""
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def why_unlockable(folder: Path) -> str | None:
-    """Why files in a folder cannot be locked; None if they can.
+    """Returns why files in a folder cannot be locked; None if they can.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -88,13 +88,13 @@ def why_unlockable(folder: Path) -> str | None:
 
 
 def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
-    """The file to lock so that one process at a time writes something into a folder.
+    """Returns the file to lock so that one process at a time writes something into a folder.
 
     Args:
-        name: Of the file, in the folder.
+        name: Name of the file, in the folder.
 
     Returns:
-        The file: in the folder, or of this machine where the folder's file system has no locks; and why it has none.
+        The file, and why the folder's file system has no locks; the file is one of this machine then.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -119,7 +119,7 @@ def remove_path(path: Path) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Gives all files below a folder the mode that the umask asks for. Some libraries write theirs as 0600.
+    """Gives all files below a folder the mode that the umask asks for; some libraries write theirs as 0600.
 
     Args:
         folder: One that this process has made, so that its own mode tells the umask.
@@ -134,7 +134,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """32 hexadecimal digits of a file's content. It finds damage, not forgery.
+    """Returns 32 hexadecimal digits of a file's content, which show damage, not forgery.
 
     Source: xxHash's XXH3 with 128 bits, which reads as fast as memory does.
 
@@ -146,7 +146,7 @@ def file_digest(path: Path) -> str:
 
 
 def digest_of(facts: Any) -> str:
-    """32 hexadecimal digits that name a JSON-able value."""
+    """Returns 32 hexadecimal digits that identify a JSON-able value."""
     text = json.dumps(facts, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
 
@@ -154,8 +154,8 @@ def digest_of(facts: Any) -> str:
 class Journal:
     """A file of JSON lines that only grows, and that no crash or full disk tears.
 
-    What cannot be written waits in memory, in order, until it can; the first failure is returned, to be said. A file
-    that somebody deletes is written again, with all of its lines.
+    Lines that cannot be written wait in memory, in order; the first failure is returned, to be reported. A file that
+    is deleted is written again, with all of its lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class Journal:
 
     @property
     def failing(self) -> bool:
-        """Whether the last write failed."""
+        """True if the last write failed."""
         return self._failing
 
     def add(self, value: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ class Journal:
         return self.flush()
 
     def flush(self, *, to_disk: bool = False) -> str | None:
-        """Writes what waits; returns why it cannot, the first time.
+        """Writes the lines that wait; returns why it cannot, the first time.
 
         Args:
             to_disk: Return only once it is on the disk.
@@ -199,12 +199,12 @@ class Journal:
         return None
 
     def close(self) -> str | None:
-        """Writes what waits, for the last time; returns why some of it is lost."""
+        """Writes the lines that wait, for the last time; returns why some of them are lost."""
         self._failing = False
         return self.flush(to_disk=True) if self._waiting or self._deleted() else None
 
     def _deleted(self) -> bool:
-        """Whether the file was deleted, and its folder is there."""
+        """Tells if the file was deleted, but not its folder."""
         there = self._path.parent.is_dir() and device_of(self._path) == self._disk
         return self._written is not None and there and not os.path.lexists(self._path)
 
@@ -236,7 +236,7 @@ class Journal:
 
 
 def device_of(path: Path) -> int:
-    """The file system on which a path lies, or would lie: where a mount has vanished, it is another one."""
+    """Returns the file system that holds a path, or would hold it; it changes where a mount has vanished."""
     folder = path.absolute()
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
@@ -244,7 +244,7 @@ def device_of(path: Path) -> int:
 
 
 def _end_of_lines(handle: int, size: int) -> int:
-    """Where the last line that is whole ends."""
+    """Returns the offset at which the last whole line ends."""
     while size > 0:
         start = max(0, size - _CHUNK)
         found = os.pread(handle, size - start, start).rfind(b"\n")
@@ -255,7 +255,7 @@ def _end_of_lines(handle: int, size: int) -> int:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; a last line that a crash tore is left out.
+    """Returns the lines of a journal, without a last line that a crash tore.
 
     Raises:
         OSError: If there is no such file, or a line before the last is damaged.
@@ -267,20 +267,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Lines(NamedTuple):
-    """The lines of a journal that something else than its run may have changed."""
+    """Lines of a journal that something other than its run may have changed."""
 
     whole: list[dict[str, Any]]
     damaged: dict[int, bytes]
-    """By number, counted from 1."""
+    """Damaged lines by number, counted from 1."""
     before: list[int]
-    """Of each damaged line, how many whole ones stand before it."""
+    """Number of whole lines before each damaged one."""
 
 
 def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = lambda line: True) -> Lines:
-    """The lines of a journal that can be read, and those that cannot; a last line that a crash tore is neither.
+    """Returns the lines of a journal that can be read, and those that cannot; a last line that a crash tore is neither.
 
     Args:
-        is_whole: Whether an object is what such a journal has.
+        is_whole: Tells if an object is one that such a journal holds.
 
     Raises:
         OSError: If there is no such file.
@@ -303,9 +303,9 @@ def read_whole_lines(path: Path, is_whole: Callable[[dict[str, Any]], bool] = la
 
 
 def set_damaged_lines_aside(path: Path, lines: Lines) -> str | None:
-    """Moves what is damaged of a journal to a file beside it; returns what was moved where, None if nothing was.
+    """Copies the damaged lines of a journal to a file beside it; returns a report, None if there are none.
 
-    The journal itself has to be written anew without it (`rewrite_lines`).
+    The journal itself has to be rewritten without them (`rewrite_lines`).
 
     Raises:
         OSError: If it cannot be written.

@@ -1,4 +1,4 @@
-"""Ends work that a file from elsewhere asks for, such as the loops of a chat template, where it does not end itself."""
+"""Limits of time and memory for work that a file from elsewhere asks for, such as the loops of a chat template."""
 
 import signal
 import threading
@@ -10,30 +10,30 @@ from finetune.utils.errors import DataError
 from finetune.utils.platforms import peak_bytes
 
 MAX_SECONDS = 10.0
-"""Of computing, not of waiting: a machine under load has as much time as any. Real work takes milliseconds."""
+"""Limit of computing time, not of waiting, so that load on the machine does not count. Real work takes milliseconds."""
 MAX_BYTES = 4 << 30
-"""Memory that the work may take beside what the process had."""
+"""Limit of memory that the work takes in addition to what the process had."""
 
 _LOOK_S = 0.1
 
 
 class _Exceeded(BaseException):
-    """Passes through `except Exception` of the work itself."""
+    """Limit exceeded; not an `Exception`, which the work itself might catch."""
 
 
 @contextmanager
 def bounded_work(what: str, instead: str) -> Iterator[None]:
-    """Ends what is done within it once it has computed for `MAX_SECONDS`, or has taken `MAX_BYTES` of memory.
+    """Ends the work inside once it has computed for `MAX_SECONDS`, or has taken `MAX_BYTES` of memory.
 
     Only Python's main thread can be interrupted; in others nothing is bounded. One operation, such as a power of two
     large numbers, is not interrupted.
 
     Args:
-        what: That which is at work, for the message.
-        instead: What to change.
+        what: Name of the work, for the message.
+        instead: Advice on what to change.
 
     Raises:
-        DataError: Where it was ended.
+        DataError: If the work was ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

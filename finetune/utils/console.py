@@ -1,4 +1,4 @@
-"""The console for what people read."""
+"""Console output for people."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 
 def plain_console() -> Console:
-    """Prints texts as they are; wraps them at words on a terminal, and nothing elsewhere."""
+    """Returns a console that prints texts as they are, and wraps them at words on a terminal only."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.soft_wrap, console.width = True, 1000
@@ -16,12 +16,12 @@ def plain_console() -> Console:
 
 
 def progress_bar(console: Console, *columns: ProgressColumn, known: bool = True, **options: Any) -> Progress:
-    """Progress in one line: the bar takes the room that the columns leave, and these are not wrapped.
+    """Returns a progress display of one line, whose bar takes the room that the columns leave.
 
     Args:
-        columns: What stands before the bar.
-        known: Whether the end is known; else there is no bar, and no time left.
-        options: More of `Progress`.
+        columns: Columns before the bar.
+        known: True if the end is known; else there is no bar, and no time left.
+        options: More options of `Progress`.
     """
     if known:
         bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
@@ -30,10 +30,10 @@ def progress_bar(console: Console, *columns: ProgressColumn, known: bool = True,
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without lines around it, which cuts nothing off; columns without names get no head.
+    """Returns a table without lines, which cuts nothing off; columns without names get no head.
 
     Args:
-        right: The columns that are aligned on the right.
+        right: Columns that are aligned on the right.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):

@@ -1,6 +1,6 @@
-"""The errors that a user can cause, each one paragraph: what was found, what is allowed, what to change.
+"""Errors that a user can cause, each one paragraph: what was found, what is allowed, what to change.
 
-Every one is also an error of the standard library, so that callers can catch what they know.
+Each is also an error of the standard library, so that callers can catch what they know.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ class FinetuneError(Exception):
     """Base of all errors that `finetune` raises on purpose; printed without a traceback."""
 
     lines: tuple[str, ...] = ()
-    """The lines to print, where these are several; else the text is one paragraph."""
+    """Lines to print; empty if the text is one paragraph."""
 
     @classmethod
     def of(cls, place: str, problems: Sequence[str], advice: str = "") -> Self:
-        """An error of one problem or several.
+        """Returns an error with one problem or several.
 
         Args:
-            place: What has them, such as a file.
-            problems: Each with its own place.
-            advice: What to do about any of them, a sentence.
+            place: Place of the problems, such as a file.
+            problems: Problems, each with its own place.
+            advice: Sentence on what to do about any of them.
         """
         said = [problem if problem.endswith((".", "?")) else f"{problem}." for problem in problems]
         if len(said) == 1:
@@ -40,7 +40,7 @@ class DataError(FinetuneError, ValueError):
 
 
 class BackendError(FinetuneError, RuntimeError):
-    """What would run, or runs, is not what the launch config asks for."""
+    """The run is not, or would not be, the one that the launch file asks for."""
 
 
 class LibraryVersionError(FinetuneError, ImportError):
@@ -52,7 +52,7 @@ class CheckpointError(FinetuneError, OSError):
 
 
 class LaunchError(FinetuneError, RuntimeError):
-    """The processes of a launch failed; with their last words, where these were seen."""
+    """The processes of a launch failed; the text has their last output, if it was captured."""
 
 
 class DivergedError(FinetuneError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""How a process ends: one paragraph, an exit code, once a machine, without the interpreter's teardown."""
+"""Ends of processes: one paragraph for each machine, and an exit code, without the interpreter's teardown."""
 
 import hashlib
 import json
@@ -14,28 +14,28 @@ from pathlib import Path
 from finetune.utils import orphan_watch, signals
 from finetune.utils.errors import FinetuneError
 
-# What a process exits with when the user has to change something.
+# The user has to change something.
 USER_ERROR = 2
 
-# What it exits with when it was asked to stop, and all is saved: start the same command again, and it resumes.
+# The process was asked to stop, and all is saved: the same command resumes it.
 # Source: BSD's sysexits.h, EX_TEMPFAIL.
 REQUEUE = 75
 
-# To whoever uses another launcher, whose traceback and exit code no worker can help.
+# For users of another launcher, whose traceback and exit code no worker can change.
 _HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 alone."
 
-# How collectives fail on the ranks that are left when one is gone.
+# Errors of collectives on the other ranks when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
 
-# How long a rank that fails waits for the others to fail as well.
+# A rank that fails waits so long for the others to fail as well.
 _PATIENCE_S = 10
 
-# How long one that has lost another waits for its launcher, which looks ten times a second, to see whom.
+# A rank that has lost another waits so long for its launcher, which polls ten times a second, to see which.
 _LOST_PATIENCE_S = 2.0
 
 
 def guarded(verb: Callable[[], int | None]) -> int:
-    """Runs a verb; an error of the user's, or a signal that asks to end, becomes one paragraph and an exit code."""
+    """Runs a verb; turns an error of the user, or a signal that asks to end, into one paragraph and an exit code."""
     try:
         with signals.handled(signals.stop_signals(), signals.interrupter()):
             try:
@@ -54,7 +54,7 @@ def guarded(verb: Callable[[], int | None]) -> int:
 
 
 def print_error(error: FinetuneError) -> None:
-    """Prints an error as one paragraph, or a line a problem; once a machine where ranks say the same."""
+    """Prints an error as one paragraph, or a line for each problem; once for each machine if its ranks agree."""
     text = "\n".join(line.rstrip() for line in error.lines) or " ".join(str(error).split())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     others = orphan_watch.is_launcher() and not orphan_watch.is_own_launcher()
@@ -70,7 +70,7 @@ def print_error(error: FinetuneError) -> None:
 
 
 def _first_to_say(text: str) -> bool:
-    """Whether no other rank on this machine has said this.
+    """Tells if no other rank on this machine has printed this text.
 
     A launcher ends every rank as soon as one has ended, so none may wait for another to speak. torchrun and
     Accelerate give each rank a file in a folder that they share; the first to make a file there speaks.
@@ -104,12 +104,12 @@ def exit_with(code: int) -> None:
 
 
 def _group_exists() -> bool:
-    """Whether this process has met the other ranks."""
+    """Tells if this process is connected to the other ranks."""
     return "torch.distributed" in sys.modules and bool(sys.modules["torch.distributed"].is_initialized())
 
 
 def _wait_for_others() -> None:
-    """Lets ranks that fail alike get that far: one still connecting would say at length that its peer is gone."""
+    """Waits for ranks that fail alike: one that is still connecting would report at length that its peer is gone."""
     distributed = sys.modules["torch.distributed"]
     own, ranks = distributed.get_rank(), range(distributed.get_world_size())
     try:
@@ -127,9 +127,9 @@ def _wait_for_others() -> None:
 
 
 def say_failure(error: Exception) -> int:
-    """Prints what nobody foresaw, on the rank that it happened on; the others only say that they lost one.
+    """Prints an unexpected error on the rank that raised it; the others only report that they lost a rank.
 
-    They wait before they do: then the launcher sees first which one it was, says so, and ends the rest.
+    They wait before they do, so that the launcher sees first which rank it was, reports it, and ends the rest.
     """
     rank = os.environ.get("RANK", "0")
     if _group_exists() and any(sign in str(error) for sign in _LOST_PEER):

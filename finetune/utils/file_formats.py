@@ -1,4 +1,4 @@
-"""What a file holds, whatever its name says: by its first bytes."""
+"""Formats of files, told from their first bytes, whatever their names say."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +9,7 @@ _UTF_16_SHARE = 0.4
 
 
 class Format(NamedTuple):
-    """What a file's first bytes say that it is."""
+    """Format that the first bytes of a file show."""
 
     name: str
     advice: str
@@ -56,7 +56,7 @@ _SIGNATURES = {
 
 
 def format_of(path: Path) -> Format | None:
-    """What a file holds if that is something else than text in UTF-8, and is known by its first bytes.
+    """Returns the format of a file, if its first bytes show one other than text in UTF-8.
 
     Raises:
         OSError: If it cannot be read.
@@ -80,11 +80,11 @@ def format_of(path: Path) -> Format | None:
 
 
 def read_text(path: Path) -> str:
-    """A text file of the user.
+    """Returns the content of a text file of the user.
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: If it holds something else, with what it is and what to do.
+        ValueError: If it holds something else; with its format and advice.
     """
     if found := format_of(path):
         raise ValueError(f"it is {found.name}. {found.advice.rstrip('.')}")
@@ -95,7 +95,7 @@ def read_text(path: Path) -> str:
 
 
 def holds_text(path: Path) -> bool:
-    """Whether a file begins with text in UTF-8; an empty one holds none.
+    """Tells if a file begins with text in UTF-8; an empty one does not.
 
     Raises:
         OSError: If it cannot be read.
@@ -110,7 +110,7 @@ def _start_of(path: Path) -> bytes:
 
 
 def _is_text(start: bytes) -> bool:
-    """Whether some first bytes are text, which may end within a character."""
+    """Tells if the first bytes of a file are text, which may end within a character."""
     try:
         text = start.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -15,16 +15,16 @@ from urllib.request import Request, urlopen
 from finetune.utils.errors import RecipeError
 
 LIMIT_S = 5.0
-"""How long to wait for an answer."""
+"""Seconds to wait for an answer."""
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def go_offline_if_unreachable() -> None:
-    """Sets HF_HUB_OFFLINE where the hub's name does not resolve; call it before anything imports the hub's client.
+    """Sets HF_HUB_OFFLINE if the name of the hub does not resolve; call it before anything imports the hub's client.
 
-    A client that keeps asking takes most of a minute to fail, and says so many times; offline it looks into its
-    cache at once, and a missing name is a clear error.
+    A client that retries takes most of a minute to fail, with many messages. Offline it uses its cache at once, and a
+    missing name is a clear error.
     """
     if "HF_HUB_OFFLINE" in os.environ:
         return
@@ -34,11 +34,11 @@ def go_offline_if_unreachable() -> None:
 
 
 def require_model(name: str | None, key: str | None = None) -> None:
-    """Refuses a model of which it is plain at once that it cannot be had.
+    """Refuses a model that evidently cannot be loaded.
 
     Args:
         name: A folder, or a model on the hub; None for none.
-        key: What named it, for the message.
+        key: Key or option that named it, for the message.
 
     Raises:
         RecipeError: If there is no such folder, and the name cannot be the hub's, or only the hub could know it and
@@ -57,7 +57,7 @@ def require_model(name: str | None, key: str | None = None) -> None:
 
 
 def why_unreachable(env: Mapping[str, str]) -> str | None:
-    """Why the hub cannot be asked; None if it can."""
+    """Returns why the hub cannot be reached; None if it can."""
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return "the hub is not asked (HF_HUB_OFFLINE is set, or its name does not resolve)"
     host = urlparse(_url(env)).hostname
@@ -67,12 +67,12 @@ def why_unreachable(env: Mapping[str, str]) -> str | None:
 
 
 def accepts_connections(address: tuple[str, int]) -> bool:
-    """Whether something listens there."""
+    """Tells if something listens at an address."""
     return _answers(lambda: socket.create_connection(address, timeout=LIMIT_S).close())
 
 
 def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
-    """Whether the hub's cache holds some revision.
+    """Tells if the hub's cache holds a revision of a model or data set.
 
     Args:
         kind: `models` or `datasets`.
@@ -89,7 +89,7 @@ def is_cached(env: Mapping[str, str], kind: str, name: str) -> bool:
 
 
 def hub_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """The hub's host and port; None behind a proxy, which resolves names itself."""
+    """Returns host and port of the hub; None behind a proxy, which resolves names itself."""
     if any(name in env for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return None
     url = urlparse(_url(env))
@@ -111,7 +111,7 @@ def _ask_proxy(url: str) -> None:
 
 
 def _answers(ask: Callable[[], object]) -> bool:
-    """Whether a question to the network is answered, in time: resolvers know no limit of their own."""
+    """Tells if a request to the network is answered in time; resolvers have no time limit of their own."""
     answered = []
 
     def attempt() -> None:

@@ -1,4 +1,4 @@
-"""Objects that a recipe names: `package.module:name`, `file.py:name`, or what a caller in this process handed over."""
+"""Objects that a recipe names: `package.module:name`, `file.py:name`, or objects that a caller handed over."""
 
 import importlib
 import importlib.util
@@ -13,13 +13,13 @@ from finetune.utils.atomic_files import digest_of
 from finetune.utils.errors import RecipeError
 
 HANDED_OVER = "python:"
-"""Names that begin so are known in one process only."""
+"""Prefix of names that are known in one process only."""
 
 _objects: dict[str, Any] = {}
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object at `package.module:name` or `file.py:name`.
+    """Returns the object at `package.module:name` or `file.py:name`.
 
     Raises:
         RecipeError: If it cannot be imported, naming the recipe's `key`.
@@ -47,7 +47,7 @@ def import_object(path: str, key: str) -> Any:
 
 
 def _module_of(file: Path) -> ModuleType:
-    """The module in a file, loaded once; those beside it can be imported by it."""
+    """Returns the module in a file, loaded once; it can import those beside it."""
     name = f"{file.stem}_{digest_of(str(file.resolve()))[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -66,7 +66,7 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def name_of(thing: Any) -> str | None:
-    """The name by which another process can import a function or class, if it has one."""
+    """Returns the name by which another process can import a function or class; None if it has none."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
         return None
@@ -84,10 +84,10 @@ def name_of(thing: Any) -> str | None:
 
 @contextmanager
 def handed_over(objects: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Has `import_object` find these objects meanwhile.
+    """Makes `import_object` find objects inside.
 
     Args:
-        objects: By what they are for, such as `loss`.
+        objects: Objects by purpose, such as `loss`.
 
     Yields:
         The name of each: where it can, one that other processes find as well.

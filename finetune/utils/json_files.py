@@ -1,4 +1,4 @@
-"""Reads JSON that somebody else may have written, cut short or damaged: whatever is wrong with it is a `ValueError`."""
+"""Reads JSON that another program may have written, cut short or damaged; every defect is a `ValueError`."""
 
 import json
 from collections.abc import Callable, Collection
@@ -9,7 +9,7 @@ from typing import Any
 _DEEPEST = 200
 
 Shape = type | tuple[type, ...] | dict[str, "Shape"] | list["Shape"]
-"""What a value must be: of a type, of one of several, an object whose keys have shapes, or a list of one."""
+"""Shape of a value: a type, one of several, an object whose keys have shapes, or a list of one shape."""
 
 _NAMES = {
     dict: "an object",
@@ -22,11 +22,11 @@ _NAMES = {
 
 
 def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     Args:
-        content: As text, or as UTF-8.
-        pairs: Makes an object of its keys and values.
+        content: Text, or its bytes in UTF-8.
+        pairs: Function that makes an object of its keys and values.
 
     Raises:
         ValueError: With what is wrong.
@@ -48,10 +48,10 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
 
 
 def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
-    """The value that a JSON file holds.
+    """Returns the value that a JSON file holds.
 
     Args:
-        shape: What it must be.
+        shape: Shape that it must have.
         needed: Keys that an object must have; others that `shape` names may be absent.
 
     Raises:
@@ -65,11 +65,11 @@ def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
 
 
 def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str = "it") -> str | None:
-    """In what a value is not of a shape; None if it is.
+    """Returns how a value differs from a shape; None if it does not.
 
     Args:
         needed: Keys that it must have.
-        name: What the value is called.
+        name: Name of the value, for the message.
     """
     allowed = shape if isinstance(shape, tuple) else (shape if isinstance(shape, type) else type(shape),)
     # A whole number is a number, too; true is none.

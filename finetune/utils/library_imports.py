@@ -1,5 +1,4 @@
-"""Imports of the libraries underneath: without the garbage collector, which would look a few hundred times through what
-stays for good, and without their notices."""
+"""Quick and quiet imports of libraries."""
 
 import gc
 import logging
@@ -11,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports in the block are not interrupted by collections, and no later one looks through what they made.
+    """Keeps the garbage collector from running during imports, and from scanning what they have made later.
 
-    Source: Python, `gc.freeze`: also what keeps the pages that a fork shares with its parent as they are.
+    Source: Python, `gc.freeze`, which also keeps the pages that a fork shares with its parent unchanged.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Notices that the process that started this one has ended."""
+"""Detects that the process that started this one has ended."""
 
 import os
 import sys
@@ -19,20 +19,20 @@ _ACCELERATE = ("accelerate", "accelerate_cli.py", "accelerate.commands.accelerat
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "mpirun", "mpiexec", "deepspeed")
 
 FORK = "FINETUNE_FORK"
-"""The variable that names a worker that is a fork of its launcher, by its process id, to what it starts itself."""
+"""Variable by which a worker that is a fork of its launcher tells its own children its process id."""
 
 _parent = os.getppid()
 _line: list[str] = []
 
 
 def record_parent() -> None:
-    """Takes whoever is this process's parent now for the one that started it; for processes that were forked."""
+    """Records the current parent as the process that started this one; for processes that were forked."""
     global _parent, _line
     _parent, _line = os.getppid(), _command_line()
 
 
 def _command_line() -> list[str]:
-    """That of this process's parent; empty if it cannot be read, or is only that of a launcher's fork."""
+    """Returns the command line of the parent; empty if it cannot be read, or is only that of a launcher's fork."""
     # A worker that is a fork of its launcher has its line, and launches nothing itself.
     if os.environ.get(FORK) == str(os.getppid()):
         return []
@@ -47,19 +47,19 @@ record_parent()
 
 
 def accelerate_arguments() -> list[str] | None:
-    """What `accelerate launch`, or `finetune launch`, was given, where that is this process's parent."""
+    """Returns the arguments of `accelerate launch` or `finetune launch`, if that is the parent of this process."""
     found = _launch(_command_line())
     return None if found is None else found[1]
 
 
 def is_own_launcher() -> bool:
-    """Whether `finetune launch` started this process."""
+    """Tells if `finetune launch` started this process."""
     found = _launch(_line)
     return found is not None and found[0] == "finetune.distributed.launch.launcher"
 
 
 def _launch(line: list[str]) -> tuple[str, list[str]] | None:
-    """The word of a command line that says that it launches by Accelerate, and what it was given."""
+    """Returns the word of a command line that shows a launch by Accelerate, and the arguments after it."""
     for index, word in enumerate(line):
         name, rest = Path(word).name, line[index + 1 :]
         if (
@@ -74,9 +74,9 @@ def _launch(line: list[str]) -> tuple[str, list[str]] | None:
 
 
 def is_launcher() -> bool:
-    """Whether it is a launcher, so that this process is of no use without it.
+    """Tells if a launcher started this process, which is of no use without it.
 
-    A shell is none: whoever starts a process by hand, leaves it and logs out wants it to continue.
+    A shell is no launcher: a user who starts a process by hand and logs out wants it to continue.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or _launch(_line) is not None:
         return True
@@ -84,19 +84,19 @@ def is_launcher() -> bool:
 
 
 def parent_is_gone() -> bool:
-    """Whether a launcher started this process and has ended: then this process has another parent now."""
+    """Tells if a launcher started this process and has ended, so that it has another parent now."""
     return os.getppid() != _parent and is_launcher()
 
 
 @contextmanager
 def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
-    """Ends this process if its launcher ends meanwhile; for as long as there is nothing to save.
+    """Ends this process if its launcher ends meanwhile; for use while there is nothing to save.
 
-    Without its launcher a process may wait half an hour for others that it cannot meet, and hold the run directory.
+    Without its launcher a process may wait half an hour for other ranks that never connect, and hold the run directory.
 
     Args:
-        code: What to exit with.
-        always: Whether any parent counts as a launcher.
+        code: Exit code.
+        always: Count any parent as a launcher.
     """
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Standard output and errors that end no process when nobody can read them any more."""
+"""Standard output and error that end no process when nobody can read them any more."""
 
 import io
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Lenient(io.FileIO):
-    """A file that takes what cannot be written."""
+    """A file that drops what it cannot write."""
 
     def write(self, data: Any) -> int:
         try:
@@ -17,10 +17,10 @@ class _Lenient(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Has output that nobody can read any more dropped, where a failing print would end what is at work.
+    """Drops output that nobody can read any more, instead of ending the process.
 
-    So it is when the terminal is closed (EIO), when what a pipe leads to has ended (EPIPE), and on a full disk. Streams
-    that a program or a notebook has put in place of Python's own stay as they are.
+    A print fails when the terminal is closed (EIO), when the reader of a pipe has ended (EPIPE), and on a full disk.
+    Streams that a program or a notebook has put in place of Python's own stay as they are.
     """
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""What differs between operating systems. The tests run on Linux; see docs/versions.md."""
+"""Differences between operating systems. The tests run on Linux; see docs/versions.md."""
 
 import os
 import sys
@@ -6,23 +6,23 @@ import sys
 from finetune.utils.errors import FinetuneError
 
 _SYSTEM: str = sys.platform
-"""As `sys.platform`, whose value type checkers take for that of the machine they run on."""
+"""Value of `sys.platform`, which type checkers would take for that of the machine they run on."""
 
 REFUSED = "finetune does not run on Windows, which lacks signals and file locks that it needs. Use WSL 2."
 
 
 def check() -> None:
-    """Refuses a system that nothing runs on. Imports no module that a system may lack.
+    """Refuses an unsupported system. Imports no module that a system may lack.
 
     Raises:
-        FinetuneError: With what to use.
+        FinetuneError: With the system to use.
     """
     if _SYSTEM == "win32":
         raise FinetuneError(REFUSED)
 
 
 def check_or_exit() -> None:
-    """The same for a command: one line, and exit code 2."""
+    """Does the same for a command: one line, and exit code 2."""
     try:
         check()
     except FinetuneError as error:
@@ -31,19 +31,19 @@ def check_or_exit() -> None:
 
 
 def untried() -> str | None:
-    """The name of a system that the tests do not run on."""
+    """Returns the name of a system that the tests do not run on; None on Linux."""
     return {"linux": None, "darwin": "macOS"}.get(_SYSTEM, _SYSTEM)
 
 
 def cores() -> int:
-    """The processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far.
+    """Returns the peak of the memory that this process has held.
 
     Source: getrusage(2), which counts in KiB on Linux and in bytes on macOS.
     """

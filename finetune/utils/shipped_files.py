@@ -1,4 +1,4 @@
-"""The files that ship with the package: launch files, what they name, recipes, and the versions that were tested."""
+"""Files that ship with the package: launch files, DeepSpeed configs, recipes, and the versions that were tested."""
 
 import os
 from pathlib import Path
@@ -9,29 +9,29 @@ RECIPES = "recipes"
 
 
 def shipped(name: str) -> Path:
-    """A file or folder that ships: inside the package where it is installed, beside it in a checkout."""
+    """Returns a file or folder that ships: inside the package if it is installed, beside it in a checkout."""
     inside = _PACKAGE / name
     return inside if inside.exists() else _PACKAGE.parent / name
 
 
 def shipped_names(folder: str) -> list[str]:
-    """The names by which the YAML files of a shipped folder are found, sorted."""
+    """Returns the names of the YAML files in a shipped folder, sorted."""
     return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
 
 
 def launch_folder() -> Path:
-    """The launch files to choose from: ./accelerate_configs where there is one, else the shipped ones."""
+    """Returns the folder of launch files: ./accelerate_configs if there is one, else the shipped one."""
     here = Path(LAUNCH_FILES)
     return here if here.is_dir() else shipped(LAUNCH_FILES)
 
 
 def launch_file(word: str) -> str:
-    """A launch file's path: `word` itself, or the file of that name in ./accelerate_configs, or the shipped one."""
+    """Returns the path of a launch file: `word` itself, or that name in ./accelerate_configs, or the shipped one."""
     return _find(LAUNCH_FILES, word)
 
 
 def recipe_file(word: str) -> str:
-    """A recipe's path: `word` itself, or the file of that name in ./recipes, or the shipped one."""
+    """Returns the path of a recipe: `word` itself, or that name in ./recipes, or the shipped one."""
     return _find(RECIPES, word)
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, and what it says when one has ended it."""
+"""Signals that ask a process to end, and the line that it prints when one has ended it."""
 
 import os
 import signal
@@ -11,12 +11,11 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 SAME_REQUEST_S = 3.0
-"""Launchers pass on the signal that their workers have received already, and ranks are told one after the other. Within
-this time all of it is one request."""
+"""Seconds within which all signals are one request: launchers pass on signals that their workers received already."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that asks to end, raised in the main thread as Ctrl-C is: what is open is closed on the way out."""
+    """A signal that asks to end, raised in the main thread as Ctrl-C is, so that open files are closed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -24,16 +23,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to end. A terminal that closes sends SIGHUP, which `nohup` has ignored."""
+    """Returns the signals that ask this process to end. A closing terminal sends SIGHUP, which `nohup` ignores."""
     asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     return asked if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*asked, signal.SIGHUP)
 
 
 def interrupter() -> Callable[[int, Any], None]:
-    """A handler that raises `Interrupted`, once a request: another signal must not cut off what the first has begun.
+    """Returns a handler that raises `Interrupted` once for each request, so that its clean-up is not interrupted.
 
-    In the midst of an import it ends the process at once: libraries take what is raised there for something else, and
-    go on with half a module.
+    During an import it ends the process at once: libraries may catch what is raised there, and go on with half a
+    module.
     """
     asked: list[float] = []
 
@@ -57,7 +56,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handles signals meanwhile. Python allows that in the main thread only; elsewhere it does nothing."""
+    """Handles signals inside. Python allows that in the main thread only; elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,9 +74,9 @@ def handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Lets no stop signal through meanwhile, nor in a program that is started: until `handled` lets it through there.
+    """Blocks stop signals inside, also in programs that are started, until `handled` unblocks them there.
 
-    Before it handles signals, a program could not say how it ends.
+    Before it handles signals, a program could not report how it ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
@@ -88,10 +87,10 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def heard_at_once(heard: Callable[[int], None]) -> Iterator[None]:
-    """Tells of signals that are handled as soon as they come, in a thread of its own; in the main thread only.
+    """Reports handled signals at once, from a thread of its own; works in the main thread only.
 
-    Python runs handlers between two of the main thread's instructions, which never comes while that waits for another
-    rank. What the system writes to this pipe at once is read by a thread.
+    Python runs handlers between two instructions of the main thread, and so not while that waits for another rank. The
+    system writes to a pipe at once, which a thread reads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,7 +115,7 @@ def heard_at_once(heard: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def ended_within(patience_s: float) -> Iterator[None]:
-    """Ends this process some seconds after a signal that should: its main thread may wait in native code for others."""
+    """Ends this process some seconds after a stop signal, since its main thread may wait for others in native code."""
     over = threading.Event()
 
     def end(number: int) -> None:
@@ -137,15 +136,15 @@ def ended_within(patience_s: float) -> Iterator[None]:
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """What a shell has for a process that such a signal has ended."""
+    """Returns the exit code that a shell has for a process that such a signal has ended."""
     return 128 + getattr(error, "number", signal.SIGINT)
 
 
 def say_interrupted(error: KeyboardInterrupt) -> int:
-    """Says in one line what has ended this process, with what the notes of the error add; once a launch.
+    """Prints in one line which signal has ended this process, and the notes of the error; once for each launch.
 
     Returns:
-        What the process ends with.
+        The exit code.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return exit_code(error)
@@ -157,7 +156,7 @@ def say_interrupted(error: KeyboardInterrupt) -> int:
 
 
 def say_interrupts_in_one_line() -> None:
-    """Has Ctrl-C end this process with one line and exit code 130 where nothing else handles it, as in its imports."""
+    """Makes Ctrl-C end this process with one line and exit code 130 if nothing else handles it, as during imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupter())
 

@@ -1,4 +1,4 @@
-"""Temporary folders of which none outlives its process for long, however that ends."""
+"""Temporary folders that are removed even if their process is killed, by the next one."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ _PREFIX = f"finetune-tmp-{os.getuid()}-"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder, removed at the end; first removes those of processes that were killed.
+    """Creates a folder, and removes it at the end; first removes those of processes that were killed.
 
     A process holds a lock (`flock`) on its folder, which the system takes back when it ends.
     """

@@ -1,18 +1,18 @@
-"""Tensors of the host to the device, without making the host wait."""
+"""Copies of tensors from host to device that do not make the host wait."""
 
 import torch
 
 
 def batch_to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on the device, sent as `tensor_to_device` does."""
+    """Returns a batch on the device, copied as `tensor_to_device` does."""
     return {key: tensor_to_device(value, device) for key, value in batch.items()}
 
 
 def tensor_to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device.
+    """Returns a tensor of the host on the device.
 
-    To a GPU it goes from pinned memory and without waiting: a copy from other memory stops the host until the GPU has
-    come to it. The caching allocator of pinned memory keeps what is sent until it has arrived.
+    A copy to a GPU is asynchronous, from pinned memory: one from other memory would block the host until the GPU
+    reaches it. The caching allocator of pinned memory keeps the source until the copy is done.
     """
     if device.type == "cpu":
         return value

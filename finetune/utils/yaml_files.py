@@ -1,4 +1,4 @@
-"""Reads YAML files of the user: errors with line numbers, bounded size."""
+"""Reads YAML of the user, with line numbers in errors, and bounded size."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ class YamlProblem(ValueError):
     def __init__(self, text: str, line: int | None) -> None:
         super().__init__(text)
         self.line = line
-        """From 1; None where it has none."""
+        """Line, from 1; None if the problem has none."""
 
     def at(self, file: Any) -> str:
-        """`file:line`."""
+        """Returns `file:line`."""
         return str(file) if self.line is None else f"{file}:{self.line}"
 
 
 def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
-    """The plain values of a YAML text.
+    """Returns the plain values of a YAML text.
 
     Args:
         loader: One of PyYAML's loaders, or a class of that kind.
 
     Raises:
-        YamlProblem: With its line.
+        YamlProblem: If it is not valid YAML, or too large; with the line.
     """
     try:
         reader = loader(text)
@@ -54,7 +54,7 @@ def parse(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """Refuses a part that contains itself, and aliases that repeat parts beyond all bounds, before either is built."""
+    """Refuses a part that contains itself, and aliases that repeat parts excessively, before they are built."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

@@ -120,7 +120,7 @@ def _check_held(model: Any) -> None:
     named = {
         inner_name(sharding.parameter_name(p))
         for p in sharding.fsdp_params(model)
-        if sharding.reduce_dtype(p) is not None
+        if getattr(p, "reduce_dtype", None) is not None
     }
     trained = _leaves(model)
     gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]

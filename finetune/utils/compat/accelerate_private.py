@@ -1,4 +1,4 @@
-"""Private names of accelerate, and what it imports for nothing."""
+"""Private names of accelerate, and imports that it makes for nothing."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -24,14 +24,14 @@ modeling.is_peft_available = lambda: sys.modules.get("peft") is not None
 
 
 def reset_state() -> None:
-    """Forgets what all instances have in common, so that another `Accelerator` can be made in this process."""
+    """Resets the state that all instances share, so that another `Accelerator` can be made in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @contextmanager
 def sharding_over(accelerator: Any, mesh: Any) -> Iterator[None]:
-    """Has FSDP2 shard over a mesh of some of the ranks, not over all of them.
+    """Makes FSDP2 shard over a mesh of some of the ranks, not over all of them.
 
     Source: accelerate 1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`.
     """

@@ -8,5 +8,5 @@ require("datasets", Dataset, "_fingerprint")
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """A hash that changes when the data set's rows do."""
+    """Returns a hash that changes when the rows of the data set do."""
     return str(dataset._fingerprint)

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that are private, or new: what holds state, moves it to and from NVMe, and gathers in order."""
+"""Private or new names of DeepSpeed: its state, swapping of state to NVMe, and the order of gathers."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ require("deepspeed", PartitionedParameterCoordinator, "_invalidate_trace")
 
 
 def is_swapped(zero: Any, index: int) -> bool:
-    """Whether a group's master weights and optimiser state rest on NVMe.
+    """Tells if the master weights and optimiser state of a group are on NVMe.
 
     Args:
         zero: A `DeepSpeedZeroOptimizer_Stage3`, here and below.
-        index: Of the group, here and below.
+        index: Index of the group, here and below.
     """
     return bool(zero._swappable_optimizer_subgroup(index))
 

@@ -1,4 +1,4 @@
-"""Which versions of libraries the tests ran with, what is installed, and whether the names that are used are there."""
+"""Versions of libraries that the tests ran with, and checks of what is installed."""
 
 import importlib.util
 import inspect
@@ -27,11 +27,11 @@ PROVEN = {
 PYTHONS = ("3.11", "3.13")
 
 NEEDED_BY = {"deepspeed": "ZeRO and offload to NVMe", "bitsandbytes": "model.quantization and 8-bit optimisers"}
-"""What needs the libraries that a run may do without."""
+"""Users of the libraries that a run may do without."""
 
 
 def installed(library: str) -> str | None:
-    """The version that is installed; None without the library."""
+    """Returns the installed version of a library; None if it is not installed."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -39,11 +39,7 @@ def installed(library: str) -> str | None:
 
 
 def untried() -> str:
-    """Names the libraries older or newer than any that the tests ran with, and a system that they do not run on.
-
-    Returns:
-        One line; "" where there is nothing to say.
-    """
+    """Returns a line with the libraries, and the system, that the tests did not run with; "" if there are none."""
     system = platforms.untried()
     found = [] if system is None else [f"{system} (tested: Linux)"]
     python = sys.version.split()[0]
@@ -64,10 +60,10 @@ def require_installed(library: str, user: str) -> None:
     """Checks that a library that not every run needs is there.
 
     Args:
-        user: What needs it, as the subject of a sentence.
+        user: User of the library, as the subject of a sentence.
 
     Raises:
-        LibraryVersionError: With what to install.
+        LibraryVersionError: If it is not installed; with the command that installs it.
     """
     if importlib.util.find_spec(library) is None:
         raise LibraryVersionError(
@@ -76,10 +72,10 @@ def require_installed(library: str, user: str) -> None:
 
 
 def require(library: str, owner: Any, *names: str) -> None:
-    """Checks that a library has the names that are used of it, private ones above all.
+    """Checks that a library has the names that are used of it.
 
     Args:
-        library: As it is installed.
+        library: Name of the library, as it is installed.
         owner: A module or class. Names that only its instances have are looked up in the code of its functions.
         *names: Attributes of `owner`, or of instances of it.
 
@@ -101,7 +97,7 @@ def require(library: str, owner: Any, *names: str) -> None:
 
 
 def _mentioned(owner: Any) -> Iterator[str]:
-    """Attributes that a class's or module's functions read or write, and strings in them (of `getattr`)."""
+    """Yields attributes that the functions of a class or module use, and strings in them (for `getattr`)."""
     for holder in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
         yield from getattr(holder, "__annotations__", ())
         for value in vars(holder).values():

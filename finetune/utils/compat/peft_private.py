@@ -1,4 +1,4 @@
-"""What peft does when it is imported and looks at a network."""
+"""Imports that peft makes when it looks at a network."""
 
 import sys
 from collections.abc import Iterator

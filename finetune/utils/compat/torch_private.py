@@ -1,4 +1,4 @@
-"""Private names of torch that do not need its sharding or tracing, whose imports take a second and more."""
+"""Private names of torch, except for sharding and tracing, whose imports take more than a second."""
 
 import functools
 import importlib
@@ -43,26 +43,26 @@ require("torch", ProcessGroupGloo._Options, "_threads", "_timeout", "_devices")
 
 @functools.cache
 def varlen_takes_groups() -> bool:
-    """Whether the attention of packed documents takes fewer heads of keys than of queries: torch 2.11's does not."""
+    """Tells if variable-length attention takes fewer key heads than query heads; that of torch 2.11 does not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def reduces_unused_gradients() -> bool:
-    """Whether FSDP2 can reduce gradients of weights that took no part in a micro-batch: torch 2.11's cannot."""
+    """Tells if FSDP2 can reduce gradients of weights that a micro-batch did not use; that of torch 2.11 cannot."""
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def default_store() -> Store:
-    """The store that the default process group met through."""
+    """Returns the store of the default process group."""
     return distributed_c10d._get_default_store()
 
 
 def gloo_workers_race(version: str = torch.__version__) -> bool:
-    """Whether the worker threads of a gloo group corrupt the heap now and then: from torch 2.8 on.
+    """Tells if the worker threads of a gloo group may corrupt the heap, as they do from torch 2.8 on.
 
     A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a
     string that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie
@@ -77,12 +77,11 @@ def gloo_workers_race(version: str = torch.__version__) -> bool:
 
 
 def start_gloo_with_one_worker() -> None:
-    """Has each gloo group that is made from here on run its collectives on one thread, where two of them race.
+    """Makes each new gloo group run its collectives on one thread, where two of them race.
 
-    Torch takes no options for gloo in `init_process_group` and `new_group`. All groups go through this constructor:
-    theirs, those of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged.
-    What is called when a collective is done (`get_future().then`) runs on that thread, and so must not wait for another
-    collective of the same group.
+    `init_process_group` and `new_group` take no options for gloo. All groups go through this constructor: theirs, those
+    of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged. Callbacks of
+    `get_future().then` run on that thread, and so must not wait for another collective of the same group.
     """
     start = ProcessGroupGloo.__init__
     if not gloo_workers_race() or hasattr(start, "__wrapped__"):
@@ -108,7 +107,7 @@ def start_gloo_with_one_worker() -> None:
 
 
 def _gloo_devices() -> list[Any]:
-    """Where gloo listens. Source: torch 2.13, `ProcessGroupGloo::Options::create_default`."""
+    """Returns the devices that gloo listens on. Source: torch 2.13, `ProcessGroupGloo::Options::create_default`."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(interfaces) > 1:
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
@@ -116,7 +115,7 @@ def _gloo_devices() -> list[Any]:
 
 
 def gloo_worker_threads() -> int:
-    """The most worker threads of any gloo group of this process; 0 without such groups."""
+    """Returns the largest number of worker threads of a gloo group of this process; 0 without such groups."""
     groups = (backend for group in distributed_c10d._world.pg_map for backend in _gloo_of(group))
     return max((backend.options._threads for backend in groups), default=0)
 
@@ -130,7 +129,7 @@ def _gloo_of(group: Any) -> Iterator[Any]:
 
 @contextmanager
 def prefixed_rendezvous(prefix: str) -> Iterator[None]:
-    """Has process groups that are started inside keep their keys in the store under a prefix."""
+    """Makes process groups that are started inside keep their keys in the store under a prefix."""
     create = _rendezvous._create_c10d_store
 
     def prefixed(*arguments: Any, **options: Any) -> Store:
@@ -149,27 +148,27 @@ def ddp_logging_data(model: Any) -> dict[str, Any]:
 
 
 def skips_nonfinite_steps(optimizer: Any) -> bool:
-    """Whether the optimiser's kernel reads `found_inf` and leaves out the step itself (fused optimisers)."""
+    """Tells if the kernel of an optimiser reads `found_inf` and skips the step itself, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def never_skip_steps(optimizer: Any) -> None:
-    """Has whoever steps the optimiser decide whether to, on the host.
+    """Leaves the decision to skip a step to the host.
 
-    Kernels on the host are given `found_inf` of the device by a copy that nobody waits for, and read what was there
-    before. Source: torch, `_fused_adam` in `optim/adam.py`.
+    Kernels on the host get `found_inf` from the device by an asynchronous copy, and read the value before it.
+    Source: torch, `_fused_adam` in `optim/adam.py`.
     """
     optimizer._step_supports_amp_scaling = False
 
 
 def cpu_has_bf16() -> bool:
-    """Whether oneDNN multiplies bf16 matrices on this CPU; torch must be built with it."""
+    """Tells if oneDNN multiplies bf16 matrices on this CPU; torch must be built with it."""
     require("torch", torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs `torch.compile` has compiled in this process."""
+    """Returns the number of graphs that `torch.compile` has compiled in this process."""
     # Not above: a second of imports that only runs with model.compile need.
     from torch._dynamo import utils
 
@@ -178,7 +177,7 @@ def num_compiled_graphs() -> int:
 
 
 def build_directory(name: str) -> str:
-    """The folder that torch compiles an extension in; made if it is not there."""
+    """Returns the folder that torch compiles an extension in, and creates it if needed."""
     # Not above: it imports setuptools.
     from torch.utils import cpp_extension
 
@@ -187,9 +186,9 @@ def build_directory(name: str) -> str:
 
 
 def builds_under_flock() -> bool:
-    """Whether torch holds a lock of the kernel's while it compiles an extension, which ends with its process.
+    """Tells if torch holds a kernel lock while it compiles an extension, which ends with its process.
 
-    Before 2.14 it makes a file, which a process that is killed leaves behind for ever.
+    Before 2.14 it creates a file, which a process that is killed leaves behind.
     """
     from torch.utils import cpp_extension
 

@@ -1,7 +1,5 @@
 """Private names of torch's FSDP2 and DTensor; a module of its own because of what it imports."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,47 +26,41 @@ require("torch", _utils, "compute_local_shape_and_global_offset")
 
 
 def fsdp_param_group(module: FSDPModule) -> FSDPParamGroup | None:
-    """The parameters that a sharded unit owns; None if it owns none."""
+    """Returns the parameters that a sharded unit owns; None if it owns none."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def fsdp_param_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Those of each sharded unit of a model that owns parameters."""
+    """Returns the parameters of each sharded unit of a model that owns any."""
     groups = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for group in groups if group is not None]
 
 
 def fsdp_params(model: nn.Module) -> list[FSDPParam]:
-    """The sharded parameters of a model."""
+    """Returns the sharded parameters of a model."""
     return [parameter for group in fsdp_param_groups(model) for parameter in group.fsdp_params]
 
 
 def parameter_name(parameter: FSDPParam) -> str:
-    """Its name in the whole model."""
-    name: Any = parameter._param_fqn
-    return str(name)
-
-
-def reduce_dtype(parameter: FSDPParam) -> torch.dtype | None:
-    """The dtype that its gradient is reduced in; None where no other one than its own was asked for."""
-    return getattr(parameter, "reduce_dtype", None)
+    """Returns the name of a parameter in the whole model."""
+    return str(parameter._param_fqn)
 
 
 def unsharded(parameter: FSDPParam) -> nn.Parameter | None:
-    """The whole parameter that the forward pass uses; None if it was never gathered."""
+    """Returns the whole parameter that the forward pass uses; None if it was never gathered."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def partial_reduce_output(group: FSDPParamGroup) -> torch.Tensor | None:
-    """Gradients that wait to be summed over the copies of a hybrid shard."""
+    """Returns gradients that wait to be summed over the replicas of a hybrid shard."""
     return group._partial_reduce_output
 
 
 def reshards_after_forward(group: FSDPParamGroup) -> bool:
-    """Whether parameters are freed between the forward and the backward pass."""
+    """Tells if parameters are freed between the forward and the backward pass."""
     return group._reshard_after_forward
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a tensor, and where it begins in the whole tensor."""
+    """Returns the shape of this rank's shard of a tensor, and its offset in the whole tensor."""
     return _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,6 +1,6 @@
 """Private names of torch for tracing a step under fake tensors; a module of its own because of what it imports.
 
-What replaces functions of torch is for a process that does nothing else.
+Functions that replace those of torch are for a process that does nothing else.
 """
 
 from collections import OrderedDict
@@ -46,18 +46,18 @@ class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     """
 
     def changed(self, snapshot: dict[Any, int]) -> None:
-        """Called when memory of the CPU may have changed; for subclasses.
+        """Does nothing; subclasses are told here that memory of the CPU may have changed.
 
         Args:
             snapshot: Bytes by `MemoryKind`, and their sum as "Total".
         """
 
     def snapshot(self) -> dict[Any, int]:
-        """Bytes of the CPU by `MemoryKind`."""
+        """Returns bytes of the CPU by `MemoryKind`."""
         return self._curr_mem_snap.get(torch.device("cpu"), {})
 
     def relabel(self, old: MemoryKind, new: MemoryKind) -> None:
-        """Counts what is there of one kind as another."""
+        """Counts memory of one kind as another from now on."""
         known: Any = self._WINFO
         for info, _ in list(known.values()):
             if info.reftype == old:
@@ -66,7 +66,7 @@ class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> str:
-        """forward, backward or optimizer."""
+        """Name of the phase: forward, backward or optimizer."""
         return "optimizer" if self._in_opt else "backward" if self._mod_tracker.is_bw else "forward"
 
     def _update_peak_stats(self, peak_state: Any) -> None:
@@ -90,7 +90,7 @@ def start_fake_process_group(world_size: int) -> None:
 
 
 def let_fake_tensors_pass() -> None:
-    """Replaces what reads values while a model is wrapped.
+    """Replaces functions that read values while a model is wrapped.
 
     Source: torch 2.13: `_verify_param_shape_across_processes` and `_sync_module_states` in `nn/parallel/distributed.py`
     compare and send; meshes of ranks are tensors themselves.
@@ -108,7 +108,7 @@ def let_fake_tensors_pass() -> None:
 
 
 def keep_buckets(model: nn.parallel.DistributedDataParallel) -> None:
-    """Has DDP keep its first buckets: it arranges them anew once, as large as before, by values."""
+    """Makes DDP keep its first buckets, which it would rebuild once, as large as before, from values."""
     wrapped: Any = model
     wrapped.reducer = _FixedReducer(model.reducer)
 

@@ -23,43 +23,43 @@ require("transformers", masking_utils, "find_packed_sequence_indices")
 
 
 def model_mapping(auto_class: Any) -> Any:
-    """The networks that an `AutoModelFor...` knows, by class of configuration."""
+    """Returns the networks that an `AutoModelFor...` knows, by class of configuration."""
     return auto_class._model_mapping
 
 
 def tied_names(network_class: Any) -> dict[str, str]:
-    """Tensors that a class of networks makes one where `tie_word_embeddings` is set: the one, and which it is."""
+    """Returns the tensors that a class of networks ties if `tie_word_embeddings` is set: each name, and its source."""
     return dict(network_class._tied_weights_keys or {})
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
-    """What a network computes its attention with."""
+    """Returns the attention implementation of a network."""
     return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def supports_sdpa(architecture: Any) -> bool:
-    """Whether a network's class, or None, says that torch's fused attention computes what it does."""
+    """Tells if a class of networks, or None, supports torch's fused attention."""
     return bool(getattr(architecture, "_supports_sdpa", False))
 
 
 def supports_attention_backend(architecture: Any) -> bool:
-    """Whether a network's class, or None, says that it asks `AttentionInterface` for its attention."""
+    """Tells if a class of networks, or None, takes its attention from `AttentionInterface`."""
     return bool(getattr(architecture, "_supports_attention_backend", False))
 
 
 def from_config(architecture: Any, config: PretrainedConfig, **options: Any) -> nn.Module:
-    """A network of a class with first weights."""
+    """Returns a network of a class with initial weights."""
     network: nn.Module = architecture._from_config(config, **options)
     return network
 
 
 def forget_weight_conversions(network: nn.Module) -> None:
-    """Has weights written as they are, not turned back into what they were read from."""
+    """Makes weights be written as they are, not converted back to the form that they were read in."""
     network.__dict__.pop("_weight_conversions", None)
 
 
 def enable_checkpointing(network: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Has a network's layers recompute their activations; transformers renamed the method in 5.23."""
+    """Makes the layers of a network recompute their activations; transformers renamed the method in 5.23."""
     newer = getattr(network, "activation_checkpointing_enable", None)
     (network.gradient_checkpointing_enable if newer is None else newer)(options)
 
@@ -79,9 +79,9 @@ def hidden_deepspeed() -> Iterator[None]:
 
 
 def assume_one_document_a_row() -> None:
-    """Says what transformers looks up in the values of positions: that no row holds several documents.
+    """Tells transformers that no row holds several documents, which it would look up in the positions.
 
-    Of tensors without values it assumes that they do, and makes a mask. For a process that does nothing else.
+    For tensors without values it assumes that rows do, and makes a mask. For a process that does nothing else.
     Source: transformers 5.23, `find_packed_sequence_indices` in `masking_utils.py`.
     """
     masks: Any = masking_utils
