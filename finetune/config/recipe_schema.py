@@ -1,4 +1,4 @@
-"""The sections of a recipe: every key, its type, its default and what it means.
+"""Sections of a recipe: every key, its type, its default and its meaning.
 
 A text within `Annotated` is the key's unit; numbers have one.
 """
@@ -25,119 +25,121 @@ from pydantic import (
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path, or what may be one, such as a model's name: `~` in front is the home directory."""
+"""A path, or a name that may be one, such as that of a model; `~` in front is the home directory."""
 
 
 class Section(BaseModel):
-    """One level of the recipe: immutable, and it knows all of its keys."""
+    """A section of the recipe, immutable, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
     short_for: ClassVar[str | None] = None
-    """The key that a text in place of the section stands for."""
+    """Key that a text in place of the section stands for."""
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
+    """Returns the section type inside `Section`, `Section | None` or `tuple[Section, ...]`."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return annotation if issubclass(annotation, Section) else None
     return next((s for s in map(section_in, get_args(annotation)) if s is not None), None)
 
 
 class SampleSection(Section):
-    """Text that the model writes during the run, to be looked at."""
+    """Text that the model generates during the run, for people to read."""
 
     short_for = "prompt"
 
     prompt: str = ""
-    """What the text begins with; with a `chat` section, what a user says."""
+    """Beginning of the text; with a `chat` section, a message of the user."""
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between samples during the run."""
     at_end: bool = True
-    """Write one after the last step."""
+    """Generate one after the last step."""
     max_new_tokens: Annotated[PositiveInt, "tokens"] = 100
-    """Tokens at most; shorter if the model ends the text."""
+    """Maximum number of tokens; the text is shorter if the model ends it."""
     temperature: Annotated[NonNegativeFloat, "factor"] = 0.8
-    """0 always takes the likeliest token."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_k: Annotated[PositiveInt | None, "tokens"] = 50
-    """Choose among this many likeliest tokens."""
+    """Sample from this many of the most likely tokens."""
 
 
 class LogSection(Section):
-    """What is written while training."""
+    """Logging during training."""
 
     every_steps: Annotated[PositiveInt, "optimiser steps"] = 10
-    """Steps between lines of `metrics.jsonl`, and of the output where there is no terminal; the loss is read from the
+    """Steps between lines of `metrics.jsonl`, and of the output if it is not a terminal. The loss is read from the
     device only then."""
     profile: Annotated[PositiveInt | None, "optimiser steps"] = None
-    """Profile this many steps, once the run is warm: a torch trace of each process and a table of where a step's time
+    """Profile this many steps after warm-up: a torch trace of each process, and a table of where the time of a step
     goes, in `DIR/profile`."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where to write metrics, samples, recipe and launch as well, below `DIR/trackers`; `wandb` offline unless
+    """Trackers that also get metrics, samples, recipe and launch, below `DIR/trackers`; `wandb` runs offline unless
     WANDB_MODE says otherwise. Each is an extra of the same name."""
 
 
 class OutputSection(Section):
-    """Where the run's files go."""
+    """Files of the run."""
 
     short_for = "dir"
 
     dir: Annotated[PathText, Field(min_length=1)] = "runs/run"
-    """The run directory: recipe, metrics, `run.json`, the final model."""
+    """Run directory: recipe, metrics, `run.json`, the final model."""
     overwrite: bool = False
-    """Delete a run that the directory already holds, checkpoints and exports too, and start anew."""
+    """Delete a run that is in the directory, with its checkpoints and exports, and start again."""
     save_model: bool = True
     """Write the final model to `DIR/model`."""
 
 
 class CheckpointSection(Section):
-    """Saving what a run needs to resume after it was stopped, by whatever means, on this or any other backend."""
+    """Checkpoints, from which a run that was stopped resumes, on the same backend or another."""
 
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between checkpoints."""
     every_minutes: Annotated[PositiveFloat | None, "minutes"] = 30.0
-    """Minutes between checkpoints, by rank 0's clock; whichever of the two comes first."""
+    """Minutes between checkpoints, by the clock of rank 0. A checkpoint is due by steps or minutes, whichever comes
+    first."""
     at_end: bool = True
     """Save after the last step, so that a longer run can resume from it."""
     keep: Annotated[PositiveInt, "checkpoints"] = 2
-    """How many of the newest stay."""
+    """Number of latest checkpoints to keep."""
     keep_best_by: str | None = "validation_loss"
-    """Keep the one that is best by this key of `metrics.jsonl` as well, such as `validation_rouge1`. Lower is better
-    for loss, perplexity, and a key with a `-` before it. Only those saved at a step that was evaluated count."""
+    """Also keep the best checkpoint by this key of `metrics.jsonl`, such as `validation_rouge1`. Lower is better for
+    loss, perplexity, and a key with a `-` before it. Only checkpoints at a step that was evaluated count."""
     asynchronous: bool = True
-    """Write behind the training. It costs host memory: each process keeps a copy of its share."""
+    """Write in the background while training goes on. Each process keeps a copy of its shard in host memory."""
 
 
 def ranking(best_by: str) -> tuple[str, int]:
-    """The key that a `keep_best_by` names, and what to multiply its values by so that the highest is the best."""
+    """Returns the key that a `keep_best_by` names, and the sign that makes its highest value the best."""
     key = best_by.removeprefix("-")
     return key, -1 if key != best_by or key in ("validation_loss", "validation_perplexity") else 1
 
 
 class ResumeSection(Section):
-    """Resuming where a run was stopped."""
+    """Resuming a run that was stopped."""
 
     short_for = "mode"
 
     mode: Annotated[PathText, Field(min_length=1)] = "auto"
     """`auto`: resume if `output.dir` holds this run, else start; `must`: resume or fail; `never`: start, and fail if
-    there is a run; or the path of a checkpoint or of another run, to begin from."""
+    there is a run; or the path of a checkpoint or another run to continue from."""
     allow: tuple[str, ...] = ()
-    """Keys or sections whose values may differ from the checkpoint's, such as `optim.lr` or `data`."""
+    """Keys or sections whose values may differ from those of the checkpoint, such as `optim.lr` or `data`."""
 
 
 class GuardSection(Section):
-    """When a run gives up."""
+    """Limits at which a run ends early."""
 
     max_skipped_steps: Annotated[PositiveInt, "optimiser steps"] = 5
-    """Steps in a row that are skipped, because a loss or gradient is not finite, before the run stops."""
+    """Consecutive steps that may be skipped, because a loss or gradient is not finite, before the run ends."""
     grace_s: Annotated[PositiveFloat, "seconds"] = 120.0
-    """Seconds from a request to stop (SIGTERM, SIGINT, SIGUSR1) until the process ends, saved or not."""
+    """Seconds from a request to stop (SIGTERM, SIGINT, SIGUSR1) until the process ends, whether or not a checkpoint was
+    saved."""
 
 
 class TokenizerSection(Section):
-    """How text becomes tokens. Empty: the tokenizer that lies beside the model."""
+    """The tokenizer. Empty: the one in the model's directory."""
 
     short_for = "name"
 
@@ -146,7 +148,8 @@ class TokenizerSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub tokenizer."""
     vocab_size: Annotated[Annotated[int, Field(ge=260)] | None, "pieces"] = None
-    """Train a byte-level BPE of this many pieces on the training documents (256 bytes + specials or more)."""
+    """Train a byte-level BPE of this many pieces on the training documents (at least 256 bytes and the special
+    tokens)."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -156,35 +159,36 @@ class TokenizerSection(Section):
 
 
 class Source(Section):
-    """One place that documents come from: exactly one of `sample`, `path` and `hub`."""
+    """A source of documents: exactly one of `sample`, `path` and `hub`."""
 
     short_for = "path"
 
     sample: Annotated[PositiveInt | None, "stories"] = None
-    """Take this many stories of the built-in generator; with a `chat` section conversations, unless `format` is
-    `text` (no network, no files)."""
+    """Number of stories to take from the built-in generator, which needs no network or files. With a `chat` section it
+    generates conversations, unless `format` is `text`."""
     path: PathText | None = None
     """A file or glob: .txt (documents end with a line `<|endoftext|>`), .jsonl, .json, .parquet, .csv; or a
     directory written by `datasets`' `save_to_disk`. Relative paths count from the working directory."""
     hub: str | None = None
-    """A data set name on the Hugging Face hub."""
+    """Name of a data set on the Hugging Face hub."""
     hub_config: str | None = None
-    """The configuration of a hub data set that has several."""
+    """Configuration of a hub data set that has several."""
     revision: str | None = None
     """Branch, tag or commit of a hub data set."""
     split: str = "train"
-    """Which split of a hub data set or of a saved `datasets` directory."""
+    """Split of a hub data set or of a saved `datasets` directory."""
     text_field: str = "text"
-    """The field that holds a document's text."""
+    """Field that holds the text of a document."""
     format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt", "pairs"] = "auto"
-    """With a `chat` section: how records say a conversation. `auto`: told by the fields of the first record."""
+    """With a `chat` section: format of the conversations. `auto`: detected from the fields of the first record."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """With a `chat` section: where fields lie that the format does not find, as paths such as
-    `{user: instruction, assistant: instances.0.output}` or `{messages: chat.turns}`."""
+    """With a `chat` section: paths of fields that the format does not find, such as `{user: instruction, assistant:
+    instances.0.output}` or `{messages: chat.turns}`."""
     label_field: str = "label"
-    """The field that holds a document's class; read by sequence classification only."""
+    """Field that holds the class of a document; read by sequence classification only."""
     weight: Annotated[PositiveFloat, "times an epoch"] = 1.0
-    """How often each document counts an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by hash)."""
+    """Number of times that each document is used in an epoch: 2 repeats all, 0.5 keeps a fixed half (chosen by
+    hash)."""
     limit: Annotated[PositiveInt | None, "documents"] = None
     """Read at most this many documents."""
 
@@ -197,7 +201,7 @@ class Source(Section):
 
 
 class EvalSection(Section):
-    """Exact evaluation: every validation document once, weighted by tokens; and metrics of what the model puts out."""
+    """Exact evaluation: every validation document once, weighted by tokens; and metrics of the model's output."""
 
     every_steps: Annotated[PositiveInt | None, "optimiser steps"] = None
     """Steps between evaluations during the run."""
@@ -206,112 +210,112 @@ class EvalSection(Section):
     micro_size: Annotated[PositiveInt | None, "rows a forward pass and process"] = None
     """Rows in one forward pass of one process; changes speed only. Left out: `batch.micro_size`."""
     metrics: tuple[PathText, ...] = ()
-    """What is computed beside the loss. Of texts that are generated for `prompts`: `exact_match`, `f1`, `rouge1`,
-    `rouge2`, `rougeL`; of classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or
-    `file.py:function`."""
+    """Metrics besides the loss. For texts generated for `prompts`: `exact_match`, `f1`, `rouge1`, `rouge2`, `rougeL`;
+    for classes: `accuracy`, `f1_macro`; or your own function as `package.module:function` or `file.py:function`."""
     prompts: tuple[Source, ...] = ()
     """Prompts with references, for metrics of generated texts: records with `prompt` and `reference` or `references`;
     with a `chat` section also conversations, whose last answer is the reference."""
     max_new_tokens: Annotated[PositiveInt, "tokens"] = 100
-    """Tokens at most that are generated for a prompt; fewer if the model ends the text, or prompt and text fill
+    """Maximum number of tokens generated for a prompt; fewer if the model ends the text, or prompt and text fill
     `data.sequence_length`."""
     patience: Annotated[PositiveInt | None, "evaluations"] = None
-    """End the run after so many evaluations in a row without a better value of `checkpoint.keep_best_by`."""
+    """End the run after this many consecutive evaluations without a better value of `checkpoint.keep_best_by`."""
 
 
 class DataSection(Section):
-    """The documents and how they become rows of tokens."""
+    """The documents, and how they become rows of tokens."""
 
     short_for = "train"
 
     train: tuple[Source, ...] = ()
-    """What is learned from."""
+    """Sources of training documents."""
     validation: tuple[Source, ...] = ()
-    """What evaluation reads. Empty: a part of `train` is held out, see `validation_fraction`."""
+    """Sources of validation documents. Empty: a part of `train` is held out, see `validation_fraction`."""
     validation_fraction: Annotated[Fraction, "share of the documents"] = 0.01
-    """Share of the training documents held out if `validation` is empty; picked by a hash of the document,
-    so that a document never moves between the two."""
+    """Fraction of the training documents that is held out if `validation` is empty. It is chosen by a hash of the
+    document, so that a document never moves between the two."""
     sequence_length: Annotated[int, Field(ge=2), "tokens"] = 1024
-    """Tokens a row (`T`)."""
+    """Tokens in a row (`T`)."""
     packing: Literal["wrapped", "documents", "padded"] = "documents"
-    """`documents`: whole documents packed best-fit into rows, each blind to the others; `wrapped`: one stream
-    cut every `sequence_length` tokens (pre-training); `padded`: one document a row."""
+    """`documents`: whole documents packed best-fit into rows, without attention between them; `wrapped`: one stream cut
+    every `sequence_length` tokens (pre-training); `padded`: one document in each row."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
-    """What happens to documents longer than a row (`documents` and `padded`): continue in another row, lose
-    their end, or be left out. The data report counts them."""
+    """Documents longer than a row (with `documents` and `padded`): `split` continues them in another row, `truncate`
+    cuts off their end, `drop` leaves them out. The data report counts them."""
     remainder: Literal["keep", "drop"] = "keep"
     """The last, incomplete row of a `wrapped` stream: padded, or left out."""
     last_batch: Literal["carry", "drop"] = "carry"
-    """The rows of an epoch that do not fill a global batch: completed with rows of the next epoch, or left
-    out of this one."""
+    """Rows of an epoch that do not fill a global batch: `carry` completes the batch with rows of the next epoch, `drop`
+    leaves them out of this epoch."""
     strip: bool = True
     """Remove white space around each document."""
     lowercase: bool = False
     """Lower-case each document."""
     add_bos: bool = True
-    """Put the tokenizer's begin-of-text token before each document, if it has one."""
+    """Add the tokenizer's beginning-of-text token before each document, if it has one."""
     add_eos: bool = True
-    """Put the tokenizer's end-of-text token behind each document, so that a model learns to stop."""
+    """Add the tokenizer's end-of-text token after each document, so that the model learns to stop."""
     cache_dir: PathText = ".cache/finetune"
-    """Where prepared tokens are kept; safe to delete."""
+    """Directory of prepared tokens; safe to delete."""
     num_workers: Annotated[PositiveInt | None, "threads"] = None
-    """Threads that tokenise. Left out: one a core."""
+    """Threads that tokenize. Left out: one for each core."""
 
 
 class ChatSection(Section):
-    """Conversations: how they are written, and what of them is learned."""
+    """Conversations: their template, and the parts that are learned."""
 
     short_for = "template"
 
     template: PathText | None = None
-    """The chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
+    """Chat template: a Jinja file, or `plain` for the one that ships. Left out: the tokenizer's own."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """More variables of the template, such as `enable_thinking: false`."""
     train_on: Literal["assistant", "last", "completions", "all"] = "assistant"
-    """What is learned: every answer, the last one only, all answers behind the last user turn (or the
-    completion, where the record has one), or every token. Answers with `weight: 0`, `train: false` or `loss: false`
-    never are."""
+    """Tokens that are learned: those of every answer, of the last answer only, of all answers after the last user turn
+    (or of the completion, if the record has one), or all tokens. Answers with `weight: 0`, `train: false` or `loss:
+    false` never are."""
     end_token: Literal["template", "add"] = "template"
-    """How answers end: as the template writes and marks them, or always with a special token that is learned:
-    the one behind the answer, else the tokenizer's end-of-text token, which is then put there."""
+    """End of answers: as the template writes and marks it, or always a special token that is learned. That is the one
+    after the answer, or else the tokenizer's end-of-text token, which is added."""
     too_long: Literal["drop", "cut_left", "cut_right"] = "drop"
-    """What becomes of conversations longer than a row: left out, or without their oldest exchanges (the system
-    message stays), or without their end. One that keeps no answer is left out. The data report counts them."""
+    """Conversations longer than a row: `drop` leaves them out, `cut_left` removes their oldest exchanges (the system
+    message stays), `cut_right` cuts off their end. One that keeps no answer is left out. The data report counts
+    them."""
     drop_tools: bool = False
-    """Learn from conversations whose `tools` the template does not write, without these. Off: they are refused, because
-    a model would learn calls of functions that it never saw."""
+    """Learn from conversations whose `tools` the template does not write, without the tools. Off: they are refused,
+    because a model would learn to call functions that it never saw."""
     drop_reasoning: bool = False
-    """Learn answers whose `reasoning_content` (or `thinking`) the template does not write, without it. Off: they are
-    refused."""
+    """Learn answers whose `reasoning_content` (or `thinking`) the template does not write, without the reasoning. Off:
+    they are refused."""
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """Roles of more speakers, such as `{customer: user, agent: assistant}`."""
+    """Roles of other speakers, such as `{customer: user, agent: assistant}`."""
 
 
 class ChecksSection(Section):
-    """What the data report may say; anything else ends the run before the first step."""
+    """Limits on figures of the data report; data outside them end the run before the first step."""
 
     max_broken: Annotated[Fraction, "share of the conversations"] = 0.0
-    """Largest share of conversations that are left out because they are broken: an unknown role, an empty answer,
-    a missing field, or refused by the template. At 0 the first one is an error, with its place."""
+    """Maximum fraction of conversations that are left out because they are broken: an unknown role, an empty answer, a
+    missing field, or refused by the template. At 0 the first one is an error, with its place."""
     max_unsupervised: Annotated[Fraction, "share of the conversations"] = 1.0
-    """Largest share of conversations that are left out because there is nothing to learn from."""
+    """Maximum fraction of conversations that are left out because there is nothing to learn from."""
     max_too_long: Annotated[Fraction, "share of the documents"] = 1.0
-    """Largest share of documents that lost something, or were left out, because they are longer than a row."""
+    """Maximum fraction of documents that are cut or left out because they are longer than a row."""
     max_overlap: Annotated[Fraction, "share of the documents"] = 1.0
-    """Largest share of validation documents that are training documents too."""
+    """Maximum fraction of validation documents that are also training documents."""
     min_supervised: Annotated[Fraction, "share of the tokens"] = 0.0
-    """Smallest share of tokens that are learned."""
+    """Minimum fraction of tokens that are learned."""
     min_ended: Annotated[Fraction, "share of the documents"] = 0.0
-    """Smallest share of conversations whose last answer ends in a special token that is learned, or of documents that
-    the tokenizer's end-of-text token ends."""
+    """Minimum fraction of conversations whose last answer ends in a special token that is learned, or of documents that
+    end with the tokenizer's end-of-text token."""
     max_lossy: Annotated[Fraction, "share of the documents"] = 1.0
-    """Largest share of documents, of those that are tried, that the tokenizer does not give back as they were."""
+    """Maximum fraction of the tested documents that the tokenizer does not decode to the same text."""
     max_mojibake: Annotated[Fraction, "share of the documents"] = 1.0
-    """Largest share of documents with signs of a wrong decoding, such as `cafÃ©` or the replacement character."""
+    """Maximum fraction of documents with signs of wrong decoding, such as `cafÃ©` or the replacement character."""
     max_nul: Annotated[Fraction, "share of the documents"] = 1.0
-    """Largest share of documents that hold NUL characters."""
+    """Maximum fraction of documents that contain NUL characters."""
     max_duplicate_keys: Annotated[Fraction, "share of the records"] = 1.0
-    """Largest share of JSON records with a key that an object has more than once; its last value is read."""
+    """Maximum fraction of JSON records in which an object has a key more than once; the last value is read."""
 
 
 def _names_or_expression(value: str | tuple[str, ...], other: str) -> str | tuple[str, ...]:
@@ -349,17 +353,17 @@ class RopeScalingSection(Section):
     """`linear` (Chen et al. 2023), `dynamic` (NTK-aware, by the length of rows), `yarn` (Peng et al. 2023) or `llama3`
     (that of Llama 3.1)."""
     factor: Annotated[float, Field(gt=1), "times"]
-    """How many times as many positions the model has then."""
+    """Ratio of the new number of positions to that of the pretrained model."""
     attention_factor: Annotated[float | None, Field(gt=0), "times"] = None
-    """`yarn`: what attention is scaled by; left out, it follows from `factor`."""
+    """`yarn`: factor that scales attention. Left out: it follows from `factor`."""
     beta_fast: Annotated[float | None, Field(gt=0), "rotations"] = None
-    """`yarn`: rotations from which on a frequency stays as it is; left out, 32."""
+    """`yarn`: frequencies with at least this many rotations are unchanged. Left out: 32."""
     beta_slow: Annotated[float | None, Field(gt=0), "rotations"] = None
-    """`yarn`: rotations up to which a frequency is stretched whole; left out, 1."""
+    """`yarn`: frequencies with at most this many rotations are fully scaled. Left out: 1."""
     low_freq_factor: Annotated[float | None, Field(gt=0), "times"] = None
-    """`llama3`: wavelengths above the model's positions divided by it are stretched whole; left out, 1."""
+    """`llama3`: wavelengths above the model's positions divided by this are fully scaled. Left out: 1."""
     high_freq_factor: Annotated[float | None, Field(gt=0), "times"] = None
-    """`llama3`: wavelengths below the model's positions divided by it stay as they are; left out, 4."""
+    """`llama3`: wavelengths below the model's positions divided by this are unchanged. Left out: 4."""
 
     @model_validator(mode="after")
     def _of_its_type(self) -> Self:
@@ -370,44 +374,46 @@ class RopeScalingSection(Section):
 
 
 class ModelSection(Section):
-    """The network and where its first weights come from."""
+    """The network and its initial weights."""
 
     short_for = "name"
 
     name: PathText | None = None
-    """A model directory, or a name on the Hugging Face hub. Leave out to start from `config`."""
+    """A model directory, or a name on the Hugging Face hub. Left out: the model of `config`."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     config: dict[str, Any] | None = None
-    """Start from random weights: `model_type` plus the architecture's own sizes, in its own key names."""
+    """Start from random weights: `model_type`, and the sizes of the architecture under its own key names."""
     rope_scaling: RopeScalingSection | None = None
-    """Of a pretrained model: more positions than it was trained on."""
+    """Extend a pretrained model to more positions than it was trained on."""
     attention: Literal[
         "auto", "packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
-    """The attention implementation that the architecture is asked to use. `packed`: `sdpa`, but each document of a row
-    by itself, and told where they begin. `auto`: `packed` where the architecture can, else `sdpa`, else `eager`."""
+    """Attention implementation. `packed`: `sdpa`, applied to each document of a row by itself. `auto`: `packed` if the
+    architecture supports it, else `sdpa`, else `eager`."""
     loss: Literal["auto", "chunked", "plain"] = "auto"
-    """How a language model's loss is computed. `chunked`: by its head, some tokens at a time, so that all logits never
-    exist at once; `plain`: from all logits. `auto`: chunked, but where logits are scaled or capped behind the head."""
+    """Computation of a language model's loss. `chunked`: by its head, some tokens at a time, so that the logits of all
+    tokens never exist at once; `plain`: from all logits. `auto`: `chunked`, unless logits are scaled or capped after
+    the head."""
     freeze: str | tuple[str, ...] | None = None
-    """Without `lora`: modules that are not trained, with all that is in them: names such as `[embed_tokens]`, or one
-    regular expression that matches whole names, such as `model.layers.[0-7]`."""
+    """Without `lora`: modules that are not trained, with everything in them. Names such as `[embed_tokens]`, or one
+    regular expression that matches full names, such as `model.layers.[0-7]`."""
     quantization: Literal["nf4", "fp4", "int8"] | None = None
-    """Hold the frozen linear weights in 4 bits (QLoRA, Dettmers et al. 2023) or 8 (`int8`, one scale a row, Dettmers et
-    al. 2022); needs `lora`. `nf4` is the better one of 4 bits."""
+    """Hold the frozen linear weights in 4 bits (`nf4`, `fp4`; QLoRA, Dettmers et al. 2023) or 8 bits (`int8`, one scale
+    for each row, Dettmers et al. 2022); needs `lora`. `nf4` is the better format of 4 bits."""
     double_quantization: bool = True
-    """Quantise the scales of the 4-bit weights as well: 0.516 bytes a weight instead of 0.563."""
+    """Also quantize the scales of the 4-bit weights: 0.516 bytes for each weight instead of 0.563."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass: less memory, about a third more time. `selective` keeps what matrix
-    products and attention put out, and recomputes the cheap rest."""
+    """Recompute activations in the backward pass: less memory, about a third more time. `selective` keeps the outputs
+    of matrix products and attention, and recomputes the cheap rest."""
     activation_offload: bool = False
-    """Keep activations in host memory until the backward pass needs them. On a machine without a GPU they are there."""
+    """Keep activations in host memory until the backward pass needs them. Without a GPU they are there anyway."""
     compile: bool = False
-    """Compile each layer by `torch.compile`: minutes before the first step, and faster ones then."""
+    """Compile each layer with `torch.compile`: minutes before the first step, then faster steps."""
     fp8: bool | Literal["emulated"] = False
-    """Compute the products of linear modules in fp8, all but the first and the last, with a scale for each token; needs
-    `precision: bf16`, torchao and a GPU that can (Ada, Hopper or later). `emulated`: the same on any device, slowly."""
+    """Compute the products of all linear modules but the first and the last in fp8, with a scale for each token; needs
+    `precision: bf16`, torchao and a GPU that supports it (Ada, Hopper or later). `emulated`: the same on any device,
+    slowly."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off, because it is code from the internet."""
 
@@ -428,26 +434,26 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters: the model stays frozen, and small matrices beside its linear modules are trained."""
+    """Low-rank adapters: the model is frozen, and small matrices beside its linear modules are trained."""
 
     rank: Annotated[PositiveInt, "columns"] = 16
     """Columns of the matrices `A` and rows of `B` (`r`): their size, and how much they can learn."""
     alpha: Annotated[PositiveFloat, "factor"] = 32.0
-    """The adapter's output is scaled by `alpha` / `rank`."""
+    """The output of an adapter is scaled by `alpha` / `rank`."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0), "share"] = 0.0
-    """Share of an adapter's inputs that is left out, at random, while training."""
+    """Fraction of an adapter's inputs that is dropped at random during training."""
     targets: str | tuple[str, ...] = "all-linear"
-    """The modules that get an adapter: `all-linear` (all but the output head), a list of names such as
-    `[q_proj, v_proj]`, or one regular expression that matches their whole names."""
+    """Modules that get an adapter: `all-linear` (all but the output head), a list of names such as `[q_proj, v_proj]`,
+    or one regular expression that matches full names."""
     rslora: bool = False
     """Scale by `alpha` / sqrt(`rank`) instead, so that large ranks learn as fast (Kalajdzievski 2023)."""
     dora: bool = False
-    """Train the length of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
+    """Train the magnitude of each weight column apart from its direction (Liu et al. 2024): better, and slower."""
     init: Literal["default", "gaussian", "orthogonal", "pissa"] = "default"
-    """The first weights. `default`: `A` random, `B` zero; `gaussian`: the same with a normal `A`; `orthogonal`:
-    both random, and their product zero; `pissa`: the largest singular vectors, taken out of the frozen weights."""
+    """Initial weights. `default`: `A` random, `B` zero; `gaussian`: the same with a normal `A`; `orthogonal`: both
+    random, with a product of zero; `pissa`: the largest singular vectors, which are taken out of the frozen weights."""
     save_modules: tuple[str, ...] = ()
-    """Modules that are trained whole, such as `[embed_tokens, lm_head]`, and kept in the adapter's file."""
+    """Modules that are fully trained, such as `[embed_tokens, lm_head]`, and saved with the adapter."""
 
     @model_validator(mode="after")
     def _even_rank(self) -> Self:
@@ -462,34 +468,34 @@ class LoraSection(Section):
 
 
 class TaskSection(Section):
-    """What the model is trained to do."""
+    """The task that the model is trained for."""
 
     short_for = "name"
 
     name: PathText = "causal_lm"
     """`causal_lm`, `sequence_classification`, or your own as `package.module:object` or `file.py:object`."""
     loss: PathText | None = None
-    """A loss of your own, named likewise, in place of the task's: a function of network and batch that returns the sum
-    over the batch's targets, a scalar in fp32."""
+    """Your own loss, named in the same way, in place of the task's: a function of network and batch that returns the
+    sum over the batch's targets, a scalar in fp32."""
     num_labels: Annotated[PositiveInt | None, "classes"] = None
-    """Classes of `sequence_classification`. Left out: counted in the data."""
+    """Number of classes of `sequence_classification`. Left out: counted in the data."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments for a custom task."""
 
 
 class BatchSection(Section):
-    """How much is learned from at once."""
+    """Size of the batches."""
 
     global_size: Annotated[PositiveInt, "rows an optimiser step"] = 32
-    """Rows an optimiser step, over all processes. Moving to more processes does not change it."""
+    """Rows in an optimiser step, over all processes. It stays the same on more processes."""
     micro_size: Annotated[
         int | Literal["auto"],
         PlainValidator(_size_or_auto, json_schema_input_type=PositiveInt | Literal["auto"]),
         "rows a forward pass and process",
     ] = 8
-    """Rows in one forward pass of one process. Changes memory and speed; what is learned only where the network has
-    dropout, whose masks depend on it, or batch norms. `auto`: the most that fit, found by trial before the first run of
-    such a model under such a launch."""
+    """Rows in one forward pass of one process. Changes memory and speed; it changes what is learned only if the network
+    has batch norms, or dropout, whose masks depend on it. `auto`: the largest that fits, found by trial before the
+    first run of such a model under such a launch."""
 
     @property
     def rows(self) -> int:
@@ -498,7 +504,7 @@ class BatchSection(Section):
 
 
 class LengthSection(Section):
-    """How long to train: exactly one of the three."""
+    """Length of the training: exactly one of the three."""
 
     steps: Annotated[NonNegativeInt | None, "optimiser steps"] = None
     """Optimiser steps; 0 evaluates only."""
@@ -518,20 +524,20 @@ class OptimSection(Section):
     `PagedAdamW8bit`, ...: on one process or under DDP, paged ones on a GPU); or your own as `package.module:Class` or
     `file.py:Class`. AdamW runs fused."""
     lr: Annotated[PositiveFloat, "rate"] = 3e-4
-    """Peak learning rate at `reference_batch`, or at any batch where that is not given."""
+    """Peak learning rate; if `reference_batch` is given, for a global batch of that size."""
     weight_decay: Annotated[NonNegativeFloat, "share of the rate"] = 0.1
-    """Decay of the weights; norms, biases and embeddings are never decayed."""
+    """Weight decay. It is never applied to norms, biases and embeddings."""
     args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of the optimiser, such as `betas: [0.9, 0.95]`, `eps: 1e-8` or `momentum: 0.9`."""
     clip_norm: Annotated[PositiveFloat | None, "norm"] = 1.0
-    """Largest global gradient norm; larger gradients are scaled down. `null`: no clipping."""
+    """Maximum global gradient norm; larger gradients are scaled down. `null`: no clipping."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are summed over processes in. `bf16` halves what is sent, and rounds."""
+    """Dtype in which gradients are summed over processes. `bf16` halves the traffic, and rounds."""
     lr_scaling: Literal["linear", "sqrt"] | None = None
     """Multiply `lr` by global batch / `reference_batch`, or by its square root (Goyal et al. 2017; Hoffer et
     al. 2017)."""
     reference_batch: Annotated[PositiveInt | None, "rows"] = None
-    """The global batch, in rows, that `lr` was found at."""
+    """Global batch, in rows, for which `lr` was found."""
 
     @field_validator("args")
     @classmethod
@@ -555,15 +561,15 @@ class ScheduleSection(Section):
     short_for = "name"
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd` is warm-up, stable, decay."""
+    """Schedule after the warm-up. `wsd` is warm-up, stable, decay."""
     warmup_steps: Annotated[NonNegativeInt | None, "optimiser steps"] = None
     """Steps over which the rate rises linearly from near 0 to its peak."""
     warmup_fraction: Annotated[Fraction | None, "share of the steps"] = None
-    """The same, as a share of all steps."""
+    """The same, as a fraction of all steps."""
     floor: Annotated[Fraction, "share of the peak"] = 0.1
-    """Where the decay ends, as a share of the peak; `constant` has no decay."""
+    """Rate at the end of the decay, as a fraction of the peak; `constant` has no decay."""
     decay_fraction: Annotated[Fraction, "share of the steps"] = 0.2
-    """`wsd` only: the share of all steps, at the end, over which the rate falls."""
+    """`wsd` only: fraction of all steps, at the end, over which the rate falls."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:
@@ -578,7 +584,7 @@ class Recipe(Section):
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
     lora: LoraSection | None = None
-    """Left out: every weight is trained."""
+    """Left out: all weights are trained."""
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     chat: ChatSection | None = None
@@ -590,17 +596,17 @@ class Recipe(Section):
     schedule: ScheduleSection = ScheduleSection()
     eval: EvalSection = EvalSection()
     sample: SampleSection | None = None
-    """Left out: no text is written."""
+    """Left out: no samples are generated."""
     log: LogSection = LogSection()
     output: OutputSection = OutputSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resume: ResumeSection = ResumeSection()
     guard: GuardSection = GuardSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """What the network computes in. Weights, optimiser, reductions and the loss stay fp32. `auto`: bf16 where
-    a GPU has it, else fp32."""
+    """Dtype of the network's computations. Weights, optimiser state, reductions and the loss stay fp32. `auto`: bf16 if
+    a GPU supports it, else fp32."""
     seed: Annotated[int, Field(ge=0, lt=2**63), "number"] = 0
-    """Of the first weights, the order of rows, and dropout."""
+    """Seed of the initial weights, the order of rows, and dropout."""
 
     @property
     def loss_by_head(self) -> bool:
