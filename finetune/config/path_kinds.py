@@ -1,16 +1,27 @@
 """Kinds of files and folders, so that an error about a wrong path says what it is, and what to use instead."""
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
+from finetune.utils.file_formats import GGUF, format_of
 
 Kind = Literal["run", "checkpoint", "adapter", "gguf", "dataset", "tokenizer", "model"]
 
+_NAMES: dict[Kind, str] = {
+    "run": "is a run directory of this toolkit",
+    "checkpoint": "is a checkpoint of this toolkit",
+    "adapter": "holds a LoRA adapter",
+    "gguf": "is GGUF, the format of llama.cpp",
+    "dataset": "is a data set that `datasets` has saved",
+    "tokenizer": "holds a tokenizer",
+    "model": "holds a model",
+}
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-_STEP = "step-"
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -19,14 +30,16 @@ def kind_of(path: Path) -> Kind | None:
     A folder of several kinds is the first of them that fits: a model beside which an adapter lies is a model.
     """
     if path.is_file():
-        return "gguf" if path.suffix.lower() == ".gguf" or _begins_as_gguf(path) else None
+        with suppress(OSError):
+            return "gguf" if path.suffix.lower() == ".gguf" or format_of(path) == GGUF else None
+        return None
     if not path.is_dir():
         return None
 
     def has(*names: str) -> bool:
         return any((path / name).is_file() for name in names)
 
-    if has("manifest.json") and (has("state.json") or path.name.startswith(_STEP)):
+    if has("manifest.json") and (has("state.json") or path.name.startswith("step-")):
         return "checkpoint"
     if has("recipe.yaml") and (has("run.json") or (path / "checkpoints").is_dir()):
         return "run"
@@ -46,65 +59,62 @@ def kind_of(path: Path) -> Kind | None:
 
 def not_a_model(path: Path) -> str | None:
     """Returns why a path cannot be a model, and what to name instead; None if nothing is known against it."""
-    kind = kind_of(path)
-    if kind in ("run", "checkpoint"):
-        return f"{_said(path)}, and no model. {_weights_of(path)}"
-    if kind == "adapter":
+    if kind_of(path) == "adapter":
         return _about_adapter(path)
-    if kind == "gguf":
-        return (
-            f"{path} is GGUF, the format of llama.cpp, whose weights are mostly quantised: nothing is trained or "
-            "opened in it. Name the model that it was made from, as safetensors. If there is only this file, "
-            f"`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of "
-            "transformers turns it into one, and `AutoTokenizer` likewise."
-        )
-    if kind == "dataset":
-        return f"{path} is a data set that `datasets` has saved, and no model. Name it as data.train's path."
-    if kind == "tokenizer":
-        return (
-            f"{path} holds a tokenizer and no model: it has no config.json. Name it as tokenizer.name, and a model "
-            "with its weights, or give the network's sizes in model.config."
-        )
-    return None
+    in_run = _weights_of(path)
+    advice: dict[Kind, str] = {
+        "run": in_run,
+        "checkpoint": in_run,
+        "gguf": "Its weights are mostly quantised: nothing is trained or opened in it. Name the model that it was made "
+        "from, as safetensors. If there is only this file, "
+        "`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of transformers "
+        "turns it into one, and `AutoTokenizer` likewise.",
+        "dataset": "Name it as data.train's path.",
+        "tokenizer": "Name it as tokenizer.name, and a model with its weights, or give the network's sizes in "
+        "model.config.",
+    }
+    return _refusal(path, "model", advice)
 
 
 def not_a_tokenizer(path: Path) -> str | None:
     """Returns why a path cannot be a tokenizer, and what to name instead; None if nothing is known against it."""
-    kind = kind_of(path)
-    if kind in ("run", "checkpoint"):
-        return f"{_said(path)}. Name the folder with its tokenizer: {path / 'model'}."
-    if kind == "gguf":
-        return f"{path} is GGUF, the format of llama.cpp. Name the tokenizer of the model that it was made from."
-    if kind == "dataset":
-        return f"{path} is a data set that `datasets` has saved, and no tokenizer. Name it as data.train's path."
-    return None
+    in_run = f"Name the folder with its tokenizer: {path / 'model'}."
+    advice: dict[Kind, str] = {
+        "run": in_run,
+        "checkpoint": in_run,
+        "gguf": "Name the tokenizer of the model that it was made from.",
+        "dataset": "Name it as data.train's path.",
+    }
+    return _refusal(path, "tokenizer", advice)
 
 
 def not_data(path: Path) -> str | None:
     """Returns why a path cannot be data, and what to name instead; None if nothing is known against it."""
-    kind = kind_of(path)
-    if kind in ("run", "checkpoint"):
-        return f"{_said(path)}, and no data. Name the files that it was to learn from."
-    if kind == "adapter":
-        return f"{path} holds a LoRA adapter, and no data. Name files of documents."
-    if kind == "gguf":
-        return f"{path} is GGUF, a model in the format of llama.cpp, and no data. Name files of documents."
-    if kind in ("model", "tokenizer"):
-        return f"{path} holds a {kind}, and no data. Name files of documents; the {kind} is named as {kind}.name."
-    return None
+    in_run, documents = "Name the files that it was to learn from.", "Name files of documents."
+    advice: dict[Kind, str] = {
+        "run": in_run,
+        "checkpoint": in_run,
+        "adapter": documents,
+        "gguf": documents,
+        "model": f"{documents} The model is named as model.name.",
+        "tokenizer": f"{documents} The tokenizer is named as tokenizer.name.",
+    }
+    return _refusal(path, "data", advice)
 
 
 def not_a_run(path: Path) -> str | None:
     """Returns why a path cannot be a run, and what to name instead; None if nothing is known against it."""
+    run = _run_of(path)
+    beside = "" if run is None else f"Its run is {run}."
+    return _refusal(path, "run", {kind: beside for kind in _NAMES if kind != "run"})
+
+
+def _refusal(path: Path, wanted: str, advice: Mapping[Kind, str]) -> str | None:
+    """Returns what a path is, if there is advice on its kind."""
     kind = kind_of(path)
-    if kind == "checkpoint":
-        return f"{_said(path)}. Name its run: {_run_of(path)}."
-    if kind == "adapter":
-        return f"{path} holds a LoRA adapter, not a run. {_run_beside(path)}".rstrip()
-    if kind in ("model", "tokenizer", "dataset", "gguf"):
-        what = {"gguf": "is GGUF, the format of llama.cpp", "dataset": "is a data set"}.get(kind, f"holds a {kind}")
-        return f"{path} {what}, and is no run. {_run_beside(path)}".rstrip()
-    return None
+    if kind is None or kind not in advice:
+        return None
+    return f"{path} {_NAMES[kind]}, and no {wanted}. {advice[kind]}".rstrip()
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
@@ -146,10 +156,6 @@ def _about_adapter(path: Path) -> str:
     )
 
 
-def _said(path: Path) -> str:
-    return f"{path} is a {'checkpoint' if kind_of(path) == 'checkpoint' else 'run directory'} of this toolkit"
-
-
 def _weights_of(path: Path) -> str:
     inner = path / "model"
     if kind_of(inner) == "model":
@@ -164,16 +170,3 @@ def _run_of(path: Path) -> Path | None:
     parents = Path(os.path.abspath(path)).parents[:3]
     found = next((parent for parent in parents if kind_of(parent) == "run"), None)
     return None if found is None else Path(os.path.relpath(found)) if not path.is_absolute() else found
-
-
-def _run_beside(path: Path) -> str:
-    run = _run_of(path)
-    return "" if run is None else f"Its run is {run}."
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False

@@ -23,6 +23,7 @@ _TEXT = "Write what it holds to a text file."
 _UTF_8 = "Convert it, for example with `iconv -f {} -t UTF-8`."
 PARQUET = Format("a Parquet file", "Give it a name that ends in .parquet.")
 LFS = Format("a Git LFS pointer", "The file itself has not been downloaded: get it with `git lfs pull`.")
+GGUF = Format("a GGUF file", "It holds a model in the format of llama.cpp, which is not read here.")
 HTML = Format("an HTML page", "It may be what a server answered instead of the file: download it again.")
 _ARROW = Format("an Arrow file", "Name the directory that `save_to_disk` has written, or convert it to Parquet.")
 
@@ -46,7 +47,7 @@ _SIGNATURES = {
     b"ORC": Format("an ORC file", _TEXT),
     b"\x93NUMPY": Format("a NumPy array", _TEXT),
     b"%PDF-": Format("a PDF document", _TEXT),
-    b"GGUF": Format("a GGUF file", "It holds a model in the format of llama.cpp, which is not read here."),
+    b"GGUF": GGUF,
     b"version https://git-lfs.github.com/spec/": LFS,
     b"\xff\xfe\x00\x00": Format("text in UTF-32", _UTF_8.format("UTF-32")),
     b"\x00\x00\xfe\xff": Format("text in UTF-32", _UTF_8.format("UTF-32")),

@@ -407,7 +407,7 @@ def test_what_cannot_be_listed(finished: Done, tmp_path: Path, capsys: pytest.Ca
     assert "holds no run: it has no run.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "says"), [("model", "holds a model, and is no run"), ("nothing", "holds no run")])
+@pytest.mark.parametrize(("name", "says"), [("model", "holds a model, and no run"), ("nothing", "holds no run")])
 def test_what_is_no_run_is_called_by_what_it_is(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

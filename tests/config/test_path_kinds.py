@@ -77,11 +77,11 @@ AS_MODEL = {
     "gguf file": "is GGUF, the format of llama.cpp",
     "gguf without its name": "is GGUF, the format of llama.cpp",
     "saved": "is a data set that `datasets` has saved, and no model",
-    "tokenizer": "holds a tokenizer and no model",
+    "tokenizer": "holds a tokenizer, and no model",
 }
 AS_TOKENIZER = {
-    "run": "is a run directory of this toolkit. Name the folder with its tokenizer: {run}/model",
-    "checkpoint": "is a checkpoint of this toolkit. Name the folder with its tokenizer: {checkpoint}/model",
+    "run": "is a run directory of this toolkit, and no tokenizer. Name the folder with its tokenizer: {run}/model",
+    "checkpoint": "toolkit, and no tokenizer. Name the folder with its tokenizer: {checkpoint}/model",
     "gguf file": "is GGUF",
     "saved": "and no tokenizer",
 }
@@ -89,7 +89,7 @@ AS_DATA = {
     "run": "is a run directory of this toolkit, and no data",
     "checkpoint": "is a checkpoint of this toolkit, and no data",
     "run's adapter": "holds a LoRA adapter, and no data",
-    "gguf file": "is GGUF, a model in the format of llama.cpp, and no data",
+    "gguf file": "is GGUF, the format of llama.cpp, and no data",
     "model": "holds a model, and no data",
     "tokenizer": "holds a tokenizer, and no data",
 }
@@ -144,11 +144,11 @@ def test_as_data(places: dict[str, Path], name: str) -> None:
 
 
 def test_as_a_run(places: dict[str, Path]) -> None:
-    assert f"holds a LoRA adapter, not a run. Its run is {places['run']}." in said(
+    assert f"holds a LoRA adapter, and no run. Its run is {places['run']}." in said(
         lambda: find_weights(places["run's adapter"])
     )
-    assert "is GGUF, the format of llama.cpp, and is no run" in said(lambda: find_weights(places["gguf folder"]))
-    assert "holds a tokenizer, and is no run" in said(lambda: find_weights(places["tokenizer"]))
+    assert "is GGUF, the format of llama.cpp, and no run" in said(lambda: find_weights(places["gguf folder"]))
+    assert "holds a tokenizer, and no run" in said(lambda: find_weights(places["tokenizer"]))
 
 
 def test_what_is_right_is_not_refused(places: dict[str, Path]) -> None:
