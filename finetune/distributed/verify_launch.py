@@ -166,7 +166,7 @@ def _differences(
     ):
         if asked != runs:
             yield f"{name}: asked {asked}, runs {runs}"
-    if report.gloo_threads > 1 and torch_private.gloo_workers_race():
+    if report.gloo_threads > 1:
         yield (
             f"worker threads of a gloo group: asked 1, runs {report.gloo_threads}, which corrupt memory now and then "
             "in this torch (a program that starts a run makes no process group before it)"

@@ -1,4 +1,4 @@
-"""Gloo groups have one worker thread where torch's two race; what else of gloo ends with a signal is refused."""
+"""Gloo groups have one worker thread, since torch's two race; what else of gloo ends with a signal is refused."""
 
 import json
 import sys
@@ -16,38 +16,20 @@ from finetune.distributed import resolve_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.training.dry_run import describe
-from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
 NOT_IN_DETAIL = torch.__version__.startswith(("2.11.", "2.12."))
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
-@pytest.mark.parametrize(
-    ("version", "races"),
-    [
-        ("2.7.1", False),
-        ("2.8.0", True),
-        ("2.11.0+cu130", True),
-        ("2.13.0+cpu", True),
-        ("2.14.1", True),
-        ("2.15.0", True),
-        ("3.0.0a0+git1", True),
-    ],
-)
-def test_which_versions_of_torch_have_the_race(version: str, races: bool) -> None:
-    assert torch_private.gloo_workers_race(version) is races
-
-
 # Alone in its groups: the default one, two by `new_group`, and a mesh's.
 GROUPS = """
-import json, os, sys, time
+import json, os, time
 from datetime import timedelta
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from finetune.utils.compat import torch_private
-torch_private.gloo_workers_race = lambda: sys.argv[1] == "races"
 torch_private.start_gloo_with_one_worker()
 torch_private.start_gloo_with_one_worker()
 limit = timedelta(seconds=77)
@@ -74,22 +56,21 @@ print("found", json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("version", "threads"), [("races", 1), ("does not", 2)])
 @pytest.mark.parametrize(("debug", "each"), [("OFF", 1), ("DETAIL", 2)])
-def test_a_gloo_group_has_one_worker_thread_where_two_race(version: str, threads: int, debug: str, each: int) -> None:
-    """Torch without the race is left as it is. Debugged in detail, a group has another one beside it."""
-    code, output = run([sys.executable, "-c", GROUPS, version], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
+def test_a_gloo_group_has_one_worker_thread(debug: str, each: int) -> None:
+    """Debugged in detail, a group has another one beside it."""
+    code, output = run([sys.executable, "-c", GROUPS], env=environment(TORCH_DISTRIBUTED_DEBUG=debug))
     assert code == 0, output
     found = json.loads(output.partition("found ")[2].splitlines()[0])
-    assert found == {"each": threads * each, "read": threads, "timeout_s": 77}
+    assert found == {"each": each, "read": 1, "timeout_s": 77}
 
 
 @pytest.mark.parametrize("interfaces", ["no-such-one", "lo,no-such-one"])
 def test_gloo_still_listens_where_it_is_told(interfaces: str) -> None:
-    code, output = run([sys.executable, "-c", GROUPS, "races"], env=environment(GLOO_SOCKET_IFNAME=interfaces))
+    code, output = run([sys.executable, "-c", GROUPS], env=environment(GLOO_SOCKET_IFNAME=interfaces))
     assert code == 1
     assert "Unable to find address for: no-such-one" in output
-    code, output = run([sys.executable, "-c", GROUPS, "races"], env=environment(GLOO_SOCKET_IFNAME="lo"))
+    code, output = run([sys.executable, "-c", GROUPS], env=environment(GLOO_SOCKET_IFNAME="lo"))
     assert code == 0, output
 
 

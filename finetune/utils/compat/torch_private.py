@@ -61,30 +61,22 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def gloo_workers_race(version: str = torch.__version__) -> bool:
-    """Tells if the worker threads of a gloo group may corrupt the heap, as they do from torch 2.8 on.
-
-    A group has two. Each, after a collective whose caller has gone on already, assigns the collective's name to a
-    string that they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie
-    on the heap: those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
-
-    Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment; 2.7.1 has none, the wheels of 2.8.0,
-    2.11.0, 2.13.0 and 2.14.1 do. pytorch#190738 moves it out of the threads, into no release up to 2.14.1: later ones
-    are taken for racing until somebody has looked at their `runLoop`, since one thread is right on every release.
-    """
-    major, minor = (int(number) for number in version.split(".")[:2])
-    return (major, minor) >= (2, 8)
-
-
 def start_gloo_with_one_worker() -> None:
-    """Makes each new gloo group run its collectives on one thread, where two of them race.
+    """Makes each new gloo group run its collectives on one thread, since the two that torch starts race.
+
+    Each of them, after a collective whose caller has gone on already, assigns the collective's name to a string that
+    they share, without a lock, so that both may free its old buffer. Names of more than 15 characters lie on the heap:
+    those of gathers of sharded tensors do. See docs/reports/gloo-worker-threads.md.
 
     `init_process_group` and `new_group` take no options for gloo. All groups go through this constructor: theirs, those
     of device meshes, Accelerate and DeepSpeed, and the one beside a group that is being debugged. Callbacks of
     `get_future().then` run on that thread, and so must not wait for another collective of the same group.
+
+    Source: `ProcessGroupGloo::runLoop`. pytorch#152614 brought the assignment into torch 2.8; pytorch#190738 moves it
+    out of the threads, into no release up to 2.14.1. One thread is right on every release.
     """
     start = ProcessGroupGloo.__init__
-    if not gloo_workers_race() or hasattr(start, "__wrapped__"):
+    if hasattr(start, "__wrapped__"):
         return
 
     @functools.wraps(start)
