@@ -146,15 +146,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise RecipeError(f"{file}: {other}")
     # So that an override changes one place only, where the file repeats a part by an alias.
     tree = write_out(json.loads(json.dumps(tree, default=str)))
-    return _renewed(tree) if (file.parent / "run.json").is_file() else tree
-
-
-def _renewed(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe of a run of an earlier version with today's keys."""
     section = tree.get("checkpoint")
-    if isinstance(section, dict) and "keep_best" in section:
-        kept = section.pop("keep_best")
-        section.setdefault("keep_best_by", "validation_loss" if kept else None)
+    if isinstance(section, dict) and "keep_best" in section and (file.parent / "run.json").is_file():
+        # The recipe of a run of an earlier version.
+        section.setdefault("keep_best_by", "validation_loss" if section.pop("keep_best") else None)
     return tree
 
 

@@ -3,7 +3,6 @@
 import glob
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.config import path_kinds
@@ -23,12 +22,36 @@ def check_paths(recipe: Recipe) -> None:
     """
     if ":" in recipe.task.name:
         return
-    problems = list(_problems(recipe))
-    if len(problems) > 1:
+    problems: list[FinetuneError] = []
+    for key, name, why_not in (
+        ("model.name", recipe.model.name, path_kinds.not_a_model),
+        ("tokenizer.name", recipe.tokenizer.name, path_kinds.not_a_tokenizer),
+    ):
+        if name is None:
+            continue
+        folder = Path(name)
+        # A name on the hub is `name` or `organisation/name`.
+        is_path = name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
+        if is_path and not folder.is_dir() and path_kinds.kind_of(folder) is None:
+            what = "a file" if folder.exists() else "not there"
+            problem = (
+                f"{key} is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
+                f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
+            )
+            problems.append(RecipeError(problem))
+        elif (wrong := why_not(folder)) is not None:
+            problems.append(RecipeError(f"{key}: {wrong}"))
+    for source in (*recipe.data.train, *recipe.data.validation):
+        if source.path is not None:
+            try:
+                find_files(source.path)
+            except DataError as error:
+                problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
         kind = DataError if all(isinstance(problem, DataError) for problem in problems) else RecipeError
         raise kind(" ".join(map(str, problems)))
-    if problems:
-        raise problems[0]
 
 
 def find_files(given: str) -> list[Path]:
@@ -72,33 +95,6 @@ def _require_regular(path: Path) -> None:
         raise DataError(
             f"{path} is a {kind}, and data is read from files, several times. Write it to a file and name that."
         )
-
-
-def _problems(recipe: Recipe) -> Iterator[FinetuneError]:
-    for key, name, told in (
-        ("model.name", recipe.model.name, path_kinds.not_a_model),
-        ("tokenizer.name", recipe.tokenizer.name, path_kinds.not_a_tokenizer),
-    ):
-        folder = Path(name or "")
-        if name is not None and _is_path(name) and not folder.is_dir() and path_kinds.kind_of(folder) is None:
-            what = "a file" if folder.exists() else "not there"
-            yield RecipeError(
-                f"{key} is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
-                f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
-            )
-        elif name is not None and (wrong := told(folder)) is not None:
-            yield RecipeError(f"{key}: {wrong}")
-    for source in (*recipe.data.train, *recipe.data.validation):
-        if source.path is not None:
-            try:
-                find_files(source.path)
-            except DataError as problem:
-                yield problem
-
-
-def _is_path(name: str) -> bool:
-    """Tells if a name cannot be one on the hub, which is `name` or `organisation/name`."""
-    return name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
 
 
 def _nearest(path: Path) -> str:

@@ -108,15 +108,13 @@ def _gloo_devices() -> list[Any]:
 
 def gloo_worker_threads() -> int:
     """Returns the largest number of worker threads of a gloo group of this process; 0 without such groups."""
-    groups = (backend for group in distributed_c10d._world.pg_map for backend in _gloo_of(group))
-    return max((backend.options._threads for backend in groups), default=0)
-
-
-def _gloo_of(group: Any) -> Iterator[Any]:
-    if "gloo" in torch.distributed.get_backend_config(group):
-        backend = group._get_backend(torch.device("cpu"))
-        # What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
-        yield getattr(backend, "wrapped_pg", backend)
+    threads = [0]
+    for group in distributed_c10d._world.pg_map:
+        if "gloo" in torch.distributed.get_backend_config(group):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+            threads.append(getattr(backend, "wrapped_pg", backend).options._threads)
+    return max(threads)
 
 
 @contextmanager
