@@ -36,9 +36,9 @@ def comms(parsed: argparse.Namespace) -> None:
         from finetune.distributed.launch.launcher import launch_workers
 
         if parsed.processes is not None and parsed.processes < 2:
-            raise RecipeError(f"--processes {parsed.processes}: one alone has nobody to talk to. Take two at least.")
+            raise RecipeError(f"--processes {parsed.processes}: a collective needs two processes or more.")
         if parsed.json is not None and not Path(parsed.json).absolute().parent.is_dir():
-            raise RecipeError(f"--json {parsed.json}: there is no folder {Path(parsed.json).parent}. Make it first.")
+            raise RecipeError(f"--json {parsed.json}: there is no folder {Path(parsed.json).parent}. Create it first.")
         processes = parsed.processes or (2 if parsed.config_file is None else None)
         options = [] if processes is None else ["--num_processes", str(processes)]
         given = {name: getattr(parsed, name.replace("-", "_")) for name in ("min-bytes", "max-bytes", "factor", "json")}

@@ -103,11 +103,11 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
 
     if not parsed.on:
         raise RecipeError(
-            "finetune parity RECIPE needs --on, such as `--on single,ddp`. (To compare two runs that have ended, give "
-            f"their directories; {parsed.recipe} is none.)"
+            "finetune parity RECIPE needs --on, such as `--on single,ddp`. (To compare two finished runs, give "
+            f"their directories; {parsed.recipe} is not one.)"
         )
     if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
-        raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Say how many with --steps.")
+        raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Set how many with --steps.")
     recipe = load_named_recipe(parsed)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
@@ -131,8 +131,8 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         code = _print_comparisons(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
-            seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            to_stderr(f"{configs[-1].name} was broken on purpose by {parsed.inject}, which was {seen}")
+            seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing with this recipe"
+            to_stderr(f"the fault {parsed.inject} was injected into {configs[-1].name}, and {seen}")
         return code
     finally:
         if parsed.to is None and (holds or not any((folder / config.name).exists() for config in configs)):
@@ -171,11 +171,11 @@ def report(parsed: argparse.Namespace) -> None:
         from finetune.diagnostics.run_report.live_server import serve_live
 
         if parsed.to is not None:
-            raise RecipeError("--live serves the page and writes none. Take --to out, or --live.")
+            raise RecipeError("--live serves the page, and writes no file. Remove --to or --live.")
         serve_live(runs, to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
         return
     if parsed.host is not None or parsed.port is not None:
-        raise RecipeError("--host and --port say where --live serves the page. Add --live, or take them out.")
+        raise RecipeError("--host and --port are for --live. Add --live, or remove them.")
     from finetune.diagnostics.run_report.write_report import write_report
 
     files = write_report(runs, Path(parsed.to) if parsed.to else None, price=parsed.price)
@@ -202,7 +202,7 @@ def runs(parsed: argparse.Namespace) -> None:
         print(json.dumps([vars(one) for one in found], indent=2))
         return
     if not found:
-        print(f"No run below {parsed.directory}.")
+        print(f"There are no runs below {parsed.directory}.")
         return
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -212,4 +212,4 @@ def runs(parsed: argparse.Namespace) -> None:
         if one.problem is not None:
             console.print(f"{one.run}: {one.problem}", markup=False)
         elif one.damaged_lines:
-            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are left out", markup=False)
+            console.print(f"{one.run}: {one.damaged_lines:,} damaged lines of its metrics are ignored", markup=False)

@@ -22,7 +22,7 @@ USER_ERROR = 2
 REQUEUE = 75
 
 # For users of another launcher, whose traceback and exit code no worker can change.
-_HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 alone."
+_HINT = "`finetune launch` takes the same launch file and recipe, and ends with the error and exit code 2 only."
 
 # Errors of collectives on the other ranks when one is gone.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "peer is gone")
@@ -59,14 +59,14 @@ def print_error(error: FinetuneError) -> None:
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     others = orphan_watch.is_launcher() and not orphan_watch.is_own_launcher()
     if given and others:
-        # What the launcher prints last, behind a traceback of its own.
-        written = {"message": f"said above, before this traceback of the launcher's. {_HINT}", "timestamp": time.time()}
+        # The launcher prints it last, after its own traceback.
+        written = {"message": f"printed above, before the launcher's traceback. {_HINT}", "timestamp": time.time()}
         with suppress(OSError):
             Path(given).write_text(json.dumps(written), encoding="utf-8")
     if _first_to_say(text):
         print(f"\nError: {text}", file=sys.stderr, flush=True)
         if others and not given:
-            print(f"What follows is a traceback of the launcher's. {_HINT}", file=sys.stderr, flush=True)
+            print(f"The traceback that follows is of the launcher. {_HINT}", file=sys.stderr, flush=True)
 
 
 def _first_to_say(text: str) -> bool:

@@ -70,7 +70,7 @@ def test_nowhere_to_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["runs", str(tmp_path / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
     assert main(["runs", str(tmp_path)]) == 0
-    assert "No run below" in capsys.readouterr().out
+    assert "There are no runs below" in capsys.readouterr().out
     assert main(["watch", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
