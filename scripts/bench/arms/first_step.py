@@ -32,10 +32,8 @@ class Mark(TrainerCallback):  # type: ignore[misc]
 
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     # Accelerate takes its FSDP branch for process groups of GPUs only: this opens it on gloo.
-    from finetune.utils.compat.accelerate_private import set_shared_state
-
-    PartialState(cpu=True)
-    set_shared_state(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+    state = PartialState(cpu=True)
+    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 tokenizer = AutoTokenizer.from_pretrained(spec["model"])
 data = load_from_disk(spec["tokens"])
 arguments = TrainingArguments(
