@@ -1,4 +1,4 @@
-"""The command line: `finetune <verb>`. The files of verbs say what each takes, and beside it what it does."""
+"""The command line: `finetune <verb>`. The files of verbs hold their arguments and functions."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from finetune.utils.exit_codes import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`finetune <verb> …`; returns the exit code."""
+    """Runs `finetune <verb> …`, and returns the exit code."""
     parser = build_parser()
     completion.answer_shell(parser)
     parsed = parse_arguments(parser, arguments)
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; the words of a list may also come behind options, which argparse takes amiss."""
+    """Parses the command line; items of a list may also follow options, which argparse does not allow."""
     parsed, left = parser.parse_known_args(arguments)
     lists = (getattr(parsed, name, None) for name in ("overrides", "words", "run"))
     more = next((words for words in lists if isinstance(words, list)), None)
@@ -35,7 +35,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all verbs."""
-    parser = completion.PathParser(prog="finetune", description="Fine-tuning on every backend.")
+    parser = completion.PathParser(prog="finetune", description="Fine-tune models on every backend of Accelerate.")
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for add_verbs in (add_recipe_verbs, add_model_verbs, add_run_verbs, add_machine_verbs):

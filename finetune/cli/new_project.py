@@ -1,4 +1,4 @@
-"""Writes a small project that runs as it is: a recipe, the launch files that fit this machine, and what to do next."""
+"""Creates a small project that runs as it is: a recipe, the launch files that fit this machine, and a README."""
 
 import os
 import shlex
@@ -48,7 +48,7 @@ def write_project(folder: Path, project: Project) -> list[str]:
     """Writes the files of a new project.
 
     Returns:
-        What was written and what to do next, a line each.
+        Lines with the files that were written, and the next commands.
 
     Raises:
         FinetuneError: If the options contradict each other, a path leads nowhere, or a file is there already; nothing
@@ -121,7 +121,7 @@ def this_machine() -> Machines:
     """Returns this machine as a plan takes it: its GPUs, or two processes that share a CPU and its memory."""
     import torch
 
-    # Speeds matter for times, of which none is shown.
+    # Speeds are placeholders: no times are shown.
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         return Machines(Gpu("this machine's", "", memory, 100.0, 32.0, 300.0), torch.cuda.device_count(), 1, 50.0, 0.4)

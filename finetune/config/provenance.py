@@ -125,7 +125,7 @@ def _lines(node: yaml.Node | None, prefix: str) -> dict[str, int]:
     found: dict[str, int] = {}
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            if name.value == "<<":  # what is merged in counts less than what stands beside it
+            if name.value == "<<":  # keys that are merged in do not override those beside it
                 found = {**_lines(value, prefix), **found}
                 continue
             key = f"{prefix}{name.value}"

@@ -91,7 +91,7 @@ def load_recipe(
     """Reads a recipe file, applies `a.b=c` overrides, and validates the result.
 
     Args:
-        tasks: The built-in ones by name; None leaves what depends on the task to whoever looks it up.
+        tasks: The built-in tasks by name; None skips the checks that depend on the task.
 
     Raises:
         RecipeError: With every problem that was found, each with its key.
@@ -160,7 +160,7 @@ def validate_recipe(
 
     Args:
         origin: Place that they come from, or its name.
-        tasks: The built-in ones by name; None leaves what depends on the task to whoever looks it up.
+        tasks: The built-in tasks by name; None skips the checks that depend on the task.
 
     Raises:
         RecipeError: With every problem that was found, each with its key and its place.
@@ -390,7 +390,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node = node[slot]
 
 
-# Keys that decide which weights or tokens are trained: whoever takes a guess of them trains something else.
+# Keys that decide which weights or tokens are trained: a wrong guess would train something else.
 _WHAT_IS_TRAINED = ("targets", "save_modules", "freeze", "quantization", "train_on", "loss")
 _TYPO = 0.85
 

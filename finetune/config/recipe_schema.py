@@ -499,7 +499,7 @@ class BatchSection(Section):
 
     @property
     def rows(self) -> int:
-        """`micro_size` as a number. Where `auto` is not settled yet it is 1, which always comes out even."""
+        """Micro-batch size as a number; 1 while `auto` is not resolved, which divides every batch."""
         return 1 if self.micro_size == "auto" else self.micro_size
 
 
@@ -579,7 +579,7 @@ class ScheduleSection(Section):
 
 
 class Recipe(Section):
-    """Everything that decides what is learned."""
+    """All settings that decide what is learned."""
 
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
@@ -610,13 +610,13 @@ class Recipe(Section):
 
     @property
     def loss_by_head(self) -> bool:
-        """Whether a language model's head may compute the loss, in chunks."""
+        """True if the head of a language model may compute the loss, in chunks."""
         return self.model.loss != "plain" and self.task.loss is None
 
     @field_validator("tokenizer", "checks", mode="before")
     @classmethod
     def _left_out(cls, value: Any, info: ValidationInfo) -> Any:
-        """These two do nothing unless something in them is given, so `null` can only mean left out."""
+        """Takes `null` for left out: these two sections do nothing unless they have a key."""
         return cls.model_fields[str(info.field_name)].default if value is None else value
 
     @model_validator(mode="after")

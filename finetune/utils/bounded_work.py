@@ -45,7 +45,7 @@ def bounded_work(what: str, instead: str) -> Iterator[None]:
         looks += 1
         slow, large = looks * _LOOK_S >= MAX_SECONDS, peak_bytes() - before >= MAX_BYTES
         if not ended and (slow or large):
-            ended = True  # once: what is raised while it is being handled would not be caught
+            ended = True  # once: an exception raised during its handling would not be caught
             too_much = f"has taken more than {MAX_BYTES >> 30} GiB of memory"
             raise _Exceeded(f"has not ended after {MAX_SECONDS:g} s of computing" if slow else too_much)
 

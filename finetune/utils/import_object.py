@@ -77,7 +77,7 @@ def name_of(thing: Any) -> str | None:
         return None
     if module != "__main__":
         return f"{module}:{name}"
-    # A program that is run; what is typed into a notebook or a shell is in no file.
+    # A script; code that is typed into a notebook or a shell is in no file.
     file = getattr(sys.modules["__main__"], "__file__", None)
     return f"{file}:{name}" if file and file.endswith(".py") else None
 

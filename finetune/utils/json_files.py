@@ -29,7 +29,7 @@ def parse(content: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any]
         pairs: Function that makes an object of its keys and values.
 
     Raises:
-        ValueError: With what is wrong.
+        ValueError: If it is no JSON; with the defect.
     """
     if not content.strip():
         raise ValueError("it is empty")
@@ -56,7 +56,7 @@ def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is no JSON, or holds something else; with what is wrong.
+        ValueError: If it is no JSON, or has another shape; with the defect.
     """
     value = parse(file.read_bytes())
     if (problem := misfit(value, shape, needed)) is not None:

@@ -90,7 +90,7 @@ def parent_is_gone() -> bool:
 
 @contextmanager
 def end_with_parent(code: int, *, always: bool = False) -> Iterator[None]:
-    """Ends this process if its launcher ends meanwhile; for use while there is nothing to save.
+    """Ends this process if its launcher ends; for use while there is nothing to save.
 
     Without its launcher a process may wait half an hour for other ranks that never connect, and hold the run directory.
 

@@ -67,7 +67,7 @@ def handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
         yield
     finally:
         for number, handler_before in before.items():
-            # Ignored meanwhile for good, because the process is about to end.
+            # A signal that is ignored by now stays so, because the process is about to end.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler_before)
 

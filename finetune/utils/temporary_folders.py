@@ -15,7 +15,7 @@ _PREFIX = f"finetune-tmp-{os.getuid()}-"
 def temporary_folder() -> Iterator[Path]:
     """Creates a folder, and removes it at the end; first removes those of processes that were killed.
 
-    A process holds a lock (`flock`) on its folder, which the system takes back when it ends.
+    A process holds a lock (`flock`) on its folder, which the system releases when it ends.
     """
     _remove_left_over()
     made = tempfile.mkdtemp(prefix="finetune-new-")
@@ -35,7 +35,7 @@ def _remove_left_over() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # somebody else has removed it, or put something else there
+        except OSError:  # another process has removed it, or it is no folder
             continue
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

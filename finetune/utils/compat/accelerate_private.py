@@ -17,7 +17,7 @@ require("accelerate", GradientState, "_reset_state")
 require("accelerate", other, "is_deepspeed_available")
 require("accelerate", modeling, "is_peft_available")
 
-# To ask whether a model is of one of their classes, it imports them: for what no model is until somebody has.
+# To check if a model is of one of their classes, it imports them; no model is before they are imported elsewhere.
 # Source: accelerate 1.15, `extract_model_from_parallel` and `is_peft_model`.
 other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 modeling.is_peft_available = lambda: sys.modules.get("peft") is not None

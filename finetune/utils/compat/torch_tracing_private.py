@@ -77,7 +77,7 @@ class MemoryTracker(MemTracker):  # type: ignore[no-untyped-call]
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
             if not parameter.requires_grad:
-                # As if it had its hooks, which what is frozen does not take.
+                # As if it had its hooks, which frozen parameters do not take.
                 none = RemovableHandle(OrderedDict())
                 self._param_to_grad_hook_handles[parameter] = (none, none)
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
