@@ -7,15 +7,6 @@ from typing import Any
 
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
 
-SHELLS = ("bash", "zsh", "fish")
-
-
-def completion_script(shell: str) -> str:
-    """Returns a script that a shell evaluates to complete `finetune`."""
-    from argcomplete.shell_integration import shellcode
-
-    return shellcode(["finetune"], shell=shell)
-
 
 class PathParser(ArgumentParser):
     """A parser whose arguments that are paths expand `~`: no shell does behind `=` or within quotes."""

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from finetune.cli import completion
 from finetune.cli.arguments import add_config_file, add_verb, prepare_libraries
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import launch_file
@@ -24,7 +23,7 @@ def add_machine_verbs(verbs: Any) -> None:
     verb.add_argument("--json", metavar="FILE", help="also write the result to this file")
 
     verb = add_verb(verbs, "completion", complete, "print a script that completes the command line in a shell")
-    verb.add_argument("shell", choices=completion.SHELLS)
+    verb.add_argument("shell", choices=("bash", "zsh", "fish"))
 
     add_verb(verbs, "ops", ops, "compile native ops before the first run that needs them")
 
@@ -53,7 +52,9 @@ def comms(parsed: argparse.Namespace) -> None:
 
 def complete(parsed: argparse.Namespace) -> None:
     """`finetune completion`."""
-    print(completion.completion_script(parsed.shell))
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["finetune"], shell=parsed.shell))
 
 
 def ops(parsed: argparse.Namespace) -> None:
