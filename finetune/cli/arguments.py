@@ -31,8 +31,9 @@ def add_verb(
 def add_launch_arguments(verb: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds the launch file, and the options that replace its values."""
     add_config_file(verb, "a launch file, by name or path: ddp, my/launch.yaml", required=required)
-    for option, what in OPTIONS.items():
-        verb.add_argument(f"--{option}", help=f"{what}; replaces the value of the launch file")
+    options = verb.add_argument_group("launch options", "They replace values of the launch file.")
+    for option, text in OPTIONS.items():
+        options.add_argument(f"--{option}", help=text)
 
 
 def add_config_file(verb: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 # How long a process that is asked to end before its first step may take to clean up.
 _PATIENCE_S = 10.0
 
-DRY_RUN_HELP = "check all but data and weights, and stop"
+DRY_RUN_HELP = "check everything but data and weights, and exit"
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
     """What each process of `accelerate launch … scripts/train.py` runs; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="scripts/train.py",
-        description="Train as a recipe says, in each process that a launcher starts; alone, in one process.",
+        description="Train a recipe in each process that a launcher starts, or in one process without a launcher.",
         epilog="example: finetune launch --config_file accelerate_configs/ddp.yaml recipes/sample.yaml optim.lr=1e-3",
     )
     add_recipe_arguments(parser, optional=True)
@@ -51,7 +51,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
         type=recipe_file,
         help="a recipe, by name or path: sample, my/recipe.yaml",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="instead of the recipe's values")
+    parser.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
 
 
 def load_checked(parsed: argparse.Namespace) -> "Recipe":
