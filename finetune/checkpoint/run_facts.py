@@ -133,8 +133,8 @@ def read_incidents(directory: Path) -> Lines:
 def is_incident(line: dict[str, Any]) -> bool:
     """Returns whether a run writes such a line of incidents."""
     needed = ("step", "kind", "in_a_row", "micro_batches")
-    return json_files.misfit(line, _INCIDENT, needed) is None and line["step"] > 0
+    return json_files.shape_mismatch(line, _INCIDENT, needed) is None and line["step"] > 0
 
 
 def _is_metric(line: dict[str, Any]) -> bool:
-    return type(line.get("step")) is int and line["step"] >= 0 and json_files.misfit(line, _STEP) is None
+    return type(line.get("step")) is int and line["step"] >= 0 and json_files.shape_mismatch(line, _STEP) is None

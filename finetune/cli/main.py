@@ -10,7 +10,7 @@ from finetune.cli.machine_verbs import add_machine_verbs
 from finetune.cli.model_verbs import add_model_verbs
 from finetune.cli.recipe_verbs import add_recipe_verbs
 from finetune.cli.run_verbs import add_run_verbs
-from finetune.utils.exit_codes import guarded
+from finetune.utils.exit_codes import run_guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     completion.answer_shell(parser)
     parsed = parse_arguments(parser, arguments)
-    return guarded(partial(parsed.run_verb, parsed))
+    return run_guarded(partial(parsed.run_verb, parsed))
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

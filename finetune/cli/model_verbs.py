@@ -14,7 +14,7 @@ from finetune.cli.arguments import (
     to_stderr,
 )
 from finetune.utils import hub_access
-from finetune.utils.compat.library_versions import untried
+from finetune.utils.compat.library_versions import untested_versions
 from finetune.utils.errors import RecipeError
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import silence_libraries
@@ -152,7 +152,7 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     """Opens what `run` and `base` name; says so, since it takes a while."""
     go_offline_if_unreachable()
-    if text := untried():
+    if text := untested_versions():
         to_stderr(text)
     to_stderr(f"Opening {parsed.run}.")
     hub_access.require_model(parsed.run, None)

@@ -21,7 +21,7 @@ from finetune.planning.planner import make
 from finetune.planning.step_time import Machines
 from finetune.tasks import classification
 from finetune.utils.errors import RecipeError
-from finetune.utils.shipped_files import LAUNCH_FILES, shipped
+from finetune.utils.shipped_files import LAUNCH_FILES, shipped_path
 
 TASKS = ("lm", "chat", "classify", "custom")
 _FILES = jinja2.Environment(
@@ -87,11 +87,13 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
     changes: tuple[str, ...] = ()
     if custom:
         names = ("ddp", "fsdp") if machines.ranks > 1 else ()
-        launches = {name: launch_of_file(shipped(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names}
+        launches = {
+            name: launch_of_file(shipped_path(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names
+        }
         chosen = "ddp" if machines.ranks > 1 else "single"
         reason = "the simplest that uses this machine; a custom task is not planned"
     else:
-        plan = make(recipe, machines, shipped(LAUNCH_FILES))
+        plan = make(recipe, machines, shipped_path(LAUNCH_FILES))
         reason, changes = plan.advice.reason, plan.advice.changes
         if plan.advice.candidate is None:
             raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {reason}")
@@ -105,14 +107,14 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
 
 def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
     """Returns launch files, `single` too, and the configs that they name, by their place in the project."""
-    files = {"single": (shipped(LAUNCH_FILES) / "single.yaml").read_text(encoding="utf-8"), **launch_files}
+    files = {"single": (shipped_path(LAUNCH_FILES) / "single.yaml").read_text(encoding="utf-8"), **launch_files}
     found = {}
     for name, text in sorted(files.items()):
         config = (yaml.safe_load(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
         if config is not None:
             place = f"ds_configs/{Path(config).name}"
             text = text.replace(str(config), place)
-            found[place] = (shipped("ds_configs") / Path(config).name).read_text(encoding="utf-8")
+            found[place] = (shipped_path("ds_configs") / Path(config).name).read_text(encoding="utf-8")
         found[f"{LAUNCH_FILES}/{name}.yaml"] = text
     return found
 

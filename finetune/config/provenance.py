@@ -62,7 +62,7 @@ class Origin:
             in_file: Problems that the file has without the overrides.
         """
         for override in reversed(self.overrides):
-            if concerns(override, key):
+            if concerns_key(override, key):
                 return f"{override} (command line)"
         if problem not in in_file and self.overrides:
             # A conflict between a key of the file and one that was overridden.
@@ -71,7 +71,7 @@ class Origin:
         return place_of(key, self.path, places(self.path))
 
 
-def concerns(override: str, key: str) -> bool:
+def concerns_key(override: str, key: str) -> bool:
     """Tells if an override sets a key, or one above or below it."""
     name, _, value = override.partition("=")
     field = Recipe.model_fields.get(name)
@@ -81,7 +81,7 @@ def concerns(override: str, key: str) -> bool:
     return name == key or key.startswith(f"{name}.") or name.startswith(f"{key}.")
 
 
-def gives(recipe: Recipe, key: str) -> bool:
+def gives_key(recipe: Recipe, key: str) -> bool:
     """Tells if a recipe gives a key, instead of leaving it at its default."""
     section: Any = recipe
     for name in key.split("."):

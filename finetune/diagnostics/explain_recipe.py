@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.provenance import Setting, Value, concerns, flat, place_of, places
+from finetune.config.provenance import Setting, Value, concerns_key, flat, place_of, places
 from finetune.config.recipe import RECIPE_FIELDS
 from finetune.config.recipe_schema import Recipe, section_in
 
@@ -71,7 +71,7 @@ def _settings(
     if key in stages[0]:
         settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
     for override, before, after in zip(overrides, stages, stages[1:], strict=False):
-        if concerns(override, key) and (key in before or key in after):
+        if concerns_key(override, key) and (key in before or key in after):
             fallback = settings[0].value if field is not None else None
             settings.append(Setting("command line", override, after.get(key, fallback)))
     return settings

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune.config.provenance import flat, gives
+from finetune.config.provenance import flat, gives_key
 from finetune.config.recipe_schema import Recipe
 from finetune.utils.errors import BackendError
 
@@ -100,7 +100,7 @@ def complete_config(
 def _decider(recipe: Recipe, key: str) -> str:
     """Names the recipe's key, or its default, that decides a value of DeepSpeed's config."""
     decides = DECIDES[key]
-    if any(gives(recipe, word.strip("()")) for word in decides.split()):
+    if any(gives_key(recipe, word.strip("()")) for word in decides.split()):
         return f"the recipe's {decides}"
     return f"the default of {decides}, of which the recipe says nothing,"
 
@@ -109,7 +109,7 @@ def said_of_precision(recipe: Recipe, precision: str) -> str:
     """Says the recipe's precision, and what that comes to on this machine."""
     if recipe.precision != "auto":
         return f"the recipe says precision: {precision}"
-    if gives(recipe, "precision"):
+    if gives_key(recipe, "precision"):
         return f"the recipe says precision: auto, which is {precision} on this machine"
     return f"the recipe says nothing of precision, whose default, auto, is {precision} on this machine"
 

@@ -37,7 +37,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it from a copy, or remove it.") from error
-    if json_files.misfit(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
+    if json_files.shape_mismatch(rows, [dict]) is not None or not all(set(row) >= _KEYS for row in rows):
         raise CheckpointError(f"{file} is not what `finetune eval --harness` writes. Move it out of the way.")
     return rows
 

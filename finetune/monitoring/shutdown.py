@@ -44,7 +44,7 @@ class ShutdownHandler:
         self._numbers = signals.stop_signals()
         self._listens = True
         try:
-            with signals.handled(self._numbers, lambda *_: None), signals.heard_at_once(self._handle):
+            with signals.handle_signals(self._numbers, lambda *_: None), signals.heard_at_once(self._handle):
                 yield
         finally:
             self._listens = False

@@ -56,7 +56,7 @@ from finetune.training import micro_batch_search, preflight, sampling
 from finetune.training.profiler import Profiler
 from finetune.training.startup_summary import startup_summary
 from finetune.utils.compat.accelerate_private import unsplit_classes
-from finetune.utils.compat.library_versions import untried
+from finetune.utils.compat.library_versions import untested_versions
 
 # How long ranks wait for rank 0 to read the base's files.
 _PATIENCE = timedelta(hours=2)
@@ -196,7 +196,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     Raises:
         FinetuneError: With what is wrong; nothing has been overwritten then.
     """
-    if os.environ.get("RANK", "0") == "0" and (text := untried()):
+    if os.environ.get("RANK", "0") == "0" and (text := untested_versions()):
         warn(text)
     launch = read_launch()
     config = resolve_config(recipe, launch)

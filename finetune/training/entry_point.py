@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.utils import hub_access, orphan_watch, signals
 from finetune.utils.errors import FinetuneError
-from finetune.utils.exit_codes import REQUEUE, USER_ERROR, guarded, say_failure
+from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.output_streams import outlive_readers
@@ -41,7 +41,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
         return USER_ERROR
     outlive_readers()
-    return guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
+    return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:

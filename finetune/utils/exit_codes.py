@@ -34,10 +34,10 @@ _PATIENCE_S = 10
 _LOST_PATIENCE_S = 2.0
 
 
-def guarded(verb: Callable[[], int | None]) -> int:
+def run_guarded(verb: Callable[[], int | None]) -> int:
     """Runs a verb; turns an error of the user, or a signal that asks to end, into one paragraph and an exit code."""
     try:
-        with signals.handled(signals.stop_signals(), signals.interrupter()):
+        with signals.handle_signals(signals.stop_signals(), signals.interrupter()):
             try:
                 return verb() or 0
             except FinetuneError as error:

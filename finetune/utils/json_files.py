@@ -59,12 +59,12 @@ def read(file: Path, shape: Shape = dict, needed: Collection[str] = ()) -> Any:
         ValueError: If it is no JSON, or has another shape; with the defect.
     """
     value = parse(file.read_bytes())
-    if (problem := misfit(value, shape, needed)) is not None:
+    if (problem := shape_mismatch(value, shape, needed)) is not None:
         raise ValueError(problem)
     return value
 
 
-def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str = "it") -> str | None:
+def shape_mismatch(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str = "it") -> str | None:
     """Returns how a value differs from a shape; None if it does not.
 
     Args:
@@ -84,7 +84,7 @@ def misfit(value: Any, shape: Shape, needed: Collection[str] = (), *, name: str 
     elif isinstance(shape, list):
         inner = [(f"item {number}", part, shape[0]) for number, part in enumerate(value, start=1)]
     prefix = "" if name == "it" else f"{name}: "
-    found = (misfit(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
+    found = (shape_mismatch(part, wanted, name=f"{prefix}{key}") for key, part, wanted in inner)
     return next((problem for problem in found if problem is not None), None)
 
 

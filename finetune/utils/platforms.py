@@ -30,7 +30,7 @@ def check_or_exit() -> None:
         sys.exit(2)
 
 
-def untried() -> str | None:
+def untested_system() -> str | None:
     """Returns the name of a system that the tests do not run on; None on Linux."""
     return {"linux": None, "darwin": "macOS"}.get(_SYSTEM, _SYSTEM)
 

@@ -8,7 +8,7 @@ LAUNCH_FILES = "accelerate_configs"
 RECIPES = "recipes"
 
 
-def shipped(name: str) -> Path:
+def shipped_path(name: str) -> Path:
     """Returns a file or folder that ships: inside the package if it is installed, beside it in a checkout."""
     inside = _PACKAGE / name
     return inside if inside.exists() else _PACKAGE.parent / name
@@ -16,13 +16,13 @@ def shipped(name: str) -> Path:
 
 def shipped_names(folder: str) -> list[str]:
     """Returns the names of the YAML files in a shipped folder, sorted."""
-    return sorted(path.stem for path in shipped(folder).glob("*.yaml"))
+    return sorted(path.stem for path in shipped_path(folder).glob("*.yaml"))
 
 
 def launch_folder() -> Path:
     """Returns the folder of launch files: ./accelerate_configs if there is one, else the shipped one."""
     here = Path(LAUNCH_FILES)
-    return here if here.is_dir() else shipped(LAUNCH_FILES)
+    return here if here.is_dir() else shipped_path(LAUNCH_FILES)
 
 
 def launch_file(word: str) -> str:
@@ -40,5 +40,5 @@ def _find(folder: str, word: str) -> str:
     # Whoever reads the file says that there is none.
     if Path(word).suffix or Path(word).name != word or Path(word).is_file():
         return word
-    places = (Path(folder) / f"{word}.yaml", shipped(folder) / f"{word}.yaml")
+    places = (Path(folder) / f"{word}.yaml", shipped_path(folder) / f"{word}.yaml")
     return next((str(file) for file in places if file.is_file()), word)

@@ -55,7 +55,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def handle_signals(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handles signals inside. Python allows that in the main thread only; elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -74,7 +74,7 @@ def handled(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iter
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Blocks stop signals inside, also in programs that are started, until `handled` unblocks them there.
+    """Blocks stop signals inside, also in programs that are started, until `handle_signals` unblocks them there.
 
     Before it handles signals, a program could not report how it ends.
     """

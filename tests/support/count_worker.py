@@ -66,4 +66,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    exit_codes.exit_with(exit_codes.guarded(lambda: main(sys.argv[1:])))
+    exit_codes.exit_with(exit_codes.run_guarded(lambda: main(sys.argv[1:])))

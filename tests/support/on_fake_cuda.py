@@ -130,9 +130,9 @@ def faults(folder: str) -> None:
 
 def main(words: list[str]) -> None:
     if words[0] == "--faults":
-        exit_codes.exit_with(exit_codes.guarded(lambda: faults(words[1])))
+        exit_codes.exit_with(exit_codes.run_guarded(lambda: faults(words[1])))
     note_what_steps_wait_for()
-    exit_codes.exit_with(exit_codes.guarded(lambda: many.main(words)))
+    exit_codes.exit_with(exit_codes.run_guarded(lambda: many.main(words)))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_other_systems_do_without(library: str) -> None:
         ({"deepspeed": "0.20.0"}, "deepspeed 0.20.0 (tested: 0.19)"),
     ],
 )
-def test_untried_versions_are_named(monkeypatch: pytest.MonkeyPatch, found: dict[str, str | None], says: str) -> None:
+def test_untested_versions_are_named(monkeypatch: pytest.MonkeyPatch, found: dict[str, str | None], says: str) -> None:
     def version(name: str) -> str:
         answer = found.get(name, f"{library_versions.PROVEN[name][1]}.0")
         if answer is None:
@@ -99,7 +99,7 @@ def test_untried_versions_are_named(monkeypatch: pytest.MonkeyPatch, found: dict
         return answer
 
     monkeypatch.setattr(metadata, "version", version)
-    text = library_versions.untried()
+    text = library_versions.untested_versions()
     assert says in text if says else text == ""
     assert "\n" not in text
 
@@ -174,7 +174,7 @@ def test_what_needs_a_library_that_is_missing(
     assert not place.files()
 
 
-def test_an_untried_version_starts_with_one_line(place: Place) -> None:
+def test_an_untested_version_starts_with_one_line(place: Place) -> None:
     code, output = run(by_finetune("ddp", str(place.recipe())), env=with_libraries(place.folder, peft="0.99.0"))
     assert code == 0, output
     assert output.count("Not tested with peft 0.99.0 (tested: 0.19 to 0.21).") == 1

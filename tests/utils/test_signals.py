@@ -195,8 +195,8 @@ except BaseException:
 def test_an_import_cannot_swallow_it(tmp_path: Path) -> None:
     (tmp_path / "swallows.py").write_text(SWALLOWS)
     verb = "def verb():\n    import swallows\n    print('went on')"
-    for opening in ("import finetune.cli", "from finetune.utils.exit_codes import guarded"):
-        body = "import swallows" if "cli" in opening else "sys.exit(guarded(verb))"
+    for opening in ("import finetune.cli", "from finetune.utils.exit_codes import run_guarded"):
+        body = "import swallows" if "cli" in opening else "sys.exit(run_guarded(verb))"
         code = f"import sys\n{opening}\n{verb}\n{body}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nStopped by Ctrl-C.\n")
@@ -205,10 +205,10 @@ def test_an_import_cannot_swallow_it(tmp_path: Path) -> None:
 def test_one_that_was_held_back_until_it_is_handled(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from finetune.utils.exit_codes import guarded
+from finetune.utils.exit_codes import run_guarded
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)
-sys.exit(guarded(lambda: print("went on")))
+sys.exit(run_guarded(lambda: print("went on")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "\nStopped by SIGTERM.\n")

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
 from finetune.distributed.device_selection import of_torch
-from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untried
+from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untested_versions
 
 
 def python(asked: Asked) -> Iterable[CheckResult]:
@@ -44,7 +44,7 @@ def packages(asked: Asked) -> Iterable[CheckResult]:
         if problem is not None:
             yield problem
         sound += problem is None
-    if text := untried():
+    if text := untested_versions():
         yield warning("packages", text.partition(". ")[0], "nothing, if it works; else install versions that were")
     proven = (f"{name} {' to '.join(dict.fromkeys(minors))}" for name, minors in PROVEN.items())
     yield ok("packages", f"{sound} are there; tests ran with {', '.join(proven)}")

@@ -22,7 +22,7 @@ from finetune.distributed.launch.forked_workers import forked_workers, import_ah
 from finetune.distributed.launch.launch_config import check_installed
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import signals
-from finetune.utils.exit_codes import REQUEUE, guarded
+from finetune.utils.exit_codes import REQUEUE, run_guarded
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports
 from finetune.utils.output_streams import outlive_readers
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     _end_workers_sooner(requests)
     with (
         temporary_folder() as folder,
-        signals.handled(signals.stop_signals(), requests.handle),
+        signals.handle_signals(signals.stop_signals(), requests.handle),
         forked_workers() if forks else nullcontext(),
     ):
         # torchrun would leave a folder of its own behind.
@@ -215,4 +215,4 @@ def _account(who: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(partial(main, sys.argv[1:])))
+    sys.exit(run_guarded(partial(main, sys.argv[1:])))

@@ -38,9 +38,9 @@ def installed(library: str) -> str | None:
         return None
 
 
-def untried() -> str:
+def untested_versions() -> str:
     """Returns a line with the libraries, and the system, that the tests did not run with; "" if there are none."""
-    system = platforms.untried()
+    system = platforms.untested_system()
     found = [] if system is None else [f"{system} (tested: Linux)"]
     python = sys.version.split()[0]
     for library, version, (lowest, highest) in (
