@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from finetune.config.recipe_schema import Recipe, ranking_of_key
+from finetune.config.recipe_schema import Recipe, ranking
 
 
 @dataclass
@@ -29,7 +29,7 @@ class BestEvaluation:
         """Takes in an evaluation, by the keys of `metrics.jsonl`."""
         if self.by is None:
             return
-        key, sign = ranking_of_key(self.by)
+        key, sign = ranking(self.by)
         value = values.get(key, math.nan)
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
             self.step, self.value, self.evaluations = step, value, 0
@@ -54,7 +54,7 @@ def still_ended(recipe: Recipe, results: dict[str, Any]) -> bool:
 def early_stop_sentence(ended: dict[str, Any]) -> str:
     """Why a run ended early, for people; of the results' `ended_early`."""
     best = BestEvaluation(**ended["best"])
-    key = ranking_of_key(best.by or "")[0]
+    key = ranking(best.by or "")[0]
     than = f"than {best.value:.4f} at step {best.step:,}" if best.value is not None else "so far"
     return (
         f"ended early at step {ended['step']:,}: no better {key} {than} in {best.evaluations} evaluations in a row "

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from finetune.checkpoint import integrity
 from finetune.checkpoint.checkpoint_store import CheckpointStore
-from finetune.config.recipe_schema import ranking_of_key
+from finetune.config.recipe_schema import ranking
 
 
 def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None, broken: Collection[str] = ()) -> None:
@@ -24,7 +24,7 @@ def prune_checkpoints(store: CheckpointStore, *, keep: int, best_by: str | None,
     whole = list(integrity.list_whole(store, broken))
     staying = {name for name, _ in whole[:keep]}
     if best_by is not None:
-        key, sign = ranking_of_key(best_by)
+        key, sign = ranking(best_by)
         scored = [(sign * m[key], name) for name, m in whole if m.get(key) is not None and math.isfinite(m[key])]
         staying |= {max(scored, key=lambda pair: pair[0])[1]} if scored else set()
     for name, _ in whole:

@@ -20,7 +20,7 @@ import psutil
 
 from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store, step_of
 from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, Incident, is_incident, read_facts
-from finetune.config.recipe_schema import ranking_of_key
+from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
 from finetune.utils.errors import CheckpointError
 
@@ -168,12 +168,12 @@ class RunHistory:
     def best_by(self) -> str:
         """Key that tells the best evaluation: `checkpoint.keep_best_by`, or the loss where no evaluation has that."""
         named = (self.recipe.get("checkpoint") or {}).get("keep_best_by")
-        return named if isinstance(named, str) and ranking_of_key(named)[0] in self.evaluations else "validation_loss"
+        return named if isinstance(named, str) and ranking(named)[0] in self.evaluations else "validation_loss"
 
     @property
     def best_name(self) -> str:
         """The same in words."""
-        return ranking_of_key(self.best_by)[0].replace("_", " ")
+        return ranking(self.best_by)[0].replace("_", " ")
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
@@ -182,7 +182,7 @@ class RunHistory:
 
     def best(self, best_by: str) -> tuple[int, float] | None:
         """Step and value of the evaluation that is best by a key; None if no evaluation has it."""
-        key, sign = ranking_of_key(best_by)
+        key, sign = ranking(best_by)
         values = self.evaluations.get(key, np.array([]))
         if not np.isfinite(values).any():
             return None

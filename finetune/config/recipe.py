@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from finetune.config import file_kinds
 from finetune.config.provenance import Origin
-from finetune.config.recipe_schema import Recipe, Section, ranking_of_key, section_in
+from finetune.config.recipe_schema import Recipe, Section, ranking, section_in
 from finetune.utils.errors import RecipeError
 from finetune.utils.file_formats import read_text
 from finetune.utils.shipped_files import LAUNCH_FILES, RECIPES, shipped_names
@@ -322,7 +322,7 @@ def task_conflicts(recipe: Recipe, task: TaskTraits) -> Iterable[str]:
     if best_by is not None and not own and not both:
         also = ("perplexity",) if task.text else ("accuracy", "recall_macro")
         keys = [f"validation_{name}" for name in dict.fromkeys(("loss", *also, *section.metrics))]
-        if ranking_of_key(best_by)[0] not in keys:
+        if ranking(best_by)[0] not in keys:
             yield (
                 f"checkpoint.keep_best_by: no evaluation has '{best_by}'{hint(best_by, keys)}; allowed are "
                 f"{', '.join(keys)}, with more in `eval.metrics`"

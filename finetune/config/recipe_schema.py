@@ -110,7 +110,7 @@ class CheckpointSection(Section):
     """Write in the background while training goes on. Each process keeps a copy of its shard in host memory."""
 
 
-def ranking_of_key(best_by: str) -> tuple[str, int]:
+def ranking(best_by: str) -> tuple[str, int]:
     """Returns the key that a `keep_best_by` names, and the sign that makes its highest value the best."""
     key = best_by.removeprefix("-")
     return key, -1 if key != best_by or key in ("validation_loss", "validation_perplexity") else 1

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.checkpoint.run_history import read_run
-from finetune.config.recipe_schema import ranking_of_key
+from finetune.config.recipe_schema import ranking
 from finetune.diagnostics.run_report import figures
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
@@ -109,7 +109,7 @@ def runs_table(found: list[RunSummary]) -> Table:
             shown.add_row(Text(one.run), Text("unreadable", style="red"))
             continue
         of = f"/{one.num_steps:,}" if one.num_steps is not None else ""
-        key = ranking_of_key(one.best_by)[0].removeprefix("validation_")
+        key = ranking(one.best_by)[0].removeprefix("validation_")
         best = "–" if one.best_value is None else f"{key} {figures.number(one.best_value)} @{one.best_step:,}"
         again = f" ↻{one.restarts}" if one.restarts else ""
         shown.add_row(
