@@ -131,8 +131,8 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         code = _print_comparisons(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
-            seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing with this recipe"
-            to_stderr(f"the fault {parsed.inject} was injected into {configs[-1].name}, and {seen}")
+            seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
+            to_stderr(f"{configs[-1].name} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
         if parsed.to is None and (holds or not any((folder / config.name).exists() for config in configs)):
