@@ -1,4 +1,4 @@
-"""Files that ship with the package: launch files, DeepSpeed configs, recipes, and the versions that were tested."""
+"""Files that ship with the package: launch files, the configs that they name, recipes, and the tested versions."""
 
 import os
 from pathlib import Path
