@@ -134,7 +134,9 @@ def main(paths: list[str]) -> None:
         try:
             fault = Path(path).stem.partition("+")[0]
             with (
-                fault_injection.planted(fault) if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext()
+                fault_injection.plant_fault(fault)
+                if "FAULTS_BY_NAME" in os.environ and fault in FAULTS
+                else nullcontext()
             ):
                 run = build_run(load_recipe(path))
                 train_watched(run)

@@ -2,24 +2,35 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import yaml
 
 from finetune.checkpoint.run_history import RunHistory
-from finetune.diagnostics.run_report import charts, figures
-from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart
-from finetune.diagnostics.run_report.compare_runs import sections_of_runs, summary_of_runs
-from finetune.diagnostics.run_report.one_run import sections_of_run, summary_of_run
+from finetune.diagnostics.run_report import figures, one_run
+from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
+from finetune.diagnostics.run_report.compare_runs import values_of_runs
+from finetune.export import harness_results
 
 GENERATOR = "finetune report"
 _HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
 )
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+_TEMPLATES.globals["one_run"] = one_run
+_TEMPLATES.filters |= {
+    "bytes": figures.format_bytes,
+    "duration": figures.format_duration,
+    "number": figures.format_number,
+    "time": figures.format_time,
+    "metric": harness_results.metric_of,
+    "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Content:
     body: str
     """HTML of `main`."""
     charts: list[Chart]
-    data: dict[str, object]
+    data: dict[str, Any]
     """Charts for `report.js`."""
 
 
@@ -38,7 +49,7 @@ def content_of(
     runs: Sequence[tuple[str, RunHistory]],
     *,
     price: float | None = None,
-    prediction: "str | int | None" = None,
+    prediction: str | int | None = None,
     live: bool = False,
 ) -> Content:
     """Returns the content of the page of these runs.
@@ -49,26 +60,33 @@ def content_of(
         prediction: Of a single run, bytes of the peak that a plan predicts, or why there are none.
         live: True if the page refreshes by itself.
     """
-    drawn = charts.charts_of(runs)
     if len(runs) == 1:
         name, run = runs[0]
-        title, summary, sections = (
-            f"{name} – finetune run",
-            summary_of_run(name, run, price),
-            sections_of_run(run, prediction),
-        )
+        title, template = f"{name} – finetune run", "run.html"
+        data = run.facts.get("data") or {}
+        values = {
+            "run": run,
+            "price": price,
+            "prediction": prediction,
+            "benchmarks": harness_results.read_results(run.directory),
+            "data": data,
+            "sides": {side: data[side] for side in ("train", "validation") if isinstance(data.get(side), dict)},
+        }
     else:
-        title, summary, sections = f"{len(runs)} runs – finetune", summary_of_runs(runs, price), sections_of_runs(runs)
+        name = f"{len(runs)} runs"
+        title, template, values = f"{name} – finetune", "runs.html", values_of_runs(runs, price)
+    charts = charts_of(runs)
     logged = any(len(run.training["step"]) for _, run in runs)
-    body = _TEMPLATES.get_template("body.html").render(
-        summary=summary,
-        charts=drawn,
-        sections=sections,
-        read_at=figures.moment(runs[0][1].read_at) if live else "",
+    body = _TEMPLATES.get_template(template).render(
+        title=name,
+        runs=runs,
+        charts=charts,
+        live=live,
         no_loss="No logged step has a loss that is a number." if logged else "No step is logged yet.",
         footer=" ".join(_footnotes(runs)),
+        **values,
     )
-    return Content(title, body, drawn, charts.to_json(drawn, runs))
+    return Content(title, body, charts, charts_as_json(charts, runs))
 
 
 def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
@@ -77,10 +95,13 @@ def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
     Args:
         refresh_s: Seconds between two refreshes of a live page.
     """
-    plotly, script = plotly_script(), (_HERE / "report.js").read_text(encoding="utf-8")
+    from plotly.offline import get_plotlyjs
+
+    plotly, script = get_plotlyjs(), (_HERE / "report.js").read_text(encoding="utf-8")
     connect = "'none'" if refresh_s is None else "'self'"
     # Scripts other than these two do not run, wherever they come from.
-    scripts = " ".join(f"'sha256-{_sha256(code)}'" for code in (plotly, script))
+    digests = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (plotly, script)]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -91,27 +112,9 @@ def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
         refresh_s=refresh_s,
         policy=policy,
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
-        data=json_in_html(shown.data),
         plotly=plotly,
         script=script,
     )
-
-
-def plotly_script() -> str:
-    """Returns Plotly's JavaScript, from its Python package."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def json_in_html(value: object) -> str:
-    """Returns JSON that can stand in a script element: no text in it can end that."""
-    said = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _sha256(code: str) -> str:
-    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def _footnotes(runs: Sequence[tuple[str, RunHistory]]) -> Iterator[str]:

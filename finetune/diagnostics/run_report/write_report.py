@@ -7,6 +7,7 @@ from pathlib import Path
 
 from finetune.checkpoint.run_history import RunHistory, read_run
 from finetune.diagnostics.run_report import page
+from finetune.diagnostics.run_report.memory_prediction import predicted_peak
 from finetune.utils import atomic_files
 from finetune.utils.errors import RecipeError
 
@@ -16,16 +17,13 @@ EXTRA = ("plotly", "matplotlib")
 _MOST_NAMES = 4
 
 
-def write_report(
-    directories: Sequence[Path], to: Path | None = None, *, price: float | None = None, predict: bool = True
-) -> list[Path]:
+def write_report(directories: Sequence[Path], to: Path | None = None, *, price: float | None = None) -> list[Path]:
     """Writes the report of one run, or of several over each other.
 
     Args:
         to: The page; if left out, `RUN/report/report.html` for one run, for several `report.html` in a folder here
             that is named after them.
         price: Price of a GPU (or a process on CPUs) and hour.
-        predict: Computes the peak memory that a plan predicts, where the run has not written it.
 
     Returns:
         The files, the page first.
@@ -33,12 +31,15 @@ def write_report(
     Raises:
         FinetuneError: If a run cannot be read, or the page not be written.
     """
-    check_extra()
-    check_price(price)
+    check_options(price)
     runs = named_runs([(directory, read_run(directory)) for directory in directories])
-    file = to or (directories[0] / "report" if len(runs) == 1 else _folder_of(runs)) / "report.html"
+    names = [run.name for _, run in runs]
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES - 1 :] = [f"{len(names) - _MOST_NAMES + 1}-more"]
+    folder = directories[0] / "report" if len(runs) == 1 else Path("-".join(["report", *names]))
+    file = to or folder / "report.html"
     _check_file(file)
-    prediction = predicted_peak(runs[0][1], compute=predict) if len(runs) == 1 else None
+    prediction = predicted_peak(runs[0][1]) if len(runs) == 1 else None
     shown = page.content_of(runs, price=price, prediction=prediction)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,33 +53,14 @@ def write_report(
         ) from error
 
 
-def _folder_of(runs: Sequence[tuple[str, RunHistory]]) -> Path:
-    names = [run.name for _, run in runs]
-    shown = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1}-more"]
-    return Path("-".join(["report", *shown]))
-
-
 def named_runs(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
     """Returns runs with the names of their directories, or their paths where two are named alike."""
-    names = [run.name for _, run in found]
-    unique = len(set(names)) == len(names)
+    unique = len({run.name for _, run in found}) == len(found)
     return [(run.name if unique else str(directory), run) for directory, run in found]
 
 
-def predicted_peak(run: RunHistory, *, compute: bool) -> "str | int | None":
-    """Returns the peak in bytes that a plan predicts for a run, as written by the run or computed now, or why not."""
-    told = run.facts.get("peak_memory") or {}
-    if told.get("predicted"):
-        return int(told["predicted"])
-    if not compute:
-        return None
-    from finetune.diagnostics.run_report.memory_prediction import predict_peak
-
-    return predict_peak(run)
-
-
-def check_extra() -> None:
-    """Raises RecipeError if a library that draws is not installed."""
+def check_options(price: float | None) -> None:
+    """Raises RecipeError if a library that draws is not installed, or a price is no number from 0 on."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise RecipeError(
@@ -86,10 +68,6 @@ def check_extra() -> None:
             "installed. Install the extra: pip install 'finetune[report]'. `finetune watch` and `finetune runs` work "
             "without it."
         )
-
-
-def check_price(price: float | None) -> None:
-    """Raises RecipeError if a price is no number from 0 on."""
     if price is not None and not (math.isfinite(price) and price >= 0.0):
         raise RecipeError(f"--price is {price}; give what a GPU, or a process on CPUs, costs an hour, such as 2.5.")
 
