@@ -110,11 +110,15 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
 
-    if parsed.inject is not None and parsed.inject not in launch_runs.FAULTS:
-        known = list(launch_runs.FAULTS)
-        raise RecipeError(
-            f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are {', '.join(known)}."
-        )
+    if parsed.inject is not None:
+        from finetune.diagnostics.fault_injection import FAULTS
+
+        if parsed.inject not in FAULTS:
+            known = list(FAULTS)
+            raise RecipeError(
+                f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are "
+                f"{', '.join(known)}."
+            )
     configs = launch_runs.find_configs(parsed.on)
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     holds = False

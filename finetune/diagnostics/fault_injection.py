@@ -16,8 +16,6 @@ import torch
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Window
-from finetune.diagnostics.parity.launch_runs import FAULTS
-from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.strategies import sequence, tensor
 from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -25,31 +23,11 @@ from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
 from finetune.utils import exit_codes
-from finetune.utils.errors import RecipeError
+
+_Patch = AbstractContextManager[Any]
 
 
-@contextmanager
-def plant_fault(fault: str) -> Iterator[None]:
-    """Breaks what this process runs meanwhile.
-
-    Raises:
-        RecipeError: If the fault needs ranks that the launch does not have.
-    """
-    launch = read_launch()
-    ranks_together = {
-        "lost-rank": launch.num_processes,
-        "scheduler": launch.num_processes,
-        "lost-targets": launch.sequence,
-        "lost-sum": launch.tensor,
-        "wrong-norm": launch.tensor,
-    }
-    if ranks_together.get(fault) == 1:
-        raise RecipeError(f"--inject {fault} breaks what ranks do together, and under this launch config none do that.")
-    with _FAULTS[fault]():
-        yield
-
-
-def _average_means() -> AbstractContextManager[None]:
+def _average_means() -> _Patch:
     def factors(run: Run, window: Window, sync: torch.Tensor) -> list[float]:
         assert run.data.train is not None
         means = run.backend.world_size * len(window.rows)
@@ -58,11 +36,11 @@ def _average_means() -> AbstractContextManager[None]:
     return _scale_losses(loop._all_reduce_sync, factors)
 
 
-def _lose_rank() -> AbstractContextManager[None]:
+def _lose_rank() -> _Patch:
     exchange = loop._all_reduce_sync
 
     def is_lost(run: Run) -> bool:
-        return run.backend.rank == run.backend.world_size - 1
+        return 0 < run.backend.rank == run.backend.world_size - 1
 
     def exchange_without_last(run: Run, window: Window) -> torch.Tensor:
         return exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if is_lost(run) else window)
@@ -96,9 +74,9 @@ def _scale_losses(exchange: Any, factors: Any) -> Iterator[None]:
         yield
 
 
-def _step_schedule_by_rank() -> Any:
+def _step_schedule_by_rank() -> _Patch:
     """Steps the schedule once a rank, as a scheduler does that went through Accelerate's `prepare`."""
-    lr_at, world = lr_schedule.lr_at, int(os.environ["WORLD_SIZE"])
+    lr_at, world = lr_schedule.lr_at, int(os.environ.get("WORLD_SIZE", "1"))
 
     def hurried(step: int, num_steps: int, recipe: Recipe) -> float:
         return lr_at(min(step * world, num_steps - 1), num_steps, recipe)
@@ -106,7 +84,7 @@ def _step_schedule_by_rank() -> Any:
     return patch.object(lr_schedule, "lr_at", hurried)
 
 
-def _round_losses() -> Any:
+def _round_losses() -> _Patch:
     forward = ForwardWrapper.forward
 
     def rounded(self: ForwardWrapper, function: Any, *args: Any) -> Any:
@@ -116,7 +94,7 @@ def _round_losses() -> Any:
     return patch.object(ForwardWrapper, "forward", rounded)
 
 
-def _leak_documents() -> Any:
+def _leak_documents() -> _Patch:
     split = sequence.split
 
     def split_without_documents(batch: Any, rows: Any) -> Any:
@@ -132,7 +110,7 @@ def _leak_documents() -> Any:
     return patch.object(sequence, "split", split_without_documents)
 
 
-def _lose_targets() -> Any:
+def _lose_targets() -> _Patch:
     split = sequence.split
 
     def split_without_last(batch: Any, rows: Any) -> Any:
@@ -146,28 +124,38 @@ def _lose_targets() -> Any:
     return patch.object(sequence, "split", split_without_last)
 
 
-_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "mean-of-means": _average_means,
-    "lost-rank": _lose_rank,
-    "scheduler": _step_schedule_by_rank,
-    "bf16-loss": _round_losses,
-    "leaking-documents": _leak_documents,
-    "lost-targets": _lose_targets,
-    "lost-sum": lambda: patch.object(tensor, "sum_gradients", lambda values, group: values.view_as(values)),
-    "wrong-norm": lambda: patch.object(tensor, "counts_in_norm", lambda splits, name: True),
+FAULTS: dict[str, tuple[str, Callable[[], _Patch]]] = {
+    "mean-of-means": (
+        "each micro-batch's loss is divided by its own targets, and the means are averaged",
+        _average_means,
+    ),
+    "lost-rank": ("the last rank's rows are dropped", _lose_rank),
+    "scheduler": ("the learning rate's schedule advances by one step a rank", _step_schedule_by_rank),
+    "bf16-loss": ("the loss of each micro-batch is rounded to bf16", _round_losses),
+    "leaking-documents": ("documents that share a row see each other", _leak_documents),
+    "lost-targets": (
+        "targets are shifted after rows are split, so that the last token of each part has none",
+        _lose_targets,
+    ),
+    "lost-sum": (
+        "gradients of what goes into split layers are not summed over the ranks that share them",
+        lambda: patch.object(tensor, "sum_gradients", lambda values, group: values.view_as(values)),
+    ),
+    "wrong-norm": (
+        "the gradient norm counts what ranks that share layers have in common once for each of them",
+        lambda: patch.object(tensor, "counts_in_norm", lambda splits, name: True),
+    ),
 }
+"""Faults that can be planted, and what plants them."""
 
 
 def main(arguments: list[str]) -> int:
     """Plants the fault that is named first, and trains on what follows; returns the exit code."""
     fault, *rest = arguments
-    try:
-        with plant_fault(fault):
-            print(f"planted on purpose: {fault}, {FAULTS[fault]}", file=sys.stderr)
-            return entry_point.train_main(rest)
-    except RecipeError as error:
-        exit_codes.report(error)
-        return exit_codes.USER_ERROR
+    text, plant = FAULTS[fault]
+    print(f"planted on purpose: {fault}, {text}", file=sys.stderr)
+    with plant():
+        return entry_point.train_main(rest)
 
 
 if __name__ == "__main__":

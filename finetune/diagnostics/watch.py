@@ -13,12 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series
 from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report.charts import running_mean
 from finetune.diagnostics.run_report.figures import format_count, format_duration, format_number, format_progress
-from finetune.diagnostics.run_report.one_run import last_loss
+from finetune.diagnostics.run_report.one_run import last_loss, status_line
 
 REFRESH_S = 2.0
 _PLOT_ROWS = 9
@@ -50,38 +49,32 @@ def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
 
 def run_screen(run: RunHistory, width: int) -> RenderableType:
     """Returns what is shown of a run in a terminal of so many columns."""
-    head = Text.assemble(
-        (run.name, "bold"),
-        (f"  {run.status}", f"bold {COLORS[run.status]}"),
-        (f"  {run.launch} {run.facts.get('precision', '')}", "dim"),
-        (f", start {len(run.starts)}" if len(run.starts) > 1 else "", "dim"),
-        no_wrap=True,
-        overflow="ellipsis",
-    )
-    parts: list[RenderableType] = [head, _progress(run, width)]
-    plot = loss_plot(run, width)
-    if plot is not None:
-        parts += [Text(), plot]
-    parts += [Text(), _figures(run, width)]
-    if run.ended_early is not None:
-        parts += [Text(), Text(early_stop_sentence(run.ended_early))]
+    head = Text.assemble((run.name, "bold"), "  ", (status_line(run), f"bold {COLORS[run.status]}"))
+    again = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
+    blocks: list[RenderableType] = [
+        Group(head, Text(f"{run.launch} {run.facts.get('precision', '')}{again}", style="dim"), _progress(run, width))
+    ]
+    if (plot := loss_plot(run, width)) is not None:
+        blocks.append(plot)
+    blocks.append(_figures(run, width))
     if run.samples:
         last = run.samples[-1]
-        parts += [Text(), Text(f"sample at step {last.step:,}", style="dim"), _first_lines(last.text, width)]
+        head = Text(f"sample at step {last.step:,}", style="dim")
+        blocks.append(Group(head, _first_lines(last.text, width)))
     if run.incidents:
         newest = run.incidents[-1]
         said = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
-        parts += [Text(), Text(f"last incident: {said}; {len(run.incidents)} in all", style="red")]
+        blocks.append(Text(f"last incident: {said}; {len(run.incidents)} in all", style="red"))
     if run.damaged_lines:
-        parts += [Text(), Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red")]
-    return Group(*parts)
+        blocks.append(Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red"))
+    separated = [part for block in blocks for part in (Text(), block)]
+    return Group(*separated[1:])
 
 
 def _progress(run: RunHistory, width: int) -> RenderableType:
     if not run.num_steps:
         return Text(f"step {run.step:,}")
-    left = f"{format_duration(run.seconds_left)} left" if run.status == "running" and run.step_s else ""
-    words = f"{format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}  {left}".rstrip()
+    words = f"{format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
     row = Table.grid(padding=(0, 1))
     row.add_row(ProgressBar(run.num_steps, run.step, width=max(10, width - len(words) - 2)), words)
     return row
@@ -94,7 +87,8 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
     for _ in range(abreast):
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(no_wrap=True)
-    best, last = run.best_evaluation, {key: _last_value(values) for key, values in run.training.items()}
+    best = run.best_evaluation
+    last = {key: float(values[-1]) if len(values) else math.nan for key, values in run.training.items()}
     cells = [
         ("training loss", format_number(last_loss(run))),
         (run.best_name, f"{format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
@@ -106,16 +100,11 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
     ]
     for key in run.metrics:
-        known = np.isfinite(run.evaluations[key])
-        value, step = (_last_value(run.evaluations[of][known]) for of in (key, "step"))
-        cells.append((key.replace("_", " "), f"{format_number(value)} (step {step:,.0f})"))
+        step, value = (values[-1] for values in _known_points(run.evaluations["step"], run.evaluations[key]))
+        cells.append((key.replace("_", " "), f"{format_number(float(value))} (step {step:,.0f})"))
     for first in range(0, len(cells), abreast):
         rows.add_row(*itertools.chain.from_iterable(cells[first : first + abreast]))
     return rows
-
-
-def _last_value(values: Series) -> float:
-    return float(values[-1]) if len(values) else math.nan
 
 
 def _first_lines(text: str, width: int) -> Text:

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
 from finetune.config.recipe import dump_recipe, load_recipe, validate_recipe
-from finetune.diagnostics.parity import compare, finished_run, launch_runs, small_model
+from finetune.diagnostics.fault_injection import FAULTS
+from finetune.diagnostics.parity import compare, finished_run, small_model
 from finetune.diagnostics.parity.compare import compare_runs
 from finetune.diagnostics.parity.finished_run import read_finished
 from finetune.diagnostics.parity.launch_runs import find_configs, write_recipes
@@ -150,7 +151,7 @@ def test_every_fault_is_caught(launcher: Launcher, faulty: dict[str, Result], fa
 
 
 def test_all_faults_are_tested() -> None:
-    assert {fault for fault, _ in CAUGHT} == set(launch_runs.FAULTS)
+    assert {fault for fault, _ in CAUGHT} == set(FAULTS)
 
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:

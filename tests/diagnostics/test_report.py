@@ -21,7 +21,7 @@ from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
 from finetune.diagnostics.run_report.compare_runs import differences
-from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
+from finetune.diagnostics.run_report.live_server import LiveServer, is_own_host
 from finetune.utils.errors import RecipeError
 
 EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"
@@ -179,7 +179,7 @@ def served() -> Iterator[Any]:
     running: list[tuple[LiveServer, threading.Thread]] = []
 
     def serve(run: Path, **options: Any) -> LiveServer:
-        server = LiveServer(LiveReport([run], **options))
+        server = LiveServer([run], **options)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,))
         thread.start()
         running.append((server, thread))
@@ -243,9 +243,9 @@ def test_which_hosts_are_own() -> None:
 def test_an_address_that_cannot_be_served(finished: Path, served: Any) -> None:
     server = served(finished)
     with pytest.raises(RecipeError, match=r"--live: cannot serve on 127\.0\.0\.1:"):
-        LiveServer(LiveReport([finished]), port=server.server_port)
+        LiveServer([finished], port=server.server_port)
     with pytest.raises(RecipeError, match="--port is 70000"):
-        LiveServer(LiveReport([finished]), port=70000)
+        LiveServer([finished], port=70000)
 
 
 def test_a_run_that_vanishes_is_said(finished: Path, tmp_path: Path, served: Any) -> None:

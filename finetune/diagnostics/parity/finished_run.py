@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint import row_ledger, run_facts
-from finetune.checkpoint.run_facts import read_facts
 from finetune.utils.atomic_files import Lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -44,8 +43,7 @@ class FinishedRun:
     def tokens_per_s(self) -> float | None:
         """Over all steps but the first, which pays for what comes once; None if no others are logged."""
         lines = [self.steps[step] for step in sorted(self.steps)]
-        pairs = itertools.pairwise(lines)
-        seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in pairs)
+        seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in itertools.pairwise(lines))
         return (lines[-1]["tokens"] - lines[0]["tokens"]) / seconds if seconds > 0 else None
 
     @property
@@ -62,7 +60,7 @@ def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
         RecipeError: If there is none, or it has not ended.
         CheckpointError: If its files cannot be read.
     """
-    facts = read_facts(directory)
+    facts = run_facts.read_facts(directory)
     try:
         metrics = run_facts.read_metrics(directory)
         ledger = directory / row_ledger.LEDGER
@@ -79,8 +77,6 @@ def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
             f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
             "compared. Start its command again, and it resumes."
         )
-    damaged = {
-        run_facts.METRICS: len(metrics.damaged) + len(lines) - len(steps),
-        row_ledger.LEDGER: len(used.damaged),
-    }
+    lost = len(metrics.damaged) + len(lines) - len(steps)
+    damaged = {run_facts.METRICS: lost, row_ledger.LEDGER: len(used.damaged)}
     return FinishedRun(name or directory.name, directory, facts, steps, rows, damaged)

@@ -19,18 +19,6 @@ from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, launch_file, shipped_names
 
-# Faults that `finetune.diagnostics.fault_injection` can plant.
-FAULTS = {
-    "mean-of-means": "each micro-batch's loss is divided by its own targets, and the means are averaged",
-    "lost-rank": "the last rank's rows are dropped",
-    "scheduler": "the learning rate's schedule advances by one step a rank",
-    "bf16-loss": "the loss of each micro-batch is rounded to bf16",
-    "leaking-documents": "documents that share a row see each other",
-    "lost-targets": "targets are shifted after rows are split, so that the last token of each part has none",
-    "lost-sum": "gradients of what goes into split layers are not summed over the ranks that share them",
-    "wrong-norm": "the gradient norm counts what ranks that share layers have in common once for each of them",
-}
-
 
 @dataclass(frozen=True)
 class ParityLaunch:
@@ -56,22 +44,19 @@ def find_configs(names: str) -> list[ParityLaunch]:
     words = [word for word in names.split(",") if word]
     if len(words) < 2:
         raise RecipeError(f"--on {names}: name two launch configs at least, such as `--on single,ddp`.")
-    found = [_config(word) for word in words]
-    twice = [config.name for config in found if [other.name for other in found].count(config.name) > 1]
-    if twice:
-        raise RecipeError(f"--on {names}: {twice[0]} is named twice. Name each launch config once.")
-    return found
-
-
-def _config(word: str) -> ParityLaunch:
-    file = Path(launch_file(word))
-    known = shipped_names(LAUNCH_FILES)
-    if not file.is_file():
-        raise BackendError(
-            f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
-        )
-    launch = predict_environment(str(file), {}, os.environ).launch
-    return ParityLaunch(file.stem, file, launch.num_processes, launch.data_ranks)
+    found: dict[str, ParityLaunch] = {}
+    for word in words:
+        file, known = Path(launch_file(word)), shipped_names(LAUNCH_FILES)
+        if not file.is_file():
+            raise BackendError(
+                f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of "
+                f"{', '.join(known)}."
+            )
+        if file.stem in found:
+            raise RecipeError(f"--on {names}: {file.stem} is named twice. Name each launch config once.")
+        launch = predict_environment(str(file), {}, os.environ).launch
+        found[file.stem] = ParityLaunch(file.stem, file, launch.num_processes, launch.data_ranks)
+    return list(found.values())
 
 
 def write_recipes(
@@ -132,19 +117,23 @@ def launch_run(
     """Launches one run, waits for its end, and reads it.
 
     Args:
-        fault: One of `FAULTS`, planted in its processes.
+        fault: One of `fault_injection.FAULTS`, planted in its processes.
 
     Raises:
         BackendError: If it fails; it has said why.
     """
     say(f"\n{config.name}: {config.num_processes} process(es), {config.file}" + (f", with {fault}" if fault else ""))
-    words = launcher_command(
-        str(config.file),
-        [],
-        [fault, str(recipe)] if fault else [str(recipe)],
-        module="finetune.diagnostics.fault_injection" if fault else "finetune.training",
-    )
-    code = _wait(words)
+    module = "finetune.diagnostics.fault_injection" if fault else "finetune.training"
+    words = launcher_command(str(config.file), [], [*([fault] if fault else []), str(recipe)], module=module)
+    with signals.held_back():
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
+    try:
+        code = process.wait()
+    finally:
+        # Ended ourselves, we end it first.
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
     if code:
         raise BackendError(
             f"The run under {config.file} ended with exit code {code}, as it says above, so that there is nothing to "
@@ -154,15 +143,3 @@ def launch_run(
         return read_finished(directory, config.name)
     except FinetuneError as error:
         raise BackendError(f"The run under {config.file} left nothing to compare: {error}") from error
-
-
-def _wait(words: list[str]) -> int:
-    """Runs a command to its end, its output on this one's stderr; ended ourselves, we end it first."""
-    with signals.held_back():
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()

@@ -1,6 +1,6 @@
 """Charts of one run or of several over each other: curves over steps, tokens and time, and marks on them.
 
-A chart is plain data. `report.js` draws it with Plotly on the page, `png_charts` with matplotlib.
+A chart is plain data. `report.js` draws it with Plotly on the page, `write_report` with matplotlib.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,7 +141,12 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     (_, unit_s), many = _time_unit_of(runs), len(runs) > 1
     drawn = [_DrawnRun(name, run, unit_s, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
     only = None if many else drawn[0]
-    restarts, best = ([], []) if only is None else (_restarts(only), _best(only))
+    restarts: list[Mark] = []
+    best: list[Mark] = []
+    if only is not None and len(only.run.training["step"]):
+        restarts = only.marks([start.from_step for start in only.run.starts[1:]], "restart at step {}", "↻")
+    if only is not None and (found := only.run.best_evaluation) is not None:
+        best = only.marks([found[0]], f"best {only.run.best_name}", "★")
 
     def logged(key: str, name: str) -> list[Curve]:
         if only is not None:
@@ -167,7 +172,7 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         losses = {"loss": ("Loss", [*training, *validation])}
     metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
     memory = f"Peak memory of {whose_memory([run for _, run in runs])}, so far"
-    found = [
+    shown = [
         *(
             Chart(key, title, "nats a target", curves, [*restarts, *best], wide=True, logarithmic=True)
             for key, (title, curves) in losses.items()
@@ -192,17 +197,7 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         chart("memory", "peak_memory_gib", memory, "GiB", from_zero=True),
         chart("mfu", "mfu", "Model FLOPs utilisation", "share", from_zero=True),
     ]
-    return [chart for chart in found if any(np.isfinite(curve.y).any() for curve in chart.curves)]
-
-
-def _restarts(one: _DrawnRun) -> list[Mark]:
-    steps = [start.from_step for start in one.run.starts[1:]]
-    return one.marks(steps, "restart at step {}", "↻") if len(one.run.training["step"]) else []
-
-
-def _best(one: _DrawnRun) -> list[Mark]:
-    best = one.run.best_evaluation
-    return [] if best is None else one.marks([best[0]], f"best {one.run.best_name}", "★")
+    return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
 
 
 def _clipped_and_skipped(one: _DrawnRun) -> Iterator[Curve]:

@@ -62,6 +62,6 @@ def differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 def _in_words(value: Any) -> str:
     if isinstance(value, str) and _COMMIT.match(value):
         return value[:10] + value[40:]
-    if isinstance(value, bool | list | dict):
-        return json.dumps(value, ensure_ascii=False)
-    return "–" if value is None else str(value)
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

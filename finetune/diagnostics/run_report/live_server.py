@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,21 +35,45 @@ _HEADERS = {
 }
 
 
-class LiveReport:
-    """Pages that the server sends: runs, read again whenever someone asks."""
+class LiveServer(ThreadingHTTPServer):
+    """Serves the page of runs, which are read again whenever someone asks; the `url` has the token."""
 
-    def __init__(self, directories: list[Path], price: float | None = None, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        price: float | None = None,
+        host: str = LOOPBACK,
+        port: int = 0,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
         """
+        Args:
+            host: Address to bind.
+            port: 0 for one that is free.
+
         Raises:
-            FinetuneError: If a run cannot be read.
+            FinetuneError: If a run cannot be read, or the address cannot be bound.
         """
         check_options(price)
-        self.refresh_s = refresh_s
+        self.token, self.refresh_s = secrets.token_urlsafe(24), refresh_s
         self._readers = [(directory, RunReader(directory)) for directory in directories]
         self._price = price
         self._lock = threading.Lock()
         self._prediction: str | int | None = None
         self._content()
+        if not 0 <= port <= 65535:
+            raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise RecipeError(
+                f"--live: cannot serve on {host}:{port}: {error.strerror or error}. Give another --port, or an address "
+                "of this machine as --host."
+            ) from error
+        shown = f"[{host}]" if self.address_family == socket.AF_INET6 else host
+        self.url = f"http://{shown}:{self.server_port}/{self.token}/"
 
     def predict(self) -> None:
         """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
@@ -71,33 +95,6 @@ class LiveReport:
         if what == "data":
             return "application/json", json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False)
         return "text/html", page.page_of(shown, refresh_s=self.refresh_s)
-
-
-class LiveServer(ThreadingHTTPServer):
-    """HTTP server; its `url` has the token."""
-
-    def __init__(self, report: LiveReport, host: str = LOOPBACK, port: int = 0) -> None:
-        """
-        Args:
-            host: Address to bind.
-            port: 0 for one that is free.
-
-        Raises:
-            RecipeError: If the address cannot be bound.
-        """
-        self.report, self.token = report, secrets.token_urlsafe(24)
-        if not 0 <= port <= 65535:
-            raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
-        try:
-            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise RecipeError(
-                f"--live: cannot serve on {host}:{port}: {error.strerror or error}. Give another --port, or an address "
-                "of this machine as --host."
-            ) from error
-        shown = f"[{host}]" if self.address_family == socket.AF_INET6 else host
-        self.url = f"http://{shown}:{self.server_port}/{self.token}/"
 
 
 def is_own_host(host: str) -> bool:
@@ -131,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found. The address ends in /TOKEN/.\n")
         else:
             try:
-                self._send(HTTPStatus.OK, *self.server.report.answer(what))
+                self._send(HTTPStatus.OK, *self.server.answer(what))
             except FinetuneError as error:
                 self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
 
@@ -160,10 +157,9 @@ def serve_live(
     Raises:
         FinetuneError: If a run cannot be read, or the address not be bound.
     """
-    report = LiveReport(directories, price)
-    with LiveServer(report, host or LOOPBACK, port or 0) as server:
-        threading.Thread(target=report.predict, name="prediction", daemon=True).start()
-        say(f"{server.url}\nThe page refreshes every {report.refresh_s:g} s. Ctrl-C ends it.")
+    with LiveServer(directories, price=price, host=host or LOOPBACK, port=port or 0) as server:
+        threading.Thread(target=server.predict, name="prediction", daemon=True).start()
+        say(f"{server.url}\nThe page refreshes every {server.refresh_s:g} s. Ctrl-C ends it.")
         if host in (None, LOOPBACK):
             say(
                 f"From another machine: ssh -L {server.server_port}:{LOOPBACK}:{server.server_port} "

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _TEMPLATES.filters |= {
     "number": figures.format_number,
     "time": figures.format_time,
     "metric": harness_results.metric_of,
+    "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
 }
 
@@ -76,14 +77,13 @@ def content_of(
         name = f"{len(runs)} runs"
         title, template, values = f"{name} – finetune", "runs.html", values_of_runs(runs, price)
     charts = charts_of(runs)
-    logged = any(len(run.training["step"]) for _, run in runs)
     body = _TEMPLATES.get_template(template).render(
         title=name,
         runs=runs,
         charts=charts,
         live=live,
-        no_loss="No logged step has a loss that is a number." if logged else "No step is logged yet.",
-        footer=" ".join(_footnotes(runs)),
+        most_logged=max(len(run.training["step"]) for _, run in runs),
+        most_points=MOST_POINTS,
         **values,
     )
     return Content(title, body, charts, charts_as_json(charts, runs))
@@ -97,33 +97,11 @@ def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    plotly, script = get_plotlyjs(), (_HERE / "report.js").read_text(encoding="utf-8")
-    connect = "'none'" if refresh_s is None else "'self'"
-    # Scripts other than these two do not run, wherever they come from.
-    digests = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (plotly, script)]
-    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = (
-        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
-    )
     return _TEMPLATES.get_template("page.html").render(
         shown=shown,
         generator=GENERATOR,
         refresh_s=refresh_s,
-        policy=policy,
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
-        plotly=plotly,
-        script=script,
+        plotly=get_plotlyjs(),
+        script=(_HERE / "report.js").read_text(encoding="utf-8"),
     )
-
-
-def _footnotes(runs: Sequence[tuple[str, RunHistory]]) -> Iterator[str]:
-    yield (
-        "Training time leaves out evaluations, samples, checkpoints that a step waited for, and steps that a restart "
-        "took again."
-    )
-    if any(len(run.training["step"]) > MOST_POINTS for _, run in runs):
-        yield f"Curves have at most {MOST_POINTS:,} points here: of each stretch the lowest and the highest value."
-    for name, run in runs:
-        if run.damaged_lines:
-            yield f"{run.damaged_lines:,} lines of {name} could not be read, and are left out."

@@ -4,9 +4,13 @@ import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from finetune.checkpoint.run_history import RunHistory, read_run
 from finetune.diagnostics.run_report import page
+from finetune.diagnostics.run_report.charts import Chart, Style
 from finetune.diagnostics.run_report.memory_prediction import predicted_peak
 from finetune.utils import atomic_files
 from finetune.utils.errors import RecipeError
@@ -15,6 +19,13 @@ EXTRA = ("plotly", "matplotlib")
 
 # Runs that a folder is named after; a name may have 255 bytes.
 _MOST_NAMES = 4
+_LINES: dict[Style, dict[str, Any]] = {
+    "line": {},
+    "faint": {"linewidth": 0.8, "alpha": 0.35},
+    "points": {"marker": "o", "markersize": 5},
+    "cross": {"linestyle": "", "marker": "x"},
+    "dashed": {"linestyle": "--"},
+}
 
 
 def write_report(directories: Sequence[Path], to: Path | None = None, *, price: float | None = None) -> list[Path]:
@@ -44,13 +55,41 @@ def write_report(directories: Sequence[Path], to: Path | None = None, *, price: 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.write_text(file, page.page_of(shown))
-        from finetune.diagnostics.run_report.png_charts import write_pictures
-
-        return [file, *write_pictures(shown.charts, runs[0][0] if len(runs) == 1 else f"{len(runs)} runs", file)]
+        name = runs[0][0] if len(runs) == 1 else f"{len(runs)} runs"
+        pictures = [(chart, file.with_name(f"{file.stem}-{chart.key}.png")) for chart in shown.charts]
+        for chart, picture in pictures:
+            _draw_picture(chart, name, picture)
     except OSError as error:
         raise RecipeError(
             f"--to: cannot write {file}: {error.strerror or error}. Name another file by --to FILE.html."
         ) from error
+    return [file, *(picture for _, picture in pictures)]
+
+
+def _draw_picture(chart: Chart, name: str, file: Path) -> None:
+    """Writes a chart over steps as PNG, for slides, papers and messages."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.2), dpi=130, layout="constrained")
+    axes: Any = figure.add_subplot()
+    if stacked := [curve for curve in chart.curves if curve.style == "stacked"]:
+        labels, colors = [curve.name for curve in stacked], [curve.color for curve in stacked]
+        axes.stackplot(stacked[0].x["step"], *(np.nan_to_num(c.y) for c in stacked), labels=labels, colors=colors)
+    for curve in chart.curves:
+        if curve.style != "stacked" and np.isfinite(curve.y).any():
+            style = _LINES["points" if len(curve.y) == 1 and curve.style == "line" else curve.style]
+            axes.plot(curve.x["step"], curve.y, color=curve.color, label=curve.name, **style)
+    for mark in chart.marks:
+        axes.axvline(mark.x["step"], color="grey", linewidth=0.8, linestyle=":")
+    # A dollar sign would begin a formula.
+    axes.set_title(f"{chart.title} – {name}".replace("$", r"\$"))
+    axes.set(xlabel="step", ylabel=chart.unit)
+    axes.grid(visible=True)
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    if len(chart.curves) > 1:
+        axes.legend()
+    figure.savefig(file)
 
 
 def named_runs(found: Sequence[tuple[Path, RunHistory]]) -> list[tuple[str, RunHistory]]:
