@@ -1,16 +1,16 @@
 """`finetune watch`: shows a run in the terminal, while it goes."""
 
-import itertools
 import math
 import time
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series
@@ -18,12 +18,14 @@ from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report.charts import running_mean
 from finetune.diagnostics.run_report.figures import format_count, format_duration, format_number, format_progress
 from finetune.diagnostics.run_report.one_run import last_loss, status_line
+from finetune.export.loss_plot import loss_curves
 
 REFRESH_S = 2.0
 _PLOT_ROWS = 9
 _SAMPLE_LINES = 5
 # Bits of the eight dots of a braille character, by row and column. Source: Unicode, block U+2800.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_MARK = -1
 
 
 def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
@@ -52,11 +54,11 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     head = Text.assemble((run.name, "bold"), "  ", (status_line(run), f"bold {COLORS[run.status]}"))
     again = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     blocks: list[RenderableType] = [
-        Group(head, Text(f"{run.launch} {run.facts.get('precision', '')}{again}", style="dim"), _progress(run, width))
+        Group(head, Text(f"{run.launch} {run.facts.get('precision', '')}{again}", style="dim"), _progress(run))
     ]
     if (plot := loss_plot(run, width)) is not None:
         blocks.append(plot)
-    blocks.append(_figures(run, width))
+    blocks.append(_figures(run))
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
@@ -71,22 +73,16 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     return Group(*separated[1:])
 
 
-def _progress(run: RunHistory, width: int) -> RenderableType:
+def _progress(run: RunHistory) -> RenderableType:
     if not run.num_steps:
         return Text(f"step {run.step:,}")
+    row = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     words = f"{format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
-    row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(run.num_steps, run.step, width=max(10, width - len(words) - 2)), words)
+    row.add_row(ProgressBar(run.num_steps, run.step), words)
     return row
 
 
-def _figures(run: RunHistory, width: int) -> RenderableType:
-    # Two figures beside each other, where there is room.
-    abreast = 2 if width >= 72 else 1
-    rows = Table.grid(padding=(0, 2))
-    for _ in range(abreast):
-        rows.add_column(no_wrap=True, style="dim")
-        rows.add_column(no_wrap=True)
+def _figures(run: RunHistory) -> RenderableType:
     best = run.best_evaluation
     last = {key: float(values[-1]) if len(values) else math.nan for key, values in run.training.items()}
     cells = [
@@ -100,11 +96,11 @@ def _figures(run: RunHistory, width: int) -> RenderableType:
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
     ]
     for key in run.metrics:
-        step, value = (values[-1] for values in _known_points(run.evaluations["step"], run.evaluations[key]))
-        cells.append((key.replace("_", " "), f"{format_number(float(value))} (step {step:,.0f})"))
-    for first in range(0, len(cells), abreast):
-        rows.add_row(*itertools.chain.from_iterable(cells[first : first + abreast]))
-    return rows
+        newest = np.flatnonzero(np.isfinite(run.evaluations[key]))[-1]
+        value, step = float(run.evaluations[key][newest]), int(run.evaluations["step"][newest])
+        cells.append((key.replace("_", " "), f"{format_number(value)} (step {step:,})"))
+    longest = max(len(name) for name, _ in cells)
+    return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
 
 
 def _first_lines(text: str, width: int) -> Text:
@@ -119,18 +115,15 @@ def _first_lines(text: str, width: int) -> Text:
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:
     """Returns the losses over steps, in braille; None if there is nothing to draw."""
-    steps, loss = run.training["step"], run.training["loss"]
-    if np.isfinite(loss).sum() < 2:
+    (_, steps, loss), (_, validation_steps, validation) = loss_curves(run)
+    if len(loss) < 2:
         return None
     if len(loss) > 2 * width:
         loss = running_mean(loss, max(3, len(loss) // width))
-    steps, loss = _known_points(steps, loss)
-    validation_steps, validation = _known_points(run.evaluations["step"], run.evaluations["validation_loss"])
     values = np.concatenate((loss, validation))
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
-    first, last = float(run.training["step"][0]), float(max(run.training["step"][-1], *validation_steps, 0))
-    first = min(first, last - 1.0)
+    first, last = float(steps[0]), float(np.concatenate((steps, validation_steps)).max())
     columns = max(10, width - 10)
 
     # A place for each column of dots: the curve between two of them is drawn as a vertical stroke.
@@ -143,29 +136,21 @@ def loss_plot(run: RunHistory, width: int) -> Text | None:
         for dot in range(y, following, 1 if y < following else -1) or (y,):
             cells[dot // 4, x // 2] |= _DOTS[dot % 4][x % 2]
     marked_columns = _nearest_dots(validation_steps, first, last, 2 * columns) // 2
-    marked_rows = _nearest_dots(-validation, -high, -low, 4 * _PLOT_ROWS) // 4
-    marks = set(zip(marked_rows.tolist(), marked_columns.tolist(), strict=True))
+    cells[_nearest_dots(-validation, -high, -low, 4 * _PLOT_ROWS) // 4, marked_columns] = _MARK
 
     labels = {0: f"{high:.4g}", _PLOT_ROWS // 2: f"{(high + low) / 2:.4g}", _PLOT_ROWS - 1: f"{low:.4g}"}
     shown = Text(no_wrap=True)
     for row in range(_PLOT_ROWS):
         shown.append(f"{labels.get(row, ''):>8} ", style="dim")
-        for column, dots in enumerate(cells[row].tolist()):
-            if (row, column) in marks:
-                shown.append("●", style="yellow")
-            else:
-                shown.append(chr(0x2800 + dots) if dots else " ", style="blue")
+        for dots in cells[row].tolist():
+            letter = {_MARK: "●", 0: " "}.get(dots, chr(0x2800 + dots))
+            shown.append(letter, style="yellow" if dots == _MARK else "blue")
         shown.append("\n")
     ends = f"step {int(first):,}", f"{int(last):,}"
-    key = "⠤ training loss   ● validation loss" if marks else "⠤ training loss"
+    key = "⠤ training loss   ● validation loss" if len(validation) else "⠤ training loss"
     room = columns - len(ends[0]) - len(ends[1])
     shown.append(f"{'':9}{ends[0]}{(key if len(key) <= room - 2 else ''):^{room}}{ends[1]}", style="dim")
     return shown
-
-
-def _known_points(steps: Series, values: Series) -> tuple[Series, Series]:
-    known = np.isfinite(values)
-    return steps[known], values[known]
 
 
 def _nearest_dots(values: Series, low: float, high: float, dots: int) -> npt.NDArray[np.int64]:

@@ -157,10 +157,10 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     def evaluated(key: str) -> list[Curve]:
         curves = []
         for one in drawn:
-            steps = one.run.evaluations["step"]
-            y = one.run.evaluations.get(key, np.full(len(steps), np.nan))
-            name, color = (one.name, one.color) if many else (key.replace("_", " "), _PALETTE[1])
-            curves.append(one.curve(name, y, steps, "points", color))
+            if key in one.run.evaluations:
+                name, color = (one.name, one.color) if many else (key.replace("_", " "), _PALETTE[1])
+                y, steps = one.run.evaluations[key], one.run.evaluations["step"]
+                curves.append(one.curve(name, y, steps, "points", color))
         return curves
 
     def chart(key: str, of: str, title: str, unit: str, *more: Curve, **options: bool) -> Chart:

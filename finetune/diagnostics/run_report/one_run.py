@@ -17,6 +17,7 @@ from finetune.diagnostics.run_report.figures import (
     format_progress,
     format_time,
 )
+from finetune.export.loss_plot import loss_curves
 
 _HELD = {
     "frozen": "frozen weights, rank 0",
@@ -89,9 +90,8 @@ def model_name(run: RunHistory) -> str:
 
 def last_loss(run: RunHistory) -> float | None:
     """Returns the loss of the last logged step that has one."""
-    losses = run.training["loss"]
-    known = losses[np.isfinite(losses)]
-    return float(known[-1]) if len(known) else None
+    (_, _, losses), _ = loss_curves(run)
+    return float(losses[-1]) if len(losses) else None
 
 
 def peak_memory(run: RunHistory) -> tuple[str, str]:
