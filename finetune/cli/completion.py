@@ -61,9 +61,9 @@ def recipes(prefix: str, **_: Any) -> list[str]:
 
 def overrides(prefix: str, **_: Any) -> list[str]:
     """A recipe's keys, each with the `=` that its value follows."""
-    from finetune.diagnostics.explain_recipe import RECIPE_FIELDS
+    from finetune.config.recipe import fields
 
-    keys = list(RECIPE_FIELDS)
+    keys = [key for key, _ in fields()]
     # A section takes no value of its own; the next key is its first one.
     values = (key for key, following in zip(keys, [*keys[1:], ""], strict=True) if not following.startswith(f"{key}."))
     return [f"{key}=" for key in values if key.startswith(prefix)]
