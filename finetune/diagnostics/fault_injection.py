@@ -7,8 +7,8 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,137 +24,123 @@ from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
 from finetune.utils import exit_codes
 
-_Patch = AbstractContextManager[Any]
+# Factors of the losses that this rank has still to compute in this step.
+_factors: list[float] = []
 
 
-def _average_means() -> _Patch:
-    def factors(run: Run, window: Window, sync: torch.Tensor) -> list[float]:
-        assert run.data.train is not None
-        means = run.backend.world_size * len(window.rows)
-        return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
+def _average_means(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+    assert run.data.train is not None
+    sync: torch.Tensor = exchange(run, window)
+    means = run.backend.world_size * len(window.rows)
+    _factors[:] = [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
+    return sync
 
-    return _scale_losses(loop._all_reduce_sync, factors)
+
+def _lose_rank(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+    lost = 0 < run.backend.rank == run.backend.world_size - 1
+    _factors[:] = [0.0 if lost else 1.0] * len(window.rows)
+    sync: torch.Tensor = exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost else window)
+    return sync
 
 
-def _lose_rank() -> _Patch:
-    exchange = loop._all_reduce_sync
+def _scale_loss(forward: Any, wrapper: ForwardWrapper, function: Any, *args: Any) -> Any:
+    value = forward(wrapper, function, *args)
+    return value * _factors.pop(0) if _factors else value
 
-    def is_lost(run: Run) -> bool:
-        return 0 < run.backend.rank == run.backend.world_size - 1
 
-    def exchange_without_last(run: Run, window: Window) -> torch.Tensor:
-        return exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if is_lost(run) else window)
+def _step_schedule_by_rank(lr_at: Any, step: int, num_steps: int, recipe: Recipe) -> Any:
+    """Steps the schedule once a rank, as a scheduler does that went through Accelerate's `prepare`."""
+    return lr_at(min(step * int(os.environ.get("WORLD_SIZE", "1")), num_steps - 1), num_steps, recipe)
 
-    return _scale_losses(
-        exchange_without_last, lambda run, window, sync: [0.0 if is_lost(run) else 1.0] * len(window.rows)
-    )
+
+def _round_loss(forward: Any, wrapper: ForwardWrapper, function: Any, *args: Any) -> Any:
+    value = forward(wrapper, function, *args)
+    return value.bfloat16().float() if value.requires_grad else value
+
+
+def _leak_documents(split: Any, batch: Any, rows: Any) -> Any:
+    # What is verified before the first step has no gradients.
+    if torch.is_grad_enabled():
+        count, length = batch["input_ids"].shape
+        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
+        batch = {**batch, "cu_seqlens": cu_seqlens}
+    return split(batch, rows)
+
+
+def _lose_targets(split: Any, batch: Any, rows: Any) -> Any:
+    part = split(batch, rows)
+    if torch.is_grad_enabled():
+        targets = part["targets"].clone()
+        targets[:, -1] = IGNORED
+        part = {**part, "targets": targets}
+    return part
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that can be planted."""
+
+    text: str
+    replaced: tuple[tuple[Any, str, Callable[..., Any]], ...]
+    """Owners and names of functions, and what is called in place of each, with the function before its arguments."""
+
+
+_EXCHANGE, _FORWARD = (loop, "_all_reduce_sync"), (ForwardWrapper, "forward")
+FAULTS = {
+    "mean-of-means": Fault(
+        "each micro-batch's loss is divided by its own targets, and the means are averaged",
+        ((*_EXCHANGE, _average_means), (*_FORWARD, _scale_loss)),
+    ),
+    "lost-rank": Fault(
+        "the last rank's rows are dropped",
+        ((*_EXCHANGE, _lose_rank), (*_FORWARD, _scale_loss)),
+    ),
+    "scheduler": Fault(
+        "the learning rate's schedule advances by one step a rank",
+        ((lr_schedule, "lr_at", _step_schedule_by_rank),),
+    ),
+    "bf16-loss": Fault(
+        "the loss of each micro-batch is rounded to bf16",
+        ((*_FORWARD, _round_loss),),
+    ),
+    "leaking-documents": Fault(
+        "documents that share a row see each other",
+        ((sequence, "split", _leak_documents),),
+    ),
+    "lost-targets": Fault(
+        "targets are shifted after rows are split, so that the last token of each part has none",
+        ((sequence, "split", _lose_targets),),
+    ),
+    "lost-sum": Fault(
+        "gradients of what goes into split layers are not summed over the ranks that share them",
+        ((tensor, "sum_gradients", lambda whole, values, group: values.view_as(values)),),
+    ),
+    "wrong-norm": Fault(
+        "the gradient norm counts what ranks that share layers have in common once for each of them",
+        ((tensor, "counts_in_norm", lambda whole, splits, name: True),),
+    ),
+}
+"""Faults by name."""
 
 
 @contextmanager
-def _scale_losses(exchange: Any, factors: Any) -> Iterator[None]:
-    """Multiplies the loss of each micro-batch.
-
-    Args:
-        exchange: Stands in for `loop._all_reduce_sync`.
-        factors: Returns this rank's factors for a run, its window and what was exchanged.
-    """
-    waiting: list[float] = []
-    forward = ForwardWrapper.forward
-
-    def exchanged(run: Run, window: Window) -> torch.Tensor:
-        sync: torch.Tensor = exchange(run, window)
-        waiting[:] = factors(run, window, sync)
-        return sync
-
-    def scaled(self: ForwardWrapper, function: Any, *args: Any) -> Any:
-        value = forward(self, function, *args)
-        return value * waiting.pop(0) if waiting else value
-
-    with patch.object(loop, "_all_reduce_sync", exchanged), patch.object(ForwardWrapper, "forward", scaled):
+def plant_fault(fault: str) -> Iterator[None]:
+    """Breaks what this process runs meanwhile."""
+    with ExitStack() as patches:
+        for owner, name, broken in FAULTS[fault].replaced:
+            patches.enter_context(patch.object(owner, name, _with_whole(broken, getattr(owner, name))))
         yield
 
 
-def _step_schedule_by_rank() -> _Patch:
-    """Steps the schedule once a rank, as a scheduler does that went through Accelerate's `prepare`."""
-    lr_at, world = lr_schedule.lr_at, int(os.environ.get("WORLD_SIZE", "1"))
-
-    def hurried(step: int, num_steps: int, recipe: Recipe) -> float:
-        return lr_at(min(step * world, num_steps - 1), num_steps, recipe)
-
-    return patch.object(lr_schedule, "lr_at", hurried)
-
-
-def _round_losses() -> _Patch:
-    forward = ForwardWrapper.forward
-
-    def rounded(self: ForwardWrapper, function: Any, *args: Any) -> Any:
-        value = forward(self, function, *args)
-        return value.bfloat16().float() if value.requires_grad else value
-
-    return patch.object(ForwardWrapper, "forward", rounded)
-
-
-def _leak_documents() -> _Patch:
-    split = sequence.split
-
-    def split_without_documents(batch: Any, rows: Any) -> Any:
-        # What is verified before the first step has no gradients.
-        if torch.is_grad_enabled():
-            count, length = batch["input_ids"].shape
-            cu_seqlens = torch.arange(
-                0, count * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device
-            )
-            batch = {**batch, "cu_seqlens": cu_seqlens}
-        return split(batch, rows)
-
-    return patch.object(sequence, "split", split_without_documents)
-
-
-def _lose_targets() -> _Patch:
-    split = sequence.split
-
-    def split_without_last(batch: Any, rows: Any) -> Any:
-        part = split(batch, rows)
-        if torch.is_grad_enabled():
-            targets = part["targets"].clone()
-            targets[:, -1] = IGNORED
-            part = {**part, "targets": targets}
-        return part
-
-    return patch.object(sequence, "split", split_without_last)
-
-
-FAULTS: dict[str, tuple[str, Callable[[], _Patch]]] = {
-    "mean-of-means": (
-        "each micro-batch's loss is divided by its own targets, and the means are averaged",
-        _average_means,
-    ),
-    "lost-rank": ("the last rank's rows are dropped", _lose_rank),
-    "scheduler": ("the learning rate's schedule advances by one step a rank", _step_schedule_by_rank),
-    "bf16-loss": ("the loss of each micro-batch is rounded to bf16", _round_losses),
-    "leaking-documents": ("documents that share a row see each other", _leak_documents),
-    "lost-targets": (
-        "targets are shifted after rows are split, so that the last token of each part has none",
-        _lose_targets,
-    ),
-    "lost-sum": (
-        "gradients of what goes into split layers are not summed over the ranks that share them",
-        lambda: patch.object(tensor, "sum_gradients", lambda values, group: values.view_as(values)),
-    ),
-    "wrong-norm": (
-        "the gradient norm counts what ranks that share layers have in common once for each of them",
-        lambda: patch.object(tensor, "counts_in_norm", lambda splits, name: True),
-    ),
-}
-"""Faults that can be planted, and what plants them."""
+def _with_whole(broken: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: broken(whole, *args)
 
 
 def main(arguments: list[str]) -> int:
     """Plants the fault that is named first, and trains on what follows; returns the exit code."""
     fault, *rest = arguments
-    text, plant = FAULTS[fault]
-    print(f"planted on purpose: {fault}, {text}", file=sys.stderr)
-    with plant():
+    print(f"planted on purpose: {fault}, {FAULTS[fault].text}", file=sys.stderr)
+    with plant_fault(fault):
         return entry_point.train_main(rest)
 
 

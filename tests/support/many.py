@@ -18,7 +18,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.fault_injection import FAULTS
+from finetune.diagnostics.fault_injection import FAULTS, plant_fault
 from finetune.distributed.backend import Backend
 from finetune.distributed.state.tensor_shards import local
 from finetune.models import lora_adapters
@@ -132,8 +132,8 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             fault = Path(path).stem.partition("+")[0]
-            broken = FAULTS[fault][1] if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext
-            with broken():
+            asked = "FAULTS_BY_NAME" in os.environ and fault in FAULTS
+            with plant_fault(fault) if asked else nullcontext():
                 run = build_run(load_recipe(path))
                 train_watched(run)
         except FinetuneError as error:
