@@ -19,8 +19,8 @@ from plotly.offline import get_plotlyjs
 
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
-from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
-from finetune.diagnostics.run_report.compare_runs import differences
+from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
+from finetune.diagnostics.run_report.compare_runs import differing_keys
 from finetune.diagnostics.run_report.live_server import LiveServer, is_own_host
 from finetune.utils.errors import RecipeError
 
@@ -357,12 +357,12 @@ def test_what_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_extremes_survive_downsampling() -> None:
     y = np.sin(np.arange(1_000_000) / 1e4)
     y[123_456], y[654_321], y[500_000] = 50.0, -50.0, np.nan
-    chosen = downsample(y)
+    chosen = downsample_curve(y)
     assert len(chosen) <= MOST_POINTS + 2
     assert {0, 123_456, 654_321, len(y) - 1} <= set(chosen.tolist())
     assert (np.diff(chosen) > 0).all()
-    assert downsample(y[:100]).tolist() == list(range(100))
-    assert len(downsample(np.full(10_000, np.nan))) <= MOST_POINTS + 2
+    assert downsample_curve(y[:100]).tolist() == list(range(100))
+    assert len(downsample_curve(np.full(10_000, np.nan))) <= MOST_POINTS + 2
 
 
 def test_running_mean() -> None:
@@ -391,18 +391,18 @@ def test_differences() -> None:
         {"a": {"b": 1, "c": 2}, "output": {"dir": "x"}},
         {"a": {"b": 1, "c": 3}, "output": {"dir": "y"}, "d": None},
     ]
-    assert differences(trees) == {"a.c": ["2", "3"]}
-    assert differences([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
+    assert differing_keys(trees) == {"a.c": ["2", "3"]}
+    assert differing_keys([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
     long = "x" * 500
     sources: list[list[dict[str, Any]]] = [
         [{"path": "a", "weight": 1.0}],
         [{"path": long, "weight": 1.0}, {"path": "c"}],
     ]
-    assert differences([{"data": {"train": train}} for train in sources]) == {
+    assert differing_keys([{"data": {"train": train}} for train in sources]) == {
         "data.train.0.path": ["a", long],
         "data.train.1.path": ["–", "c"],
     }
-    assert differences([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
+    assert differing_keys([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
 
 
 def test_each_figure_of_memory_says_whose_it_is(finished: Path, tmp_path: Path) -> None:

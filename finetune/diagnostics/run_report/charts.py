@@ -111,7 +111,7 @@ class _DrawnRun:
 
     def curve(self, name: str, y: Series, steps: Series, style: Style = "line", color: str = "") -> Curve:
         """Returns a curve without the points that a screen cannot show."""
-        chosen = downsample(y)
+        chosen = downsample_curve(y)
         return Curve(name, self.positions(steps[chosen]), y[chosen], color or self.color, style)
 
     def logged(self, key: str, name: str) -> list[Curve]:
@@ -217,7 +217,7 @@ def _clipped_and_skipped(one: _DrawnRun) -> Iterator[Curve]:
 def _phases(one: _DrawnRun) -> list[Curve]:
     """Returns the phases of a step on top of each other; what is left of it last."""
     whole = one.run.training["step_s"]
-    chosen = downsample(whole)
+    chosen = downsample_curve(whole)
     x = one.positions(one.run.training["step"][chosen])
     parts = {name: np.nan_to_num(one.run.training[key]) for key, name in _PHASES.items()}
     parts = {name: part for name, part in parts.items() if part.any()}
@@ -258,7 +258,7 @@ def _values_as_json(values: Series) -> list[float | None]:
     return [value if np.isfinite(value) else None for value in whole]
 
 
-def downsample(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArray[np.int64]:
+def downsample_curve(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArray[np.int64]:
     """Returns the positions to draw of a curve: the lowest and highest of `most / 2` equal parts, and both ends.
 
     All of them if there are no more than `most`. A part without a finite value gives its first position, so that a

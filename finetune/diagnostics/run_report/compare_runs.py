@@ -45,13 +45,13 @@ def values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None) 
         "rows": rows,
         "cost": run_cost(runs[-1][1], price)[1],
         "memory": " or ".join(dict.fromkeys(peak_memory(run)[1] for _, run in runs)),
-        "recipe": differences([run.recipe for _, run in runs]),
-        "launch": differences([{key: run.facts[key] for key in _LAUNCH if key in run.facts} for _, run in runs]),
+        "recipe": differing_keys([run.recipe for _, run in runs]),
+        "launch": differing_keys([{key: run.facts[key] for key in _LAUNCH if key in run.facts} for _, run in runs]),
         "samples": [(name, run.samples[-1]) for name, run in runs if run.samples],
     }
 
 
-def differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+def differing_keys(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """Returns the keys, with dots, whose values are not the same in all trees, and these values."""
     flattened = [flat(tree) for tree in trees]
     keys = dict.fromkeys(key for values in flattened for key in values if not key.startswith(_OWN))
