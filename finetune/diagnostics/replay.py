@@ -16,7 +16,6 @@ from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
-from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.monitoring.step_all_reduce import StepOutput
@@ -111,7 +110,7 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
         CheckpointError: If its files cannot be read, or no checkpoint before the step is left of a run that did not
             begin from nothing.
     """
-    facts = read_facts(directory)
+    facts = run_facts.read_facts(directory)
     ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
     entry = _ledger_entry(directory, number)
     start = _nearest_checkpoint(directory, facts, number - 1)
@@ -206,7 +205,7 @@ def _compare_step(run: Run, directory: Path, facts: dict[str, Any], start: str, 
     now = {key: value if math.isfinite(value) else None for key, value in values.items()}
     logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
-    incident = next((found for found in row_ledger.read_skipped(directory) if found.step == number), None)
+    incident = {found.step: found for found in row_ledger.read_skipped(directory)}.get(number)
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")

@@ -189,11 +189,12 @@ def _difference(
 
 def _rounded(run: FinishedRun) -> bool:
     """True if every loss looks as if its sum had gone through bf16, even within the tolerance."""
-    sums = []
-    for step, line in run.steps.items():
-        before = run.steps[step - 1]["tokens"] if step - 1 in run.steps else 0 if step == 1 else None
-        if before is not None and line["loss"] is not None:
-            sums.append(line["loss"] * (line["tokens"] - before) / _ROUNDED_TO)
+    tokens = {0: 0} | {step: line["tokens"] for step, line in run.steps.items()}
+    sums = [
+        line["loss"] * (tokens[step] - tokens[step - 1]) / _ROUNDED_TO
+        for step, line in run.steps.items()
+        if step - 1 in tokens and line["loss"] is not None
+    ]
     return len(sums) >= _FEWEST_SUMS and all(abs(value - round(value)) < 1e-6 for value in sums)
 
 
