@@ -1,6 +1,6 @@
-"""`finetune explain`: says of every effective value of both planes who set it, what that overrode, what it means.
+"""`finetune explain`: shows for every value in force who set it, what it replaced, and what it means.
 
-Imports no torch: it answers at once. What contradicts itself is an error here as in a run, by the same functions.
+Imports no torch, so that it answers at once. Contradictions are errors here as in a run, found by the same functions.
 """
 
 import json
@@ -184,7 +184,7 @@ def value_page(value: Value) -> Group:
 
 
 def values_table(values: Sequence[Value], width: int) -> Group:
-    """Returns tables by section: key, value, who set it, and what that overrode; and which files these are.
+    """Returns tables by section: key, value, who set it, and what that replaced; and the paths of files that are shortened.
 
     Args:
         width: Columns of the terminal. In a narrow one, units are left to a key's own page.
@@ -203,7 +203,7 @@ def values_table(values: Sequence[Value], width: int) -> Group:
 
 
 def _names_of_files(settings: Iterable[Setting]) -> dict[str, str]:
-    """Returns names of the files that set keys, by path; a long path is said once, and then its last part."""
+    """Returns names of the files that set keys, by path: of a long path the last part."""
     paths = list(dict.fromkeys(setting.place.rpartition(":")[0] for setting in settings if _in_file(setting)))
     last = [Path(path).name for path in paths]
     return {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
@@ -220,7 +220,7 @@ def _table_row(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[
         where = f"{files[path]}:{line}"
     else:
         where = last.layer if last.layer == "derived" and not units else _setter(last)
-    # That nothing was given before is no news.
+    # A value of None was not given.
     before = [f"{_shortened(_in_words(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     return (
         f"  {value.key}",

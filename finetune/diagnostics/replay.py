@@ -27,10 +27,10 @@ from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder
 from finetune.utils.to_device import batch_to_device
 
-# What a step may run of the code that a recipe leads to; metrics are left out.
+# Keys whose code a step runs; those of metrics are left out.
 _RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
 
-# Of a row's text, so many characters are shown.
+# Characters of a row's text that are shown.
 _SHOWN = 100
 
 
@@ -47,7 +47,7 @@ class ReplayedRow:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was taken again."""
+    """A repeated step."""
 
     step: int
     """Counted from 1."""
@@ -172,13 +172,13 @@ def _recipe_from(recipe: Recipe, facts: dict[str, Any], start: str | None, folde
     """Returns the run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
-        # What may not differ is compared afterwards, and said in other words.
+        # Differences are looked for afterwards, and reported in words of replay.
         "resume": recipe.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "sample": None,
         "eval": EvalSection(),
         "checkpoint": CheckpointSection(),
-        # What `auto` was there.
+        # What `precision: auto` came to.
         "precision": facts["precision"],
     }
     return recipe.model_copy(update=given)

@@ -20,11 +20,11 @@ _SAME_RATE = 1e-12
 # A sum of losses of at least 8 that was rounded to bf16, which keeps 8 binary digits, is a multiple of 1/16.
 _ROUNDED_TO = 1 / 16
 
-# First steps this close differ by rounding alone. It grows by less than this factor from one logged step to the next,
-# measured with a step in ten logged (20); a fault is there at once.
+# First steps that are this close differ by rounding alone, which grows by less than this factor from one logged step to
+# the next (measured with one step in ten logged: 20). A fault is there at once.
 _ROUNDING, _GROWS = 3e-6, 100
 
-# So many steps are needed before chance is ruled out: an fp32 sum is such a multiple about once in a thousand times.
+# At least this many sums rule out chance: an fp32 sum is such a multiple about once in a thousand times.
 _FEWEST_SUMS = 3
 
 
@@ -167,7 +167,7 @@ def relative_difference(left: float | None, right: float | None) -> float:
 def _difference(
     one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: PathTolerance
 ) -> str | None:
-    """Says what differs in a step, causes before what follows from them; None if nothing does."""
+    """Returns the first difference in a step, causes before their effects; None if there is none."""
     left, right = one.steps[step], other.steps[step]
 
     def said(what: str, of: str, to: str) -> str:
@@ -230,14 +230,14 @@ def tensor_distance(one: Any, other: Any) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-# What scores move by if a bias is moved by 1 on average. Rounding makes it 1e-6.
+# Largest relative change of the scores if a bias without effect is moved by 1 on average. Rounding alone makes 1e-6.
 _NOTHING = 1e-3
 
 
 def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
     """Returns the biases among these tensors that can be moved far towards the other run's value without effect.
 
-    Far, so that what is a small part of the difference would show. None where the network cannot be opened.
+    Far, so that even a small part of the difference shows its effect. None where the network cannot be opened.
     """
     biases = [name for name in names if name.endswith("bias")]
     folder = one.directory / "model"

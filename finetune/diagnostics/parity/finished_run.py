@@ -31,7 +31,7 @@ class FinishedRun:
 
     @property
     def last(self) -> int:
-        """The step that it came to."""
+        """Number of its last step."""
         return int(self.facts["length"]["num_steps"])
 
     @property
@@ -41,14 +41,14 @@ class FinishedRun:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all steps but the first, which pays for what comes once; None if no others are logged."""
+        """Tokens a second over all steps but the first, which has one-time work; None if no others are logged."""
         lines = [self.steps[step] for step in sorted(self.steps)]
         seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in itertools.pairwise(lines))
         return (lines[-1]["tokens"] - lines[0]["tokens"]) / seconds if seconds > 0 else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """The most that training took on the fullest rank; None if that was not measured."""
+        """Peak of training on the fullest rank; None if it was not measured."""
         measured = self.facts.get("peak_memory")
         return measured["measured"] / 2**30 if measured else None
 

@@ -98,7 +98,7 @@ def write_recipes(
     return written
 
 
-# Every step is written down, and nothing is done that is not compared.
+# Logs every step, and leaves out whatever is not compared.
 _QUIET: dict[str, dict[str, Any]] = {
     "log": {"every_steps": 1, "trackers": []},
     "eval": {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None},
@@ -106,8 +106,8 @@ _QUIET: dict[str, dict[str, Any]] = {
 }
 
 
-# Adam divides gradients by their own size: a weight whose gradient is zero but for rounding would go wherever that
-# says, on every backend elsewhere. With the usual 1e-8, two such weights of 2,048 are a tensor 1e-4 away.
+# Adam divides gradients by their own size, so that a weight whose gradient is zero but for rounding moves by rounding
+# alone, on each backend another way. With the usual 1e-8, two such weights of 2,048 put a tensor 1e-4 away.
 _LEAST_EPS = 1e-6
 
 
@@ -130,7 +130,7 @@ def launch_run(
     try:
         code = process.wait()
     finally:
-        # Ended ourselves, we end it first.
+        # If this process is ended, it ends the launcher first.
         if process.poll() is None:
             process.terminate()
             process.wait()

@@ -73,7 +73,7 @@ def report_as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _finite(difference: float | None) -> float | None:
-    """JSON has no infinite numbers: None where just one of two values was finite, or nothing was compared."""
+    """Returns None for an infinite difference, which JSON cannot hold: just one of two values was finite."""
     return difference if difference is not None and math.isfinite(difference) else None
 
 

@@ -17,7 +17,7 @@ from finetune.diagnostics.run_report.one_run import whose_memory
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
 
 MOST_POINTS = 2000
-"""Points of a curve; more cannot be told apart on a screen."""
+"""Most points of a curve; a screen cannot show more."""
 
 # The colours that Plotly and matplotlib begin with.
 _PALETTE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
