@@ -184,7 +184,7 @@ def value_page(value: Value) -> Group:
 
 
 def values_table(values: Sequence[Value], width: int) -> Group:
-    """Returns tables by section: key, value, who set it, and what that replaced; and the paths of files that are shortened.
+    """Returns tables by section: key, value, who set it, and what that replaced; and paths that are shortened.
 
     Args:
         width: Columns of the terminal. In a narrow one, units are left to a key's own page.
