@@ -3,8 +3,8 @@
 A chart is plain data. `report.js` draws it with Plotly on the page, `write_report` with matplotlib.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
 
@@ -163,15 +163,19 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
                 curves.append(one.curve(name, y, steps, "points", color))
         return curves
 
-    def chart(key: str, of: str, title: str, unit: str, *more: Curve, **options: bool) -> Chart:
-        return Chart(key, title, unit, [*logged(of, title), *more], restarts, **options)
+    def chart(key: str, of: str, title: str, unit: str, *more: Curve, logarithmic: bool = False) -> Chart:
+        curves = [*logged(of, title), *more]
+        return Chart(key, title, unit, curves, restarts, logarithmic=logarithmic, from_zero=not logarithmic)
 
     training, validation = logged("loss", "training loss"), evaluated("validation_loss")
     losses = {"loss": ("Training loss", training), "validation-loss": ("Validation loss", validation)}
-    if not many:
+    norms: Iterable[Curve] = ()
+    step_time = chart("step-time", "step_s", "Time of a step", "s")
+    if only is not None:
         losses = {"loss": ("Loss", [*training, *validation])}
+        norms = _clipped_and_skipped(only)
+        step_time = replace(step_time, title="Where a step's time goes", curves=_phases(only))
     metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
-    memory = f"Peak memory of {whose_memory([run for _, run in runs])}, so far"
     shown = [
         *(
             Chart(key, title, "nats a target", curves, [*restarts, *best], wide=True, logarithmic=True)
@@ -181,21 +185,12 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
             Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", evaluated(key), [*restarts, *best])
             for key in metrics
         ),
-        chart("learning-rate", "lr", "Learning rate", "", from_zero=True),
-        chart(
-            "gradient-norm",
-            "grad_norm",
-            "Gradient norm",
-            "",
-            *(_clipped_and_skipped(only) if only is not None else ()),
-            logarithmic=True,
-        ),
-        chart("throughput", "tokens_per_s", "Throughput", "targets/s", from_zero=True),
-        chart("step-time", "step_s", "Time of a step", "s", from_zero=True)
-        if only is None
-        else Chart("step-time", "Where a step's time goes", "s", _phases(only), restarts, from_zero=True),
-        chart("memory", "peak_memory_gib", memory, "GiB", from_zero=True),
-        chart("mfu", "mfu", "Model FLOPs utilisation", "share", from_zero=True),
+        chart("learning-rate", "lr", "Learning rate", ""),
+        chart("gradient-norm", "grad_norm", "Gradient norm", "", *norms, logarithmic=True),
+        chart("throughput", "tokens_per_s", "Throughput", "targets/s"),
+        step_time,
+        chart("memory", "peak_memory_gib", f"Peak memory of {whose_memory([run for _, run in runs])}, so far", "GiB"),
+        chart("mfu", "mfu", "Model FLOPs utilisation", "share"),
     ]
     return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
 
