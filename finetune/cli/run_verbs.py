@@ -112,30 +112,34 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
 
-    if parsed.inject is not None and parsed.inject not in launch_runs.FAULTS:
-        known = list(launch_runs.FAULTS)
-        raise RecipeError(
-            f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are {', '.join(known)}."
-        )
-    configs = launch_runs.find_configs(parsed.on)
+    if parsed.inject is not None:
+        from finetune.diagnostics.fault_injection import FAULTS
+
+        if parsed.inject not in FAULTS:
+            known = list(FAULTS)
+            raise RecipeError(
+                f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are "
+                f"{', '.join(known)}."
+            )
+    launches = launch_runs.find_launches(parsed.on)
+    *_, last = launches
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     holds = False
     try:
-        written = launch_runs.write_recipes(recipe, configs, folder, steps=parsed.steps, shrink=parsed.shrink)
+        written = launch_runs.write_recipes(recipe, launches, folder, steps=parsed.steps, shrink=parsed.shrink)
         runs = []
-        for config in configs:
-            fault = parsed.inject if config is configs[-1] else None
-            place = folder / config.name
-            runs.append(launch_runs.launch_run(config, written[config.name], place, fault=fault, say=to_stderr))
+        for name, launch in launches.items():
+            fault = parsed.inject if name == last else None
+            runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault=fault, say=to_stderr))
         comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
         code = _print_comparisons(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            to_stderr(f"{configs[-1].name} was broken on purpose by {parsed.inject}, which was {seen}")
+            to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
-        if parsed.to is None and (holds or not any((folder / config.name).exists() for config in configs)):
+        if parsed.to is None and (holds or not any((folder / name).exists() for name in launches)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             to_stderr(f"the runs are in {folder}")

@@ -1,18 +1,20 @@
-"""`finetune explain`: says of every effective value of both planes who set it, what that overrode, what it means.
+"""`finetune explain`: shows for every value in force who set it, what it replaced, and what it means.
 
-Imports no torch: it answers at once. What contradicts itself is an error here as in a run, by the same functions.
+Imports no torch, so that it answers at once. Contradictions are errors here as in a run, found by the same functions.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Group
+from pydantic.fields import FieldInfo
+from rich.console import Group, RenderableType
 
-from finetune.config.provenance import Origin, Setting, Value
+from finetune.config.provenance import Origin, Setting, Value, concerns_key, flat, place_of, places
 from finetune.config.recipe import RECIPE_FIELDS, hint, recipe_layers, validate_recipe
-from finetune.diagnostics import explain_recipe
+from finetune.config.recipe_schema import Recipe, section_in
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import launch_values, resolved_precision
@@ -21,8 +23,12 @@ from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
 
-if TYPE_CHECKING:
-    from rich.table import Table
+"""All keys that a recipe can have; those of sources once, as `data.train.0.path`."""
+
+# Longer values are cut in the table; a key's own page has them whole.
+_WIDEST = 36
+# Columns of a path that is shortened, and of a terminal with room for units.
+_LONG_PATH, _WITH_UNITS = 24, 120
 
 
 def explain_values(
@@ -47,7 +53,7 @@ def explain_values(
     settled = agree(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
-        *explain_recipe.recipe_values(recipe, recipe_file, overrides, trees, derived),
+        *recipe_values(recipe, recipe_file, overrides, trees, derived),
         *launch_values(recipe, foreseen, settled, here, env),
     ]
 
@@ -61,8 +67,8 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     found = [value for value in values if value.key == key or value.key.startswith(f"{key}.")]
     # Sections that are no key, such as `derived`.
     found = found or [value for value in values if value.section == key]
-    if not found and (off := explain_recipe.value_not_in_force(key)) is not None:
-        found = [off]
+    if not found and _field_of(key) is not None:
+        found = [_explained(key, [])]
     if not found:
         known = list(dict.fromkeys([*(value.key for value in values), *RECIPE_FIELDS]))
         same = [name for name in known if name.rsplit(".", 1)[-1] == key]
@@ -71,10 +77,81 @@ def select_values(values: Sequence[Value], key: str) -> list[Value]:
     return found
 
 
-# Longer values are cut in the table; a key's own page has them whole.
-_WIDEST = 36
-# Columns of a path that is shortened, and of a terminal with room for units.
-_LONG_PATH, _WITH_UNITS = 24, 120
+def recipe_values(
+    recipe: Recipe,
+    file: str,
+    overrides: Sequence[str],
+    trees: Sequence[Mapping[str, Any]],
+    derived: Mapping[str, Setting],
+) -> list[Value]:
+    """Returns every effective value of a recipe.
+
+    Args:
+        trees: Its `recipe_layers`.
+        derived: Settings that replace `auto`.
+    """
+    lines, stages = places(file), [flat(tree) for tree in trees]
+    found = []
+    for key, value in flat(recipe.model_dump(mode="json")).items():
+        settings = _layers_of(key, file, lines, overrides, stages)
+        if settings[-1].layer != "default":
+            # As the recipe reads it: 1 may be 1.0.
+            settings[-1] = Setting(settings[-1].layer, settings[-1].place, value)
+        settings += [derived[key]] if key in derived else []
+        found.append(_explained(key, settings))
+    for name, field in Recipe.model_fields.items():
+        # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
+        if field.default is None and getattr(recipe, name) is not None:
+            found.append(
+                _explained(name, _layers_of(name, file, lines, overrides, [_with_section(s, name) for s in stages]))
+            )
+    order = list(Recipe.model_fields)
+    return sorted(found, key=lambda value: (order.index(value.key.split(".")[0]), "." in value.key))
+
+
+def _explained(key: str, settings: Sequence[Setting]) -> Value:
+    top, place = key.split(".")[0], key
+    while (field := _field_of(place)) is None:
+        place = place.rpartition(".")[0]  # a free key in a field, as `optim.args.eps`
+    inner = section_in(field.annotation)
+    texts = [inner.__doc__ if inner is not None else None, field.description]
+    meaning = " ".join(" ".join(text.split()) for text in texts if text)
+    unit = next((text for text in field.metadata if isinstance(text, str)), "")
+    section = top if section_in(Recipe.model_fields[top].annotation) else "recipe"
+    return Value(key, section, tuple(settings), meaning, unit)
+
+
+def _layers_of(
+    key: str, file: str, lines: Mapping[str, int], overrides: Sequence[str], stages: Sequence[Mapping[str, Any]]
+) -> list[Setting]:
+    """Returns every layer that gives a key, in order.
+
+    Args:
+        stages: The keys that are given: by the file, and then after each override.
+    """
+    field = _field_of(key)
+    settings = []
+    if field is not None:
+        default = field.get_default(call_default_factory=True, validated_data={})
+        settings.append(Setting("default", "", list(default) if isinstance(default, tuple) else default))
+    if key in stages[0]:
+        settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
+    for override, before, after in zip(overrides, stages, stages[1:], strict=False):
+        if concerns_key(override, key) and (key in before or key in after):
+            fallback = settings[0].value if field is not None else None
+            settings.append(Setting("command line", override, after.get(key, fallback)))
+    return settings
+
+
+def _with_section(stage: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Returns a stage in which a section that is given is a key of its own."""
+    is_given = stage.get(section) is not None or any(key.startswith(f"{section}.") for key in stage)
+    return {**stage, section: "given"} if is_given else stage
+
+
+def _field_of(key: str) -> FieldInfo | None:
+    """Returns the field of a key; None if there is none, or it is one of the free keys in a field."""
+    return RECIPE_FIELDS.get(re.sub(r"\.\d+(?=\.|$)", ".0", key).removesuffix(".0"))
 
 
 def value_as_json(value: Value) -> dict[str, Any]:
@@ -95,10 +172,10 @@ def value_page(value: Value) -> Group:
     rows = plain_table("", "")
     head = f"{value.key} is not in force: its section is left out"
     if value.settings:
-        head = f"{value.key} = {_plain(value.settings[-1].value)}"
-        rows.add_row("  set by", _who(value.settings[-1]))
+        head = f"{value.key} = {_in_words(value.settings[-1].value)}"
+        rows.add_row("  set by", _setter(value.settings[-1]))
         for number, setting in enumerate(value.overridden):
-            rows.add_row("" if number else "  instead of", f"{_plain(setting.value)}, {_who(setting)}")
+            rows.add_row("" if number else "  instead of", f"{_in_words(setting.value)}, {_setter(setting)}")
     if value.unit:
         rows.add_row("  unit", value.unit)
     rows.add_row("  meaning", value.meaning or "-")
@@ -106,26 +183,26 @@ def value_page(value: Value) -> Group:
 
 
 def values_table(values: Sequence[Value], width: int) -> Group:
-    """Returns tables by section: key, value, who set it, and what that overrode; and which files these are.
+    """Returns tables by section: key, value, who set it, and what that replaced; and paths that are shortened.
 
     Args:
         width: Columns of the terminal. In a narrow one, units are left to a key's own page.
     """
     said = [value for value in values if value.settings]
-    files = _short_names(value.settings[-1] for value in said)
-    parts: list[Table | str] = [f"{name} is {path}" for path, name in files.items() if name != path]
+    files = _names_of_files(value.settings[-1] for value in said)
+    parts: list[RenderableType] = [f"{name} is {path}" for path, name in files.items() if name != path]
     for section in dict.fromkeys(value.section for value in said):
         rows = plain_table("", "", "")
         rows.add_row(section)
         for value in said:
             if value.section == section:
-                rows.add_row(*_cells(value, files, units=width >= _WITH_UNITS))
+                rows.add_row(*_table_row(value, files, units=width >= _WITH_UNITS))
         parts += ["", rows] if parts else [rows]
     return Group(*parts)
 
 
-def _short_names(settings: Iterable[Setting]) -> dict[str, str]:
-    """Returns names of the files that set keys, by path; a long path is said once, and then its last part."""
+def _names_of_files(settings: Iterable[Setting]) -> dict[str, str]:
+    """Returns names of the files that set keys, by path: of a long path the last part."""
     paths = list(dict.fromkeys(setting.place.rpartition(":")[0] for setting in settings if _in_file(setting)))
     last = [Path(path).name for path in paths]
     return {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
@@ -135,30 +212,30 @@ def _in_file(setting: Setting) -> bool:
     return setting.layer in ("recipe file", "launch file", "ds_config") and bool(setting.place)
 
 
-def _cells(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[str, ...]:
+def _table_row(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[str, ...]:
     last = value.settings[-1]
     if _in_file(last):
         path, _, line = last.place.rpartition(":")
         where = f"{files[path]}:{line}"
     else:
-        where = last.layer if last.layer == "derived" and not units else _who(last)
-    # That nothing was given before is no news.
-    before = [f"{_cut(_plain(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
+        where = last.layer if last.layer == "derived" and not units else _setter(last)
+    # A value of None was not given.
+    before = [f"{_shortened(_in_words(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     return (
         f"  {value.key}",
-        f"{_cut(_plain(last.value))} [{value.unit}]" if value.unit and units else _cut(_plain(last.value)),
+        _shortened(_in_words(last.value)) + (f" [{value.unit}]" if value.unit and units else ""),
         f"{where}, instead of {', '.join(before)}" if before else where,
     )
 
 
-def _who(setting: Setting) -> str:
+def _setter(setting: Setting) -> str:
     return f"{setting.layer}: {setting.place}" if setting.place else setting.layer
 
 
-def _plain(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -1,22 +1,21 @@
 """Faults on purpose, to show that `finetune parity` catches them.
 
-Nothing imports this. `parity --inject` has each worker run it in place of `scripts/train.py`:
+`parity --inject` has each worker run this file in place of `scripts/train.py`:
 `python -m finetune.diagnostics.fault_injection FAULT RECIPE`.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Window
-from finetune.diagnostics.parity.launch_runs import FAULTS
-from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.strategies import sequence, tensor
 from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -24,161 +23,125 @@ from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
 from finetune.training.build_run import Run
 from finetune.utils import exit_codes
-from finetune.utils.errors import RecipeError
+
+# Factors of the losses that this rank has still to compute in this step.
+_factors: list[float] = []
+
+
+def _average_means(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+    assert run.data.train is not None
+    sync: torch.Tensor = exchange(run, window)
+    means = run.backend.world_size * len(window.rows)
+    _factors[:] = [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
+    return sync
+
+
+def _lose_rank(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+    lost = 0 < run.backend.rank == run.backend.world_size - 1
+    _factors[:] = [0.0 if lost else 1.0] * len(window.rows)
+    sync: torch.Tensor = exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost else window)
+    return sync
+
+
+def _scale_loss(forward: Any, wrapper: ForwardWrapper, function: Any, *args: Any) -> Any:
+    value = forward(wrapper, function, *args)
+    return value * _factors.pop(0) if _factors else value
+
+
+def _step_schedule_by_rank(lr_at: Any, step: int, num_steps: int, recipe: Recipe) -> Any:
+    """Steps the schedule once a rank, as a scheduler does that went through Accelerate's `prepare`."""
+    return lr_at(min(step * int(os.environ.get("WORLD_SIZE", "1")), num_steps - 1), num_steps, recipe)
+
+
+def _round_loss(forward: Any, wrapper: ForwardWrapper, function: Any, *args: Any) -> Any:
+    value = forward(wrapper, function, *args)
+    return value.bfloat16().float() if value.requires_grad else value
+
+
+def _leak_documents(split: Any, batch: Any, rows: Any) -> Any:
+    # What is verified before the first step has no gradients.
+    if torch.is_grad_enabled():
+        count, length = batch["input_ids"].shape
+        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
+        batch = {**batch, "cu_seqlens": cu_seqlens}
+    return split(batch, rows)
+
+
+def _lose_targets(split: Any, batch: Any, rows: Any) -> Any:
+    part = split(batch, rows)
+    if torch.is_grad_enabled():
+        targets = part["targets"].clone()
+        targets[:, -1] = IGNORED
+        part = {**part, "targets": targets}
+    return part
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that can be planted."""
+
+    text: str
+    replaced: tuple[tuple[Any, str, Callable[..., Any]], ...]
+    """Owners and names of functions, and what is called in place of each, with the function before its arguments."""
+
+
+_EXCHANGE, _FORWARD = (loop, "_all_reduce_sync"), (ForwardWrapper, "forward")
+FAULTS = {
+    "mean-of-means": Fault(
+        "each micro-batch's loss is divided by its own targets, and the means are averaged",
+        ((*_EXCHANGE, _average_means), (*_FORWARD, _scale_loss)),
+    ),
+    "lost-rank": Fault(
+        "the last rank's rows are dropped",
+        ((*_EXCHANGE, _lose_rank), (*_FORWARD, _scale_loss)),
+    ),
+    "scheduler": Fault(
+        "the learning rate's schedule advances by one step a rank",
+        ((lr_schedule, "lr_at", _step_schedule_by_rank),),
+    ),
+    "bf16-loss": Fault(
+        "the loss of each micro-batch is rounded to bf16",
+        ((*_FORWARD, _round_loss),),
+    ),
+    "leaking-documents": Fault(
+        "documents that share a row see each other",
+        ((sequence, "split", _leak_documents),),
+    ),
+    "lost-targets": Fault(
+        "targets are shifted after rows are split, so that the last token of each part has none",
+        ((sequence, "split", _lose_targets),),
+    ),
+    "lost-sum": Fault(
+        "gradients of what goes into split layers are not summed over the ranks that share them",
+        ((tensor, "sum_gradients", lambda whole, values, group: values.view_as(values)),),
+    ),
+    "wrong-norm": Fault(
+        "the gradient norm counts what ranks that share layers have in common once for each of them",
+        ((tensor, "counts_in_norm", lambda whole, splits, name: True),),
+    ),
+}
+"""Faults by name."""
 
 
 @contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """Breaks what this process runs meanwhile.
-
-    Raises:
-        RecipeError: If the fault needs more processes than there are.
-    """
-    launch = read_launch()
-    if fault in ("lost-rank", "scheduler") and launch.num_processes == 1:
-        raise RecipeError(f"--inject {fault} breaks what ranks do together, and a single process has no other.")
-    for among, ranks, what in ((("lost-targets",), launch.sequence, "rows"), (_OF_LAYERS, launch.tensor, "layers")):
-        if fault in among and ranks == 1:
-            raise RecipeError(f"--inject {fault} breaks {what} that are split over ranks, and none are here.")
-    whole = [(owner, name, getattr(owner, name)) for owner, name in _BROKEN]
-    _FAULTS[fault]()
-    try:
+def plant_fault(fault: str) -> Iterator[None]:
+    """Breaks what this process runs meanwhile."""
+    with ExitStack() as patches:
+        for owner, name, broken in FAULTS[fault].replaced:
+            patches.enter_context(patch.object(owner, name, _with_whole(broken, getattr(owner, name))))
         yield
-    finally:
-        for owner, name, before in whole:
-            setattr(owner, name, before)
 
 
-def _average_means() -> None:
-    def factors(run: Run, window: Window, sync: torch.Tensor) -> list[float]:
-        assert run.data.train is not None
-        means = run.backend.world_size * len(window.rows)
-        return [sync[0].item() / (means * run.data.train.num_targets(rows)) for rows in window.rows]
-
-    _scale_losses(loop._all_reduce_sync, factors)
-
-
-def _lose_rank() -> None:
-    def lost(run: Run) -> bool:
-        return run.backend.rank == run.backend.world_size - 1
-
-    exchange = loop._all_reduce_sync
-    _scale_losses(
-        lambda run, window: exchange(
-            run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost(run) else window
-        ),
-        lambda run, window, sync: [0.0 if lost(run) else 1.0] * len(window.rows),
-    )
-
-
-def _scale_losses(exchange: Any, factors: Any) -> None:
-    """Has the loss of each micro-batch multiplied.
-
-    Args:
-        exchange: Stands in for `loop._all_reduce_sync`.
-        factors: What to multiply this rank's losses by, of the run, its window and what was exchanged.
-    """
-    waiting: list[float] = []
-    forward = ForwardWrapper.forward
-
-    def exchanged(run: Run, window: Window) -> torch.Tensor:
-        sync: torch.Tensor = exchange(run, window)
-        waiting[:] = factors(run, window, sync)
-        return sync
-
-    def scaled(self: ForwardWrapper, function: Any, *args: Any) -> Any:
-        value = forward(self, function, *args)
-        return value * waiting.pop(0) if waiting else value
-
-    loop._all_reduce_sync = exchanged
-    ForwardWrapper.forward = scaled  # type: ignore[method-assign]
-
-
-def _hurry() -> None:
-    """Steps the schedule once a rank, as a scheduler does that went through Accelerate's `prepare`."""
-    lr_at, world = lr_schedule.lr_at, int(os.environ["WORLD_SIZE"])
-
-    def hurried(step: int, num_steps: int, recipe: Recipe) -> float:
-        return lr_at(min(step * world, num_steps - 1), num_steps, recipe)
-
-    lr_schedule.lr_at = hurried
-
-
-def _round() -> None:
-    forward = ForwardWrapper.forward
-
-    def rounded(self: ForwardWrapper, function: Any, *args: Any) -> Any:
-        value = forward(self, function, *args)
-        return value.bfloat16().float() if value.requires_grad else value
-
-    ForwardWrapper.forward = rounded  # type: ignore[method-assign]
-
-
-def _leak() -> None:
-    def cu_seqlens_of_rows(batch: Any) -> dict[str, Any]:
-        rows, length = batch["input_ids"].shape
-        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=batch["input_ids"].device)
-        return {**batch, "cu_seqlens": cu_seqlens}
-
-    split = sequence.split
-    # What is verified before the first step has no gradients.
-    sequence.split = lambda batch, rows: split(cu_seqlens_of_rows(batch) if torch.is_grad_enabled() else batch, rows)
-
-
-def _lose_targets() -> None:
-    split = sequence.split
-
-    def without_last(batch: Any, rows: Any) -> Any:
-        part = split(batch, rows)
-        if not torch.is_grad_enabled():
-            return part
-        targets = part["targets"].clone()
-        targets[:, -1] = IGNORED
-        return {**part, "targets": targets}
-
-    sequence.split = without_last
-
-
-def _lose_sum() -> None:
-    tensor.sum_gradients = lambda values, group: values.view_as(values)
-
-
-def _count_twice() -> None:
-    tensor.counts_in_norm = lambda splits, name: True
-
-
-_OF_LAYERS = ("lost-sum", "wrong-norm")
-_FAULTS: dict[str, Callable[[], None]] = {
-    "mean-of-means": _average_means,
-    "lost-rank": _lose_rank,
-    "scheduler": _hurry,
-    "bf16-loss": _round,
-    "leaking-documents": _leak,
-    "lost-targets": _lose_targets,
-    "lost-sum": _lose_sum,
-    "wrong-norm": _count_twice,
-}
-# What they replace.
-_BROKEN: tuple[tuple[Any, str], ...] = (
-    (loop, "_all_reduce_sync"),
-    (ForwardWrapper, "forward"),
-    (lr_schedule, "lr_at"),
-    (sequence, "split"),
-    (tensor, "sum_gradients"),
-    (tensor, "counts_in_norm"),
-)
+def _with_whole(broken: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: broken(whole, *args)
 
 
 def main(arguments: list[str]) -> int:
     """Plants the fault that is named first, and trains on what follows; returns the exit code."""
     fault, *rest = arguments
-    try:
-        with planted(fault):
-            print(f"planted on purpose: {fault}, {FAULTS[fault]}", file=sys.stderr)
-            return entry_point.train_main(rest)
-    except RecipeError as error:
-        exit_codes.print_error(error)
-        return exit_codes.USER_ERROR
+    print(f"planted on purpose: {fault}, {FAULTS[fault].text}", file=sys.stderr)
+    with plant_fault(fault):
+        return entry_point.train_main(rest)
 
 
 if __name__ == "__main__":

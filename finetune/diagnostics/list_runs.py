@@ -10,13 +10,12 @@ from rich.text import Text
 
 from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe_schema import ranking
-from finetune.diagnostics.run_report import figures
+from finetune.diagnostics.run_report.figures import format_duration, format_number, format_progress, format_time
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
 
 COLORS = {"running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red", "lost": "red"}
 """Colours of statuses in a terminal."""
-_COLUMNS = ("step", "best validation", "launch", "time", "started")
 
 # Folders are searched this deep.
 _DEEPEST = 6
@@ -103,22 +102,20 @@ def _summary(path: Path, root: Path) -> RunSummary:
 
 def runs_table(found: list[RunSummary]) -> Table:
     """Returns the list as a table for a terminal."""
-    shown = plain_table("run", "status", *_COLUMNS, right=("step", "best validation", "time"))
+    right = ("step", "best validation", "time")
+    shown = plain_table("run", "status", "step", "best validation", "launch", "time", "started", right=right)
     for one in found:
         if one.problem is not None:
             shown.add_row(Text(one.run), Text("unreadable", style="red"))
             continue
-        of = f"/{one.num_steps:,}" if one.num_steps is not None else ""
         key = ranking(one.best_by)[0].removeprefix("validation_")
-        best = "–" if one.best_value is None else f"{key} {figures.number(one.best_value)} @{one.best_step:,}"
-        again = f" ↻{one.restarts}" if one.restarts else ""
         shown.add_row(
             Text(one.run),
             Text("ended early" if one.ended_early else one.status, style=COLORS[one.status]),
-            f"{one.step:,}{of}",
-            best,
+            format_progress(one.step, one.num_steps),
+            "–" if one.best_value is None else f"{key} {format_number(one.best_value)} @{one.best_step:,}",
             Text(f"{one.launch} {one.precision}".rstrip()),
-            f"{figures.duration(one.duration_s)}{again}",
-            figures.moment(one.started)[:16],
+            format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
+            format_time(one.started)[:16],
         )
     return shown

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
-from finetune.checkpoint.run_facts import read_facts
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
+from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
 from finetune.training.build_run import Run, build_run
 from finetune.training.loop import train_step
@@ -27,10 +27,10 @@ from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder
 from finetune.utils.to_device import batch_to_device
 
-# What a step may run of the code that a recipe leads to; metrics are left out.
+# Keys whose code a step runs; those of metrics are left out.
 _RUNS = (trusted_code.SHIPPED, "task.name", "task.loss", "optim.name")
 
-# Of a row's text, so many characters are shown.
+# Characters of a row's text that are shown.
 _SHOWN = 100
 
 
@@ -47,7 +47,7 @@ class ReplayedRow:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was taken again."""
+    """A repeated step."""
 
     step: int
     """Counted from 1."""
@@ -60,8 +60,8 @@ class Replayed:
     """`loss`, `grad_norm`, `lr` and `tokens`; None for what is not finite."""
     then: dict[str, float | None] | None
     """The same values as the run has written them down; None if that step was not logged."""
-    incident: dict[str, Any] | None
-    """The line of `incidents.jsonl`, if the run skipped the step."""
+    incident: run_facts.Incident | None
+    """Set if the run skipped the step."""
     differences: list[str]
     """Differences from the step that the run took."""
 
@@ -81,22 +81,20 @@ class Replayed:
                 console.print(f"  row {row.number}: {figures}: {row.text}")
         table = plain_table("", "now", "then", "apart", right=("now", "then", "apart"))
         for key, value in self.now.items():
-            if self.then is None:
-                table.add_row(key, _number(value), "not logged")
-            else:
-                table.add_row(
-                    key, _number(value), _number(self.then[key]), f"{relative_difference(self.then[key], value):.0e}"
-                )
+            before = ["not logged"]
+            if self.then is not None:
+                before = [_in_words(self.then[key]), f"{relative_difference(self.then[key], value):.0e}"]
+            table.add_row(key, _in_words(value), *before)
         console.print(table)
         if self.incident is not None:
-            console.print(f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident['kind']}")
+            console.print(f"the run skipped this step, and wrote why into incidents.jsonl: {self.incident.kind}")
         for difference in self.differences:
             console.print(f"DRIFT: {difference}")
         if self.holds:
             console.print("this is the step that the run took")
 
 
-def _number(value: float | None) -> str:
+def _in_words(value: float | None) -> str:
     return "not finite" if value is None else f"{value:,.7g}"
 
 
@@ -112,22 +110,26 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
         CheckpointError: If its files cannot be read, or no checkpoint before the step is left of a run that did not
             begin from nothing.
     """
-    facts = read_facts(directory)
+    facts = run_facts.read_facts(directory)
     ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
-    entry = _entry(directory, number)
-    start = _nearest(directory, facts, number - 1)
+    entry = _ledger_entry(directory, number)
+    start = _nearest_checkpoint(directory, facts, number - 1)
     with temporary_folder() as folder:
-        recipe = _recipe(ran, facts, start, folder)
-        run = build_run(recipe, quiet=True)
-        _check_identity(directory, facts["identity"], run.identity)
+        run = build_run(_recipe_from(ran, facts, start, folder), quiet=True)
+        then, now = facts["identity"], run.identity
+        if different := [key for key in then if key != "precision" and then[key] != now.get(key)]:
+            raise RecipeError(
+                f"{directory} cannot be replayed: its recipe.yaml now gives another {', '.join(different)}. Bring back "
+                "the files that the run read, and start where it was started, since their paths count from there."
+            )
         for step in range(run.resume.step, number - 1):
-            _take(run, step)
-        replayed = _look(run, directory, facts, number, start or "the first ones", entry)
+            _take_step(run, step)
+        replayed = _compare_step(run, directory, facts, start or "the first ones", entry)
         run.backend.close()
     return replayed
 
 
-def _entry(directory: Path, number: int) -> row_ledger.Used:
+def _ledger_entry(directory: Path, number: int) -> row_ledger.Used:
     """Returns the ledger's line of a step."""
     first = last = 0
     for entry in row_ledger.used_rows(directory):
@@ -143,7 +145,7 @@ def _entry(directory: Path, number: int) -> row_ledger.Used:
     raise RecipeError(f"--step {number}: {directory} has taken steps {first} to {last}. Give one of them.")
 
 
-def _nearest(directory: Path, facts: dict[str, Any], most: int) -> str | None:
+def _nearest_checkpoint(directory: Path, facts: dict[str, Any], most: int) -> str | None:
     """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run.
 
     Raises:
@@ -166,76 +168,67 @@ def _nearest(directory: Path, facts: dict[str, Any], most: int) -> str | None:
     )
 
 
-def _recipe(recipe: Recipe, facts: dict[str, Any], start: str | None, folder: Path) -> Recipe:
+def _recipe_from(recipe: Recipe, facts: dict[str, Any], start: str | None, folder: Path) -> Recipe:
     """Returns the run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
     given = {
         "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
-        # What may not differ is compared afterwards, and said in other words.
+        # Differences are looked for afterwards, and reported in words of replay.
         "resume": recipe.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
         "log": recipe.log.model_copy(update={"trackers": ()}),
         "sample": None,
         "eval": EvalSection(),
         "checkpoint": CheckpointSection(),
-        # What `auto` was there.
+        # What `precision: auto` came to.
         "precision": facts["precision"],
     }
     return recipe.model_copy(update=given)
 
 
-def _check_identity(directory: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
-    different = [key for key in then if key != "precision" and then[key] != now.get(key)]
-    if different:
-        raise RecipeError(
-            f"{directory} cannot be replayed: its recipe.yaml now gives another {', '.join(different)}. Bring back the "
-            "files that the run read, and start where it was started, since their paths count from there."
-        )
-
-
-def _take(run: Run, step: int) -> Any:
+def _take_step(run: Run, step: int) -> StepOutput:
     """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 
 
-def _look(
-    run: Run, directory: Path, facts: dict[str, Any], number: int, start: str, entry: row_ledger.Used
-) -> Replayed:
-    step, micro = number - 1, run.recipe.batch.rows
-    begun = next(s for s in reversed(facts["starts"]) if s["from_step"] <= step)
-    # Of ranks that shared rows or layers, one read them; runs of older versions had none.
-    ranks = begun.get("data_ranks", begun["processes"])
-    grid = entry.rows.reshape(-1, micro)
-    rows = [[_row(run, int(row)) for row in part] for part in grid]
-    taken = _take(run, step)
+def _compare_step(run: Run, directory: Path, facts: dict[str, Any], start: str, entry: row_ledger.Used) -> Replayed:
+    """Takes the step of a line of the ledger, and compares it with what the run has written down."""
+    step, number = entry.step, entry.step + 1
+    rows = [_replayed_row(run, row) for row in entry.rows.tolist()]
+    taken = _take_step(run, step)
     losses, sync = taken.losses.double(), taken.sync.read()
-    now = {
+    values = {
         "loss": losses.sum().item() / max(1.0, sync[0]),
         "grad_norm": taken.norm.read()[0],
         "lr": lr_schedule.lr_at(step, run.length.num_steps, run.recipe),
         "tokens": run.state.tokens.item(),
     }
-    finite = {key: value if math.isfinite(value) else None for key, value in now.items()}
+    now = {key: value if math.isfinite(value) else None for key, value in values.items()}
     logged = {line["step"]: line for line in run_facts.read_metrics(directory).whole if "grad_norm" in line}
     then = {key: logged[number][key] for key in now} if number in logged else None
-    allowed = tolerance_between(facts, facts)
-    limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
+    incident = {found.step: found for found in row_ledger.read_skipped(directory)}.get(number)
     differences = []
     if not entry.proved or not np.array_equal(np.concatenate(taken.rows), entry.rows):
         differences.append("the ledger's checksum is not that of these rows: the run has read others")
+    allowed = tolerance_between(facts, facts)
+    limits = {"loss": allowed.loss, "grad_norm": allowed.norm, "lr": 1e-12, "tokens": 0.0}
     for key, before in (then or {}).items():
-        if not relative_difference(before, finite[key]) <= limits[key]:
-            change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
+        if not relative_difference(before, now[key]) <= limits[key]:
+            change = f"{key} is {_in_words(now[key])}, and was {_in_words(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
-    incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []
-    skipped = {line["step"]: line for line in incidents}
-    if (number in skipped) != (finite["grad_norm"] is None):
-        differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
-    where = [f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}" for index in range(len(grid))]
-    parts = list(zip(where, losses.tolist(), rows, strict=True))
-    return Replayed(number, start, entry.position, parts, finite, then, skipped.get(number), differences)
+    if (incident is not None) != (now["grad_norm"] is None):
+        differences.append("the gradient is finite, and was not" if incident else "the gradient is not finite")
+    begun = next(s for s in reversed(facts["starts"]) if s["from_step"] <= step)
+    # Of ranks that shared rows or layers, one read them; runs of older versions had none.
+    ranks = begun.get("data_ranks", begun["processes"])
+    size = run.recipe.batch.rows
+    parts = [
+        (f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}", loss, rows[index * size :][:size])
+        for index, loss in enumerate(losses.tolist())
+    ]
+    return Replayed(number, start, entry.position, parts, now, then, incident, differences)
 
 
-def _row(run: Run, number: int) -> ReplayedRow:
+def _replayed_row(run: Run, number: int) -> ReplayedRow:
     rows = run.data.train
     assert rows is not None
     batch = rows.batch(np.array([number]))

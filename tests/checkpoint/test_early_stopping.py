@@ -150,7 +150,7 @@ def test_the_report_says_so(ended: Done) -> None:
     assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
     assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
-    assert f"step {BEST}" in str(one_run.summary_of_run("run", run, None))
+    assert f"step {BEST}" in str(one_run.main_figures(run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
         True,
@@ -159,7 +159,7 @@ def test_the_report_says_so(ended: Done) -> None:
         "validation_loss",
     )
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    console.print(runs_table([listed]), watch.screen(run, 200))
+    console.print(runs_table([listed]), watch.run_screen(run, 200))
     said_here = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ended early  14/60" in said_here
     assert f"@{BEST}" in said_here

@@ -22,8 +22,7 @@ from finetune.cli.main import main
 from finetune.config.provenance import Value, flat, places
 from finetune.config.recipe import RECIPE_FIELDS, load_recipe, read_recipe
 from finetune.config.recipe_schema import Recipe, Section
-from finetune.diagnostics.explain import explain_values, select_values, values_table
-from finetune.diagnostics.explain_recipe import recipe_values
+from finetune.diagnostics.explain import explain_values, recipe_values, select_values, values_table
 from finetune.distributed import device_selection
 from finetune.distributed.launch.launch_schema import KEYS, NOT_FROM_FILE, FsdpSection, ParallelismSection
 from finetune.distributed.launch.predicted_environment import predict_environment

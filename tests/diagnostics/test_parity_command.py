@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
 from finetune.config.recipe import dump_recipe, load_recipe, validate_recipe
-from finetune.diagnostics.parity import compare, finished_run, launch_runs, small_model
+from finetune.diagnostics.fault_injection import FAULTS
+from finetune.diagnostics.parity import compare, finished_run, small_model
 from finetune.diagnostics.parity.compare import compare_runs
 from finetune.diagnostics.parity.finished_run import read_finished
-from finetune.diagnostics.parity.launch_runs import find_configs, write_recipes
+from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
 from finetune.utils.errors import RecipeError
 
 pytestmark = [
@@ -150,7 +151,7 @@ def test_every_fault_is_caught(launcher: Launcher, faulty: dict[str, Result], fa
 
 
 def test_all_faults_are_tested() -> None:
-    assert {fault for fault, _ in CAUGHT} == set(launch_runs.FAULTS)
+    assert {fault for fault, _ in CAUGHT} == set(FAULTS)
 
 
 def test_another_backend_in_bf16_is_on_the_path(launcher: Launcher, faulty: dict[str, Result]) -> None:
@@ -316,8 +317,8 @@ def test_what_cannot_be_shrunk_is_said() -> None:
 def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
     source = {**small(), "model": {"name": MODEL}, "tokenizer": {}, "lora": {"rank": 4}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(source))
-    configs = find_configs("single,ddp")
-    written = write_recipes(load_recipe(tmp_path / "recipe.yaml"), configs, tmp_path / "runs", steps=2, shrink=True)
+    launches = find_launches("single,ddp")
+    written = write_recipes(load_recipe(tmp_path / "recipe.yaml"), launches, tmp_path / "runs", steps=2, shrink=True)
     one, other = load_recipe(written["single"]), load_recipe(written["ddp"])
     assert one.model.name is None
     assert one.model.config is not None
@@ -338,7 +339,7 @@ def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:
 )
 def test_adam_does_not_divide_rounding_by_rounding(optim: dict[str, Any], eps: float | None, tmp_path: Path) -> None:
     recipe = validate_recipe(small(optim=optim))
-    written = write_recipes(recipe, find_configs("single,ddp"), tmp_path, steps=2, shrink=False)
+    written = write_recipes(recipe, find_launches("single,ddp"), tmp_path, steps=2, shrink=False)
     assert load_recipe(written["ddp"]).optim.args.get("eps") == eps
 
 
@@ -383,4 +384,4 @@ def test_what_is_no_finished_run_is_refused(pair: Any, tmp_path: Path, capsys: p
 def test_a_run_that_is_there_is_not_replaced(launched: Any, tmp_path: Path) -> None:
     recipe = validate_recipe(small())
     with pytest.raises(RecipeError, match="is there already"):
-        write_recipes(recipe, find_configs("single,ddp"), launched[3], steps=2, shrink=False)
+        write_recipes(recipe, find_launches("single,ddp"), launched[3], steps=2, shrink=False)

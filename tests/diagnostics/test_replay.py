@@ -10,6 +10,7 @@ from harness import Launcher, Result
 from inside import alone, copy, mlp, run_here
 from recipes_for_tests import GPT2, base
 
+from finetune.checkpoint.run_facts import Incident
 from finetune.cli import main
 from finetune.data.rows.row_order import rows_at
 from finetune.diagnostics import replay
@@ -164,7 +165,7 @@ def test_an_incident_is_looked_at(
     found = again(directory, line["step"])
     assert found.holds, found.differences
     assert found.now["grad_norm"] is None
-    assert found.incident == line
+    assert found.incident == Incident.from_line(line)
     (bad,) = [row for _, _, part in found.micro_batches for row in part if row.loss != row.loss]
     assert bad.number == spoiled
     found.print_to(plain_console())

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from chromium import Page, chromium, needs_chromium
 from inside import Crash, copy, crash_after, mlp, run_here
+from plotly.offline import get_plotlyjs
 
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
-from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample, running_mean
-from finetune.diagnostics.run_report.compare_runs import differences
-from finetune.diagnostics.run_report.live_server import LiveReport, LiveServer, is_own_host
+from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
+from finetune.diagnostics.run_report.compare_runs import differing_keys
+from finetune.diagnostics.run_report.live_server import LiveServer, is_own_host
 from finetune.utils.errors import RecipeError
 
 EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"
@@ -178,15 +179,16 @@ def served() -> Iterator[Any]:
     running: list[tuple[LiveServer, threading.Thread]] = []
 
     def serve(run: Path, **options: Any) -> LiveServer:
-        server = LiveServer(LiveReport([run], **options))
-        thread = threading.Thread(target=server.serve)
+        server = LiveServer([run], **options)
+        thread = threading.Thread(target=server.serve_forever, args=(0.2,))
         thread.start()
         running.append((server, thread))
         return server
 
     yield serve
     for server, thread in running:
-        server.close()
+        server.shutdown()
+        server.server_close()
         thread.join(30)
 
 
@@ -200,8 +202,8 @@ def ask(address: str, **headers: str) -> int:
 
 def test_who_may_read_a_live_page(finished: Path, served: Any) -> None:
     server = served(finished)
-    root = f"http://127.0.0.1:{server.port}"
-    assert server.bound == "127.0.0.1"
+    root = f"http://127.0.0.1:{server.server_port}"
+    assert server.server_address[0] == "127.0.0.1"
     assert len(server.token) >= 32
     assert ask(server.url) == ask(f"{server.url}data") == 200
     wrong = server.token[:-1] + ("a" if server.token[-1] != "a" else "b")
@@ -215,8 +217,8 @@ def test_who_may_read_a_live_page(finished: Path, served: Any) -> None:
     ):
         assert ask(f"{root}{path}") == 404, path
     assert ask(f"{root}/{server.token}/../../etc/passwd") == 404
-    assert ask(server.url, Host=f"evil.example:{server.port}") == 421
-    assert ask(server.url, Host=f"127.0.0.1.evil.example:{server.port}") == 421
+    assert ask(server.url, Host=f"evil.example:{server.server_port}") == 421
+    assert ask(server.url, Host=f"127.0.0.1.evil.example:{server.server_port}") == 421
     assert ask(server.url, Host="localhost:9000") == 200
     request = urllib.request.Request(server.url, data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError, match="501"):
@@ -241,9 +243,9 @@ def test_which_hosts_are_own() -> None:
 def test_an_address_that_cannot_be_served(finished: Path, served: Any) -> None:
     server = served(finished)
     with pytest.raises(RecipeError, match=r"--live: cannot serve on 127\.0\.0\.1:"):
-        LiveServer(LiveReport([finished]), port=server.port)
+        LiveServer([finished], port=server.server_port)
     with pytest.raises(RecipeError, match="--port is 70000"):
-        LiveServer(LiveReport([finished]), port=70000)
+        LiveServer([finished], port=70000)
 
 
 def test_a_run_that_vanishes_is_said(finished: Path, tmp_path: Path, served: Any) -> None:
@@ -309,7 +311,7 @@ def test_text_in_chart_data_is_only_text(finished: Path, tmp_path: Path) -> None
 def test_the_page_names_no_other_place(finished: Path, tmp_path: Path) -> None:
     shown = page.content_of([("one", read_run(finished))])
     whole = page.page_of(shown)
-    own = whole.replace(page.plotly_script(), "")
+    own = whole.replace(get_plotlyjs(), "")
     assert "http://" not in own
     assert "https://" not in own
     assert "connect-src 'none'" in own
@@ -355,12 +357,12 @@ def test_what_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_extremes_survive_downsampling() -> None:
     y = np.sin(np.arange(1_000_000) / 1e4)
     y[123_456], y[654_321], y[500_000] = 50.0, -50.0, np.nan
-    chosen = downsample(y)
+    chosen = downsample_curve(y)
     assert len(chosen) <= MOST_POINTS + 2
     assert {0, 123_456, 654_321, len(y) - 1} <= set(chosen.tolist())
     assert (np.diff(chosen) > 0).all()
-    assert downsample(y[:100]).tolist() == list(range(100))
-    assert len(downsample(np.full(10_000, np.nan))) <= MOST_POINTS + 2
+    assert downsample_curve(y[:100]).tolist() == list(range(100))
+    assert len(downsample_curve(np.full(10_000, np.nan))) <= MOST_POINTS + 2
 
 
 def test_running_mean() -> None:
@@ -389,31 +391,31 @@ def test_differences() -> None:
         {"a": {"b": 1, "c": 2}, "output": {"dir": "x"}},
         {"a": {"b": 1, "c": 3}, "output": {"dir": "y"}, "d": None},
     ]
-    assert differences(trees) == {"a.c": ["2", "3"]}
-    assert differences([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
+    assert differing_keys(trees) == {"a.c": ["2", "3"]}
+    assert differing_keys([{"a": 1}, {"a": "1", "b": 2}]) == {"b": ["–", "2"]}
     long = "x" * 500
     sources: list[list[dict[str, Any]]] = [
         [{"path": "a", "weight": 1.0}],
         [{"path": long, "weight": 1.0}, {"path": "c"}],
     ]
-    assert differences([{"data": {"train": train}} for train in sources]) == {
+    assert differing_keys([{"data": {"train": train}} for train in sources]) == {
         "data.train.0.path": ["a", long],
         "data.train.1.path": ["–", "c"],
     }
-    assert differences([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
+    assert differing_keys([{"stop": ["a"]}, {"stop": ["a", "b"]}]) == {"stop": ['["a"]', '["a", "b"]']}
 
 
 def test_each_figure_of_memory_says_whose_it_is(finished: Path, tmp_path: Path) -> None:
     run = read_run(finished)
     measured = dataclasses.replace(run, facts={**run.facts, "peak_memory": {"of": "resident", "measured": 3 * 2**20}})
     whose = "peak memory of training, fullest rank, over what its process held before"
-    assert one_run.peak(measured) == ("3.00 MiB", whose)
+    assert one_run.peak_memory(measured) == ("3.00 MiB", whose)
     chart = data_of(written(tmp_path, finished))["charts"]["memory"]
     assert chart["title"] == "Peak memory of rank 0's process, with its libraries, so far"
     alone = dataclasses.replace(run, facts={**run.facts, "peak_memory": None})
-    assert one_run.peak(alone)[1] == "peak memory of rank 0's process, with its libraries"
+    assert one_run.peak_memory(alone)[1] == "peak memory of rank 0's process, with its libraries"
     on_gpu = dataclasses.replace(alone, facts={**alone.facts, "runs": {"device": "cuda"}})
-    assert one_run.peak(on_gpu)[1] == "peak memory of rank 0"
+    assert one_run.peak_memory(on_gpu)[1] == "peak memory of rank 0"
 
 
 def test_a_run_without_a_step(finished: Path, tmp_path: Path) -> None:

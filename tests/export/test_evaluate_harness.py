@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
-from finetune.diagnostics.run_report import one_run
+from finetune.diagnostics.run_report import page
 from finetune.export import evaluate_harness, generate_text, harness_results, load_model
 from finetune.utils.errors import CheckpointError, DataError
 
@@ -168,7 +168,7 @@ def test_figures_are_kept_beside_what_they_are_of(
         (2, 5, 5),
         (4, QUESTIONS, None),
     ]
-    shown = str(one_run._benchmarks(read_run(run)))
+    shown = page.content_of([("run", read_run(run))]).body
     assert "next_word, first 5" in shown
     assert f"{again['acc']['value']:.4g}" in shown
     (run / "harness.json").write_text('[{"task": "other"}]')

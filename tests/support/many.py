@@ -18,8 +18,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics import fault_injection
-from finetune.diagnostics.parity.launch_runs import FAULTS
+from finetune.diagnostics.fault_injection import FAULTS, plant_fault
 from finetune.distributed.backend import Backend
 from finetune.distributed.state.tensor_shards import local
 from finetune.models import lora_adapters
@@ -133,9 +132,8 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             fault = Path(path).stem.partition("+")[0]
-            with (
-                fault_injection.planted(fault) if "FAULTS_BY_NAME" in os.environ and fault in FAULTS else nullcontext()
-            ):
+            asked = "FAULTS_BY_NAME" in os.environ and fault in FAULTS
+            with plant_fault(fault) if asked else nullcontext():
                 run = build_run(load_recipe(path))
                 train_watched(run)
         except FinetuneError as error:

@@ -20,8 +20,6 @@ LOOK_UPS = {"getattr", "hasattr", "setattr", "delattr", "pop", "get", "setdefaul
 # Of Python's own library.
 PUBLIC = {"_asdict", "_exit", "_replace"}
 ALLOWED = {
-    # What it breaks on purpose is private to a module of ours.
-    ("diagnostics/fault_injection.py", "_all_reduce_sync"),
     # A key of a file, read before it is known whether `datasets` is needed, which takes seconds to import.
     ("data/sources/corpus.py", "_data_files"),
 }

@@ -4,12 +4,14 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 import transformers
 from safetensors import safe_open
 
+from finetune.data.class_labels import some
 from finetune.diagnostics.parity.finished_run import FinishedRun
 
 # Learning rates are a pure function of the step; another machine's cosine may differ in its last digit.
@@ -18,11 +20,11 @@ _SAME_RATE = 1e-12
 # A sum of losses of at least 8 that was rounded to bf16, which keeps 8 binary digits, is a multiple of 1/16.
 _ROUNDED_TO = 1 / 16
 
-# First steps this close differ by rounding alone. It grows by less than this factor from one logged step to the next,
-# measured with a step in ten logged (20); a fault is there at once.
+# First steps that are this close differ by rounding alone, which grows by less than this factor from one logged step to
+# the next (measured with one step in ten logged: 20). A fault is there at once.
 _ROUNDING, _GROWS = 3e-6, 100
 
-# So many steps are needed before chance is ruled out: an fp32 sum is such a multiple about once in a thousand times.
+# At least this many sums rule out chance: an fp32 sum is such a multiple about once in a thousand times.
 _FEWEST_SUMS = 3
 
 
@@ -88,7 +90,7 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         step: {key: relative_difference(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
         for step in common
     }
-    first = next((found for step in common if (found := _difference(one, other, step, steps[step], allowed))), None)
+    first = next(filter(None, (_difference(one, other, step, steps[step], allowed) for step in common)), None)
     reasons = [first] if first is not None else []
     if not common:
         reasons.append("no step is logged in both; run them with log.every_steps=1")
@@ -96,20 +98,20 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         reasons.append(f"{one.name} ended at step {one.last}, {other.name} at step {other.last}")
     if _rounded(other) and not _rounded(one):
         reasons.append(f"the losses of {other.name} are rounded: each sum is a whole number of sixteenths, as in bf16")
-    notes = [*_damaged(one), *_damaged(other), *_other_recipe(one, other), *_other_dtypes(one, other)]
+    notes = list(_notes(one, other))
     tensor: tuple[str, float] | None = None
     if not (one.weights and other.weights):
         notes.append("weights are not compared: one of the runs has no folder `model` with any")
     elif one.last == other.last:
         distances, lacking = _distances(one, other)
         if lacking:
-            reasons.append(f"the models have other tensors, or of other shapes: {lacking}")
-        apart = {name: far for name, far in distances if not far <= allowed.weights}
-        if silent := _inert(one, other, apart):
-            notes.append(_effect_of_eps(one, {name: apart[name] for name in silent}))
-            distances = [pair for pair in distances if pair[0] not in silent]
-        tensor = max(distances, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1], default=None)
-        if tensor is not None and not tensor[1] <= allowed.weights:
+            reasons.append(f"the models have other tensors, or of other shapes: {some(lacking)}")
+        apart = {name: far for name, far in distances.items() if far > allowed.weights}
+        if inert := _inert(one, other, apart):
+            notes.append(_effect_of_eps(one, {name: apart[name] for name in inert}))
+            distances = {name: far for name, far in distances.items() if name not in inert}
+        tensor = max(distances.items(), key=itemgetter(1), default=None)
+        if tensor is not None and tensor[1] > allowed.weights:
             reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
     if _grew_slowly(steps, allowed):
         notes.append(
@@ -119,10 +121,22 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
     return Comparison(one, other, allowed, steps, first, tensor, reasons, notes)
 
 
-def _damaged(run: FinishedRun) -> Iterator[str]:
-    for file, lines in run.damaged.items():
-        if lines:
-            yield f"{lines:,} damaged line(s) of {run.directory / file} are left out"
+def _notes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
+    """Yields what differs without parting the paths, or is left out."""
+    for run in (one, other):
+        for file, lines in run.damaged.items():
+            if lines:
+                yield f"{lines:,} damaged line(s) of {run.directory / file} are left out"
+    identity, identity_of_other = one.facts["identity"], other.facts["identity"]
+    keys = sorted(identity.keys() | identity_of_other.keys())
+    if changed := [key for key in keys if identity.get(key) != identity_of_other.get(key)]:
+        yield f"the recipes differ in {', '.join(changed)}"
+    for key in ("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"):
+        left, right = (run.facts["runs"][key] for run in (one, other))
+        # One process sums nothing over processes.
+        if left != right and None not in (left, right):
+            left, right = (", ".join(dtypes) if isinstance(dtypes, list) else dtypes for dtypes in (left, right))
+            yield f"{key}: {left} in {one.name}, {right} in {other.name}"
 
 
 def _grew_slowly(steps: dict[int, dict[str, float]], allowed: PathTolerance) -> bool:
@@ -153,7 +167,7 @@ def relative_difference(left: float | None, right: float | None) -> float:
 def _difference(
     one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: PathTolerance
 ) -> str | None:
-    """Says what differs in a step, causes before what follows from them; None if nothing does."""
+    """Returns the first difference in a step, causes before their effects; None if there is none."""
     left, right = one.steps[step], other.steps[step]
 
     def said(what: str, of: str, to: str) -> str:
@@ -175,45 +189,27 @@ def _difference(
 
 def _rounded(run: FinishedRun) -> bool:
     """True if every loss looks as if its sum had gone through bf16, even within the tolerance."""
-    sums = []
-    for step, line in run.steps.items():
-        before = run.steps[step - 1]["tokens"] if step - 1 in run.steps else 0 if step == 1 else None
-        if before is not None and line["loss"] is not None:
-            sums.append(line["loss"] * (line["tokens"] - before) / _ROUNDED_TO)
+    tokens = {0: 0} | {step: line["tokens"] for step, line in run.steps.items()}
+    sums = [
+        line["loss"] * (tokens[step] - tokens[step - 1]) / _ROUNDED_TO
+        for step, line in run.steps.items()
+        if step - 1 in tokens and line["loss"] is not None
+    ]
     return len(sums) >= _FEWEST_SUMS and all(abs(value - round(value)) < 1e-6 for value in sums)
 
 
-def _other_recipe(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
-    left, right = one.facts["identity"], other.facts["identity"]
-    keys = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
-    if keys:
-        yield f"the recipes differ in {', '.join(keys)}"
-
-
-def _other_dtypes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
-    left, right = one.facts["runs"], other.facts["runs"]
-    for key in ("parameter_dtypes", "model_dtypes", "reduce_dtype", "output_dtypes"):
-        # One process sums nothing over processes.
-        if left[key] != right[key] and None not in (left[key], right[key]):
-            yield f"{key}: {_flat(left[key])} in {one.name}, {_flat(right[key])} in {other.name}"
-
-
-def _flat(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, list) else str(value)
-
-
-def _distances(one: FinishedRun, other: FinishedRun) -> tuple[list[tuple[str, float]], str]:
+def _distances(one: FinishedRun, other: FinishedRun) -> tuple[dict[str, float], list[str]]:
     """Returns the distance of each tensor, and the names of those without a counterpart. Reads a pair at a time."""
     with ExitStack() as opened:
         left, right = _files(one, opened), _files(other, opened)
-        distances, lacking = [], sorted(left.keys() ^ right.keys())
+        distances, lacking = {}, sorted(left.keys() ^ right.keys())
         for name in sorted(left.keys() & right.keys()):
             a, b = left[name].get_tensor(name), right[name].get_tensor(name)
             if a.shape != b.shape:
                 lacking.append(name)
             else:
-                distances.append((name, tensor_distance(a, b)))
-    return distances, ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+                distances[name] = tensor_distance(a, b)
+    return distances, lacking
 
 
 def _files(run: FinishedRun, opened: ExitStack) -> dict[str, Any]:
@@ -231,18 +227,17 @@ def tensor_distance(one: Any, other: Any) -> float:
     one, other = one.double(), other.double()
     size = max(one.norm().item(), 1e-3 * one.numel() ** 0.5, 1e-30)
     apart = float((one - other).norm().item() / size)
-    # No comparison finds NaN the largest, wherever it stands.
     return apart if math.isfinite(apart) else math.inf
 
 
-# What scores move by if a bias is moved by 1 on average. Rounding makes it 1e-6.
+# Largest relative change of the scores if a bias without effect is moved by 1 on average. Rounding alone makes 1e-6.
 _NOTHING = 1e-3
 
 
 def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[str]:
     """Returns the biases among these tensors that can be moved far towards the other run's value without effect.
 
-    Far, so that what is a small part of the difference would show. None where the network cannot be opened.
+    Far, so that even a small part of the difference shows its effect. None where the network cannot be opened.
     """
     biases = [name for name in names if name.endswith("bias")]
     folder = one.directory / "model"
@@ -258,14 +253,10 @@ def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[
     found = set()
     with torch.no_grad(), ExitStack() as opened:
         files, before = _files(other, opened), network(input_ids=ids).logits
-        for name in biases:
-            if name not in parameters:
-                continue
+        for name in parameters.keys() & set(biases):
             away = files[name].get_tensor(name).float() - parameters[name]
-            kept = parameters[name].clone()
-            parameters[name].add_(away / away.square().mean().sqrt())
-            moved = (network(input_ids=ids).logits - before).norm() / before.norm()
-            parameters[name].copy_(kept)
-            if moved <= _NOTHING:
+            moved = {name: parameters[name] + away / away.square().mean().sqrt()}
+            after = torch.func.functional_call(network, moved, kwargs={"input_ids": ids}).logits
+            if (after - before).norm() / before.norm() <= _NOTHING:
                 found.add(name)
     return found

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint import row_ledger, run_facts
-from finetune.checkpoint.run_facts import read_facts
 from finetune.utils.atomic_files import Lines
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -32,7 +31,7 @@ class FinishedRun:
 
     @property
     def last(self) -> int:
-        """The step that it came to."""
+        """Number of its last step."""
         return int(self.facts["length"]["num_steps"])
 
     @property
@@ -42,15 +41,14 @@ class FinishedRun:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all steps but the first, which pays for what comes once; None if no others are logged."""
+        """Tokens a second over all steps but the first, which has one-time work; None if no others are logged."""
         lines = [self.steps[step] for step in sorted(self.steps)]
-        pairs = itertools.pairwise(lines)
-        seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in pairs)
+        seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in itertools.pairwise(lines))
         return (lines[-1]["tokens"] - lines[0]["tokens"]) / seconds if seconds > 0 else None
 
     @property
     def peak_memory_gib(self) -> float | None:
-        """The most that training took on the fullest rank; None if that was not measured."""
+        """Peak of training on the fullest rank; None if it was not measured."""
         measured = self.facts.get("peak_memory")
         return measured["measured"] / 2**30 if measured else None
 
@@ -62,7 +60,7 @@ def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
         RecipeError: If there is none, or it has not ended.
         CheckpointError: If its files cannot be read.
     """
-    facts = read_facts(directory)
+    facts = run_facts.read_facts(directory)
     try:
         metrics = run_facts.read_metrics(directory)
         ledger = directory / row_ledger.LEDGER
@@ -79,8 +77,6 @@ def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
             f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
             "compared. Start its command again, and it resumes."
         )
-    damaged = {
-        run_facts.METRICS: len(metrics.damaged) + len(lines) - len(steps),
-        row_ledger.LEDGER: len(used.damaged),
-    }
+    lost = len(metrics.damaged) + len(lines) - len(steps)
+    damaged = {run_facts.METRICS: lost, row_ledger.LEDGER: len(used.damaged)}
     return FinishedRun(name or directory.name, directory, facts, steps, rows, damaged)

@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from finetune.config.recipe import dump_recipe, hint, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.parity import small_model
 from finetune.diagnostics.parity.finished_run import FinishedRun, read_finished
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launcher import launcher_command
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.resolve_config import derive_accumulation
@@ -19,32 +19,9 @@ from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import BackendError, FinetuneError, RecipeError
 from finetune.utils.shipped_files import LAUNCH_FILES, launch_file, shipped_names
 
-# Faults that `finetune.diagnostics.fault_injection` can plant.
-FAULTS = {
-    "mean-of-means": "each micro-batch's loss is divided by its own targets, and the means are averaged",
-    "lost-rank": "the last rank's rows are dropped",
-    "scheduler": "the learning rate's schedule advances by one step a rank",
-    "bf16-loss": "the loss of each micro-batch is rounded to bf16",
-    "leaking-documents": "documents that share a row see each other",
-    "lost-targets": "targets are shifted after rows are split, so that the last token of each part has none",
-    "lost-sum": "gradients of what goes into split layers are not summed over the ranks that share them",
-    "wrong-norm": "the gradient norm counts what ranks that share layers have in common once for each of them",
-}
 
-
-@dataclass(frozen=True)
-class ParityLaunch:
-    """A launch file to compare."""
-
-    name: str
-    file: Path
-    num_processes: int
-    data_ranks: int
-    """Number of these, or of groups of these, that read rows of their own."""
-
-
-def find_configs(names: str) -> list[ParityLaunch]:
-    """Returns the launch configs that are named, the reference first.
+def find_launches(names: str) -> dict[str, Launch]:
+    """Returns the launches that are named, by the names of their files, the reference first.
 
     Args:
         names: Names of `accelerate_configs/`, or files, with commas between them.
@@ -56,26 +33,22 @@ def find_configs(names: str) -> list[ParityLaunch]:
     words = [word for word in names.split(",") if word]
     if len(words) < 2:
         raise RecipeError(f"--on {names}: name two launch configs at least, such as `--on single,ddp`.")
-    found = [_config(word) for word in words]
-    twice = [config.name for config in found if [other.name for other in found].count(config.name) > 1]
-    if twice:
-        raise RecipeError(f"--on {names}: {twice[0]} is named twice. Name each launch config once.")
+    found: dict[str, Launch] = {}
+    for word in words:
+        file, known = Path(launch_file(word)), shipped_names(LAUNCH_FILES)
+        if not file.is_file():
+            raise BackendError(
+                f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of "
+                f"{', '.join(known)}."
+            )
+        if file.stem in found:
+            raise RecipeError(f"--on {names}: {file.stem} is named twice. Name each launch config once.")
+        found[file.stem] = predict_environment(str(file), {}, os.environ).launch
     return found
 
 
-def _config(word: str) -> ParityLaunch:
-    file = Path(launch_file(word))
-    known = shipped_names(LAUNCH_FILES)
-    if not file.is_file():
-        raise BackendError(
-            f"--on: there is no launch config '{word}'{hint(word, known)}. Give a file, or one of {', '.join(known)}."
-        )
-    launch = predict_environment(str(file), {}, os.environ).launch
-    return ParityLaunch(file.stem, file, launch.num_processes, launch.data_ranks)
-
-
 def write_recipes(
-    recipe: Recipe, configs: Sequence[ParityLaunch], folder: Path, *, steps: int, shrink: bool
+    recipe: Recipe, launches: Mapping[str, Launch], folder: Path, *, steps: int, shrink: bool
 ) -> dict[str, Path]:
     """Writes the recipe of each run, the same but for the directory; nothing is launched yet.
 
@@ -88,9 +61,9 @@ def write_recipes(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"--to: cannot make the folder {folder}: {error.strerror or error}. Give another.") from error
-    for config in configs:
-        if (folder / config.name).exists():
-            raise RecipeError(f"--to: {folder / config.name} is there already. Give a new folder, or remove it.")
+    for name in launches:
+        if (folder / name).exists():
+            raise RecipeError(f"--to: {folder / name} is there already. Give a new folder, or remove it.")
     tree = recipe.model_dump(mode="json")
     if shrink:
         tree = small_model.shrink_model(recipe, tree)
@@ -101,19 +74,19 @@ def write_recipes(
         given = recipe.optim.args
         tree["optim"]["args"] = {**given, "eps": max(float(given.get("eps", 0.0)), _LEAST_EPS)}
     written = {}
-    for config in configs:
-        tree["output"] = {"dir": str(folder / config.name), "overwrite": False, "save_model": True}
+    for name, launch in launches.items():
+        tree["output"] = {"dir": str(folder / name), "overwrite": False, "save_model": True}
         asked = validate_recipe(tree)
         try:
-            derive_accumulation(asked, config.data_ranks)
+            derive_accumulation(asked, launch.data_ranks)
         except RecipeError as error:
-            raise RecipeError(f"{config.name}: {error}") from error
-        written[config.name] = folder / f"{config.name}.yaml"
-        write_text(written[config.name], dump_recipe(asked))
+            raise RecipeError(f"{name}: {error}") from error
+        written[name] = folder / f"{name}.yaml"
+        write_text(written[name], dump_recipe(asked))
     return written
 
 
-# Every step is written down, and nothing is done that is not compared.
+# Logs every step, and leaves out whatever is not compared.
 _QUIET: dict[str, dict[str, Any]] = {
     "log": {"every_steps": 1, "trackers": []},
     "eval": {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None},
@@ -121,48 +94,41 @@ _QUIET: dict[str, dict[str, Any]] = {
 }
 
 
-# Adam divides gradients by their own size: a weight whose gradient is zero but for rounding would go wherever that
-# says, on every backend elsewhere. With the usual 1e-8, two such weights of 2,048 are a tensor 1e-4 away.
+# Adam divides gradients by their own size, so that a weight whose gradient is zero but for rounding moves by rounding
+# alone, on each backend another way. With the usual 1e-8, two such weights of 2,048 put a tensor 1e-4 away.
 _LEAST_EPS = 1e-6
 
 
 def launch_run(
-    config: ParityLaunch, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]
+    launch: Launch, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]
 ) -> FinishedRun:
     """Launches one run, waits for its end, and reads it.
 
     Args:
-        fault: One of `FAULTS`, planted in its processes.
+        fault: One of `fault_injection.FAULTS`, planted in its processes.
 
     Raises:
         BackendError: If it fails; it has said why.
     """
-    say(f"\n{config.name}: {config.num_processes} process(es), {config.file}" + (f", with {fault}" if fault else ""))
-    words = launcher_command(
-        str(config.file),
-        [],
-        [fault, str(recipe)] if fault else [str(recipe)],
-        module="finetune.diagnostics.fault_injection" if fault else "finetune.training",
-    )
-    code = _wait(words)
-    if code:
-        raise BackendError(
-            f"The run under {config.file} ended with exit code {code}, as it says above, so that there is nothing to "
-            f"compare. Its recipe is {recipe}; leave {config.name} out of --on, or mend what it names."
-        )
-    try:
-        return read_finished(directory, config.name)
-    except FinetuneError as error:
-        raise BackendError(f"The run under {config.file} left nothing to compare: {error}") from error
-
-
-def _wait(words: list[str]) -> int:
-    """Runs a command to its end, its output on this one's stderr; ended ourselves, we end it first."""
+    name, file = directory.name, str(launch.file)
+    say(f"\n{name}: {launch.num_processes} process(es), {file}" + (f", with {fault}" if fault else ""))
+    module = "finetune.diagnostics.fault_injection" if fault else "finetune.training"
+    words = launcher_command(file, [], [*([fault] if fault else []), str(recipe)], module=module)
     with signals.held_back():
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2)
     try:
-        return process.wait()
+        code = process.wait()
     finally:
+        # If this process is ended, it ends the launcher first.
         if process.poll() is None:
             process.terminate()
             process.wait()
+    if code:
+        raise BackendError(
+            f"The run under {file} ended with exit code {code}, as it says above, so that there is nothing to "
+            f"compare. Its recipe is {recipe}; leave {name} out of --on, or mend what it names."
+        )
+    try:
+        return read_finished(directory)
+    except FinetuneError as error:
+        raise BackendError(f"The run under {file} left nothing to compare: {error}") from error

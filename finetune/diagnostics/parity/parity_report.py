@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -72,7 +73,7 @@ def report_as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _finite(difference: float | None) -> float | None:
-    """JSON has no infinite numbers: None where just one of two values was finite, or nothing was compared."""
+    """Returns None for an infinite difference, which JSON cannot hold: just one of two values was finite."""
     return difference if difference is not None and math.isfinite(difference) else None
 
 
@@ -114,10 +115,9 @@ def _steps(comparisons: Sequence[Comparison]) -> Table:
     one = comparisons[0].one
     names = [f"{comparison.other.name} {what}" for comparison in comparisons for what in ("loss", "norm")]
     table = plain_table("step", "lr", "tokens", "loss", "grad norm", *names)
-    shown = sorted(one.steps)
-    if len(shown) > _MOST_STEPS:
-        shown = [shown[round(i * (len(shown) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
-    for step in shown:
+    logged = sorted(one.steps)
+    for index in np.unique(np.linspace(0, len(logged) - 1, _MOST_STEPS).round().astype(int)):
+        step = logged[index]
         line = one.steps[step]
         figures = ["not finite" if line[key] is None else f"{line[key]:.5f}" for key in ("loss", "grad_norm")]
         away = [

@@ -1,10 +1,10 @@
 """Charts of one run or of several over each other: curves over steps, tokens and time, and marks on them.
 
-A chart is plain data. `report.js` draws it with Plotly on the page, `png_charts` with matplotlib.
+A chart is plain data. `report.js` draws it with Plotly on the page, `write_report` with matplotlib.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
 
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.checkpoint.run_history import RunHistory, Series
-from finetune.diagnostics.run_report.one_run import memory_of
+from finetune.diagnostics.run_report.one_run import whose_memory
 
 Style = Literal["line", "faint", "points", "stacked", "cross", "dashed"]
 
 MOST_POINTS = 2000
-"""Points of a curve; more cannot be told apart on a screen."""
+"""Most points of a curve; a screen cannot show more."""
 
 # The colours that Plotly and matplotlib begin with.
 _PALETTE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
@@ -40,7 +40,7 @@ class Curve:
     y: Series
     color: str
     style: Style = "line"
-    texts: tuple[str, ...] = ()
+    texts: Sequence[str] = ()
     """A text for each point, shown in place of its value when the mouse is over it."""
 
 
@@ -50,7 +50,7 @@ class Mark:
 
     x: dict[str, float]
     label: str
-    sign: str = "↻"
+    sign: str
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Chart:
     """Name in the page and in files."""
     title: str
     unit: str
-    curves: tuple[Curve, ...]
-    marks: tuple[Mark, ...] = ()
+    curves: Sequence[Curve]
+    marks: Sequence[Mark] = ()
     """Restarts, and the best evaluation."""
     wide: bool = False
     """True if it takes the whole width of the page."""
@@ -84,8 +84,8 @@ def _time_unit_of(runs: Sequence[tuple[str, RunHistory]]) -> tuple[str, float]:
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A run as it is drawn: in its colour, and with its times in one unit."""
+class _DrawnRun:
+    """A run in its colour, and with its times in one unit."""
 
     name: str
     run: RunHistory
@@ -110,12 +110,12 @@ class _Drawn:
         }
 
     def curve(self, name: str, y: Series, steps: Series, style: Style = "line", color: str = "") -> Curve:
-        """A curve without the points that a screen cannot show."""
-        chosen = downsample(y)
+        """Returns a curve without the points that a screen cannot show."""
+        chosen = downsample_curve(y)
         return Curve(name, self.positions(steps[chosen]), y[chosen], color or self.color, style)
 
     def logged(self, key: str, name: str) -> list[Curve]:
-        """A key of the logged steps; a noisy one with many points faintly, and then its running mean."""
+        """Returns a key of the logged steps; a noisy one with many points faintly, and then its running mean."""
         y, steps = self.run.training[key], self.run.training["step"]
         if key not in _NOISY or len(y) < _SMOOTH_FROM:
             return [self.curve(name, y, steps)]
@@ -123,18 +123,13 @@ class _Drawn:
         mean = self.curve(f"{name}, mean of {width:,}", running_mean(y, width), steps)
         return [self.curve(name, y, steps, "faint"), mean]
 
-    def evaluated(self, key: str, name: str, color: str = "") -> Curve:
-        """A key of the evaluations."""
-        steps = self.run.evaluations["step"]
-        return self.curve(name, self.run.evaluations.get(key, np.full(len(steps), np.nan)), steps, "points", color)
-
-    def marks(self, steps: Sequence[float], label: str, sign: str) -> tuple[Mark, ...]:
-        """Marks at these steps; `{}` in the label is the step."""
+    def marks(self, steps: Sequence[float], label: str, sign: str) -> list[Mark]:
+        """Returns marks at these steps; `{}` in the label is the step."""
         places = self.positions(np.array(steps, dtype=np.float64))
-        return tuple(
+        return [
             Mark({axis: float(values[number]) for axis, values in places.items()}, label.format(int(step)), sign)
             for number, step in enumerate(steps)
-        )
+        ]
 
 
 def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
@@ -144,99 +139,91 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
         runs: Names and runs.
     """
     (_, unit_s), many = _time_unit_of(runs), len(runs) > 1
-    drawn = [_Drawn(name, run, unit_s, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
+    drawn = [_DrawnRun(name, run, unit_s, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
     only = None if many else drawn[0]
-    restarts = _restarts(only) if only is not None else ()
-    best = _best(only) if only is not None else ()
+    restarts: list[Mark] = []
+    best: list[Mark] = []
+    if only is not None and len(only.run.training["step"]):
+        restarts = only.marks([start.from_step for start in only.run.starts[1:]], "restart at step {}", "↻")
+    if only is not None and (found := only.run.best_evaluation) is not None:
+        best = only.marks([found[0]], f"best {only.run.best_name}", "★")
 
-    def logged(key: str, of: str, title: str, y_unit: str, more: Sequence[Curve] = (), **options: Any) -> Chart:
-        curves = [curve for one in drawn for curve in _logged(one, of, title, many)]
-        return Chart(key, title, y_unit, (*curves, *more), restarts, **options)
+    def logged(key: str, name: str) -> list[Curve]:
+        if only is not None:
+            return only.logged(key, name)
+        # Faint curves of several runs would hide each other.
+        return [one.logged(key, one.name)[-1] for one in drawn]
 
-    def evaluated(key: str) -> tuple[Curve, ...]:
-        name = key.replace("_", " ")
-        return tuple(one.evaluated(key, one.name if many else name, "" if many else _PALETTE[1]) for one in drawn)
+    def evaluated(key: str) -> list[Curve]:
+        curves = []
+        for one in drawn:
+            if key in one.run.evaluations:
+                name, color = (one.name, one.color) if many else (key.replace("_", " "), _PALETTE[1])
+                y, steps = one.run.evaluations[key], one.run.evaluations["step"]
+                curves.append(one.curve(name, y, steps, "points", color))
+        return curves
 
-    validation = evaluated("validation_loss")
-    if many:
-        losses = [
-            logged("loss", "loss", "Training loss", "nats a target", wide=True, logarithmic=True),
-            Chart("validation-loss", "Validation loss", "nats a target", validation, wide=True, logarithmic=True),
-        ]
-    else:
-        curves = (*_logged(drawn[0], "loss", "training loss", many), *validation)
-        losses = [Chart("loss", "Loss", "nats a target", curves, (*restarts, *best), wide=True, logarithmic=True)]
+    def chart(key: str, of: str, title: str, unit: str, *more: Curve, logarithmic: bool = False) -> Chart:
+        curves = [*logged(of, title), *more]
+        return Chart(key, title, unit, curves, restarts, logarithmic=logarithmic, from_zero=not logarithmic)
+
+    training, validation = logged("loss", "training loss"), evaluated("validation_loss")
+    losses = {"loss": ("Training loss", training), "validation-loss": ("Validation loss", validation)}
+    norms: Iterable[Curve] = ()
+    step_time = chart("step-time", "step_s", "Time of a step", "s")
+    if only is not None:
+        losses = {"loss": ("Loss", [*training, *validation])}
+        norms = _clipped_and_skipped(only)
+        step_time = replace(step_time, title="Where a step's time goes", curves=_phases(only))
     metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
-    memory = f"Peak memory of {memory_of([run for _, run in runs])}, so far"
-    found = [
-        *losses,
+    shown = [
         *(
-            Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", evaluated(key), (*restarts, *best))
+            Chart(key, title, "nats a target", curves, [*restarts, *best], wide=True, logarithmic=True)
+            for key, (title, curves) in losses.items()
+        ),
+        *(
+            Chart(key.replace("_", "-"), key.capitalize().replace("_", " "), "", evaluated(key), [*restarts, *best])
             for key in metrics
         ),
-        logged("learning-rate", "lr", "Learning rate", "", from_zero=True),
-        logged(
-            "gradient-norm",
-            "grad_norm",
-            "Gradient norm",
-            "",
-            _clipped_and_skipped(only) if only else (),
-            logarithmic=True,
-        ),
-        logged("throughput", "tokens_per_s", "Throughput", "targets/s", from_zero=True),
-        _step_time(only, restarts) if only else logged("step-time", "step_s", "Time of a step", "s", from_zero=True),
-        logged("memory", "peak_memory_gib", memory, "GiB", from_zero=True),
-        logged("mfu", "mfu", "Model FLOPs utilisation", "share", from_zero=True),
+        chart("learning-rate", "lr", "Learning rate", ""),
+        chart("gradient-norm", "grad_norm", "Gradient norm", "", *norms, logarithmic=True),
+        chart("throughput", "tokens_per_s", "Throughput", "targets/s"),
+        step_time,
+        chart("memory", "peak_memory_gib", f"Peak memory of {whose_memory([run for _, run in runs])}, so far", "GiB"),
+        chart("mfu", "mfu", "Model FLOPs utilisation", "share"),
     ]
-    return [chart for chart in found if any(np.isfinite(curve.y).any() for curve in chart.curves)]
+    return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
 
 
-def _logged(one: _Drawn, key: str, title: str, many: bool) -> list[Curve]:
-    # Faint curves of several runs would hide each other.
-    return one.logged(key, one.name)[-1:] if many else one.logged(key, title)
-
-
-def _restarts(one: _Drawn) -> tuple[Mark, ...]:
-    steps = [start.from_step for start in one.run.starts[1:]]
-    return one.marks(steps, "restart at step {}", "↻") if len(one.run.training["step"]) else ()
-
-
-def _best(one: _Drawn) -> tuple[Mark, ...]:
-    best = one.run.best_evaluation
-    return () if best is None else one.marks([best[0]], f"best {one.run.best_name}", "★")
-
-
-def _clipped_and_skipped(one: _Drawn) -> list[Curve]:
-    """Returns a line at what norms are clipped to, and the steps that were skipped."""
-    curves, norms, steps = [], one.run.training["grad_norm"], one.run.training["step"]
+def _clipped_and_skipped(one: _DrawnRun) -> Iterator[Curve]:
+    """Yields a line at what norms are clipped to, and the steps that were skipped."""
+    norms, steps = one.run.training["grad_norm"], one.run.training["step"]
     clip = one.run.recipe.get("optim", {}).get("clip_norm")
     if isinstance(clip, int | float) and len(steps):
-        curves.append(one.curve(f"clipped to {clip:g}", np.full(2, float(clip)), steps[[0, -1]], "dashed", _GREY))
+        yield one.curve(f"clipped to {clip:g}", np.full(2, float(clip)), steps[[0, -1]], "dashed", _GREY)
     if incidents := one.run.incidents:
         at = np.array([incident.step for incident in incidents], dtype=np.float64)
         # Their own norms are not numbers; they are drawn above the others.
         top = float(np.nanmax(norms)) if np.isfinite(norms).any() else 1.0
-        texts = tuple(f"step {i.step} was skipped: {i.kind}, norm {i.grad_norm}" for i in incidents)
-        curves.append(Curve("skipped step", one.positions(at), np.full(len(at), top), _RED, "cross", texts))
-    return curves
+        texts = [f"step {i.step} was skipped: {i.kind}, norm {i.grad_norm}" for i in incidents]
+        yield Curve("skipped step", one.positions(at), np.full(len(at), top), _RED, "cross", texts)
 
 
-def _step_time(one: _Drawn, marks: tuple[Mark, ...]) -> Chart:
-    """Phases of a step on top of each other; what is left of it last."""
+def _phases(one: _DrawnRun) -> list[Curve]:
+    """Returns the phases of a step on top of each other; what is left of it last."""
     whole = one.run.training["step_s"]
-    chosen = downsample(whole)
+    chosen = downsample_curve(whole)
     x = one.positions(one.run.training["step"][chosen])
     parts = {name: np.nan_to_num(one.run.training[key]) for key, name in _PHASES.items()}
     parts = {name: part for name, part in parts.items() if part.any()}
     parts["other"] = np.maximum(whole - sum(parts.values()), 0.0)
-    curves = [
+    return [
         Curve(name, x, part[chosen], color, "stacked")
         for (name, part), color in zip(parts.items(), _PALETTE, strict=False)
     ]
-    return Chart("step-time", "Where a step's time goes", "s", tuple(curves), marks, from_zero=True)
 
 
-def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> dict[str, Any]:
+def charts_as_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> dict[str, Any]:
     """Returns charts for `report.js`. Plotly takes tags in texts as such, so they are escaped."""
     return {
         "axes": {"step": "step", "tokens": "tokens", "time": f"training time ({_time_unit_of(runs)[0]})"},
@@ -248,8 +235,8 @@ def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> 
                     {
                         **vars(curve),
                         "name": escape(curve.name),
-                        "x": {axis: _numbers(values) for axis, values in curve.x.items()},
-                        "y": _numbers(curve.y),
+                        "x": {axis: _values_as_json(values) for axis, values in curve.x.items()},
+                        "y": _values_as_json(curve.y),
                         "texts": [escape(text) for text in curve.texts],
                     }
                     for curve in chart.curves
@@ -260,13 +247,13 @@ def to_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> 
     }
 
 
-def _numbers(values: Series) -> list[float | None]:
+def _values_as_json(values: Series) -> list[float | None]:
     """Returns counts as they are, and others with six digits; None for what is not a number."""
     whole = [int(value) if value.is_integer() else float(f"{value:.6g}") for value in values.tolist()]
     return [value if np.isfinite(value) else None for value in whole]
 
 
-def downsample(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArray[np.int64]:
+def downsample_curve(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArray[np.int64]:
     """Returns the positions to draw of a curve: the lowest and highest of `most / 2` equal parts, and both ends.
 
     All of them if there are no more than `most`. A part without a finite value gives its first position, so that a
@@ -274,22 +261,20 @@ def downsample(y: npt.NDArray[np.float64], most: int = MOST_POINTS) -> npt.NDArr
     """
     if len(y) <= most:
         return np.arange(len(y))
-    edges = np.linspace(0, len(y), most // 2 + 1).astype(np.int64)
-    chosen = {0, len(y) - 1}
-    for first, behind in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        part = y[first:behind]
-        if np.isfinite(part).any():
-            chosen |= {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
-        else:
-            chosen.add(first)
-    return np.array(sorted(chosen), dtype=np.int64)
+    low, high = (np.where(np.isfinite(y), y, gap) for gap in (np.inf, -np.inf))
+    firsts = np.linspace(0, len(y), most // 2 + 1).astype(np.int64)[:-1]
+    ends = [
+        first + extreme
+        for first, lows, highs in zip(firsts, np.split(low, firsts[1:]), np.split(high, firsts[1:]), strict=True)
+        for extreme in (lows.argmin(), highs.argmax())
+    ]
+    return np.unique([0, *ends, len(y) - 1])
 
 
 def running_mean(y: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:
     """Returns the mean of the last `width` values that are numbers; of fewer at the beginning."""
     known = np.isfinite(y)
-    sums, counts = np.cumsum(np.where(known, y, 0.0)), np.cumsum(known)
-    before_sums = np.concatenate((np.zeros(min(width, len(y))), sums[:-width]))
-    before_counts = np.concatenate((np.zeros(min(width, len(y))), counts[:-width]))
-    inside = counts - before_counts
-    return np.where(inside > 0, (sums - before_sums) / np.maximum(inside, 1), np.nan)
+    sums, counts = (np.insert(np.cumsum(values), 0, 0.0) for values in (np.where(known, y, 0.0), known))
+    first = np.maximum(np.arange(1 - width, len(y) + 1 - width), 0)
+    inside = counts[1:] - counts[first]
+    return np.where(inside > 0, (sums[1:] - sums[first]) / np.maximum(inside, 1), np.nan)

@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 from finetune.checkpoint.run_history import RunReader
 from finetune.diagnostics.run_report import page
-from finetune.diagnostics.run_report.write_report import check_extra, check_price, named_runs, predicted_peak
+from finetune.diagnostics.run_report.memory_prediction import predicted_peak
+from finetune.diagnostics.run_report.write_report import check_options, named_runs
 from finetune.utils.errors import FinetuneError, RecipeError
 
 LOOPBACK = "127.0.0.1"
@@ -34,27 +35,50 @@ _HEADERS = {
 }
 
 
-class LiveReport:
-    """Pages that the server sends: runs, read again whenever someone asks."""
+class LiveServer(ThreadingHTTPServer):
+    """Serves the page of runs, which are read again whenever someone asks; the `url` has the token."""
 
-    def __init__(self, directories: list[Path], price: float | None = None, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        price: float | None = None,
+        host: str = LOOPBACK,
+        port: int = 0,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
         """
+        Args:
+            host: Address to bind.
+            port: 0 for one that is free.
+
         Raises:
-            FinetuneError: If a run cannot be read.
+            FinetuneError: If a run cannot be read, or the address cannot be bound.
         """
-        check_extra()
-        check_price(price)
-        self.refresh_s = refresh_s
+        check_options(price)
+        self.token, self.refresh_s = secrets.token_urlsafe(24), refresh_s
         self._readers = [(directory, RunReader(directory)) for directory in directories]
         self._price = price
         self._lock = threading.Lock()
         self._prediction: str | int | None = None
         self._content()
+        if not 0 <= port <= 65535:
+            raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise RecipeError(
+                f"--live: cannot serve on {host}:{port}: {error.strerror or error}. Give another --port, or an address "
+                "of this machine as --host."
+            ) from error
+        shown = f"[{host}]" if self.address_family == socket.AF_INET6 else host
+        self.url = f"http://{shown}:{self.server_port}/{self.token}/"
 
     def predict(self) -> None:
         """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
         if len(self._readers) == 1:
-            self._prediction = predicted_peak(self._readers[0][1].read(), compute=True)
+            self._prediction = predicted_peak(self._readers[0][1].read())
 
     def _content(self) -> page.Content:
         with self._lock:
@@ -73,47 +97,6 @@ class LiveReport:
         return "text/html", page.page_of(shown, refresh_s=self.refresh_s)
 
 
-class LiveServer:
-    """HTTP server; its `url` has the token."""
-
-    def __init__(self, report: LiveReport, host: str | None = None, port: int | None = None) -> None:
-        """
-        Args:
-            host: Address to bind; the loopback address if left out.
-            port: One that is free if left out.
-
-        Raises:
-            RecipeError: If the address cannot be bound.
-        """
-        self.token = secrets.token_urlsafe(24)
-        self.bound = host or LOOPBACK
-        if port is not None and not 0 <= port <= 65535:
-            raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
-        try:
-            family = socket.getaddrinfo(self.bound, port or 0, type=socket.SOCK_STREAM)[0][0]
-            server = type("Server", (ThreadingHTTPServer,), {"address_family": family})
-            self._server: ThreadingHTTPServer = server((self.bound, port or 0), _handler(self.token, report))
-        except OSError as error:
-            raise RecipeError(
-                f"--live: cannot serve on {self.bound}:{port or 0}: {error.strerror or error}. Give another --port, or "
-                "an address of this machine as --host."
-            ) from error
-        shown = f"[{self.bound}]" if family == socket.AF_INET6 else self.bound
-        self.port = int(self._server.server_address[1])
-        self.url = f"http://{shown}:{self.port}/{self.token}/"
-
-    def serve(self) -> None:
-        """Serves until interrupted, or `close`d from another thread."""
-        try:
-            self._server.serve_forever(poll_interval=0.2)
-        finally:
-            self._server.server_close()
-
-    def close(self) -> None:
-        """Ends `serve`."""
-        self._server.shutdown()
-
-
 def is_own_host(host: str) -> bool:
     """Returns True if the Host of a request names this machine: an address, `localhost`, or the machine's own name.
 
@@ -130,39 +113,37 @@ def is_own_host(host: str) -> bool:
     return True
 
 
-def _handler(token: str, report: LiveReport) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        # A client that sends nothing does not hold a thread.
-        timeout = 20
-        server_version = "finetune"
-        sys_version = ""
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    # A client that sends nothing does not hold a thread.
+    timeout = 20
+    server_version = "finetune"
+    sys_version = ""
 
-        def do_GET(self) -> None:
-            given, _, what = self.path.removeprefix("/").partition("/")
-            if not is_own_host(self.headers.get("Host", "")):
-                self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server is not the one of that name.\n")
-            elif not secrets.compare_digest(given.encode(), token.encode()) or what not in ("", "data"):
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found. The address ends in /TOKEN/.\n")
-            else:
-                try:
-                    self._send(HTTPStatus.OK, *report.answer(what))
-                except FinetuneError as error:
-                    self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+    def do_GET(self) -> None:
+        given, _, what = self.path.removeprefix("/").partition("/")
+        if not is_own_host(self.headers.get("Host", "")):
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server is not the one of that name.\n")
+        elif not secrets.compare_digest(given.encode(), self.server.token.encode()) or what not in ("", "data"):
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found. The address ends in /TOKEN/.\n")
+        else:
+            try:
+                self._send(HTTPStatus.OK, *self.server.answer(what))
+            except FinetuneError as error:
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
 
-        def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            for name, value in _HEADERS.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
 
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Silent: the address has the token."""
-
-    return Handler
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Silent: the address has the token."""
 
 
 def serve_live(
@@ -176,15 +157,14 @@ def serve_live(
     Raises:
         FinetuneError: If a run cannot be read, or the address not be bound.
     """
-    report = LiveReport(directories, price)
-    server = LiveServer(report, host, port)
-    threading.Thread(target=report.predict, name="prediction", daemon=True).start()
-    say(f"{server.url}\nThe page refreshes every {report.refresh_s:g} s. Ctrl-C ends it.")
-    if server.bound == LOOPBACK:
-        say(
-            f"From another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {socket.gethostname()}, and open the "
-            "address there."
-        )
-    else:
-        say("Whoever can reach this address and knows its token can read the run, over a connection in the clear.")
-    server.serve()
+    with LiveServer(directories, price=price, host=host or LOOPBACK, port=port or 0) as server:
+        threading.Thread(target=server.predict, name="prediction", daemon=True).start()
+        say(f"{server.url}\nThe page refreshes every {server.refresh_s:g} s. Ctrl-C ends it.")
+        if host in (None, LOOPBACK):
+            say(
+                f"From another machine: ssh -L {server.server_port}:{LOOPBACK}:{server.server_port} "
+                f"{socket.gethostname()}, and open the address there."
+            )
+        else:
+            say("Whoever can reach this address and knows its token can read the run, over a connection in the clear.")
+        server.serve_forever(poll_interval=0.2)

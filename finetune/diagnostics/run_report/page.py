@@ -2,24 +2,36 @@
 
 import base64
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import yaml
 
 from finetune.checkpoint.run_history import RunHistory
-from finetune.diagnostics.run_report import charts, figures
-from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart
-from finetune.diagnostics.run_report.compare_runs import sections_of_runs, summary_of_runs
-from finetune.diagnostics.run_report.one_run import sections_of_run, summary_of_run
+from finetune.diagnostics.run_report import figures, one_run
+from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
+from finetune.diagnostics.run_report.compare_runs import values_of_runs
+from finetune.export import harness_results
 
 GENERATOR = "finetune report"
 _HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
 )
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+_TEMPLATES.globals["one_run"] = one_run
+_TEMPLATES.filters |= {
+    "bytes": figures.format_bytes,
+    "duration": figures.format_duration,
+    "number": figures.format_number,
+    "time": figures.format_time,
+    "metric": harness_results.metric_of,
+    "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Content:
     body: str
     """HTML of `main`."""
     charts: list[Chart]
-    data: dict[str, object]
+    data: dict[str, Any]
     """Charts for `report.js`."""
 
 
@@ -38,7 +50,7 @@ def content_of(
     runs: Sequence[tuple[str, RunHistory]],
     *,
     price: float | None = None,
-    prediction: "str | int | None" = None,
+    prediction: str | int | None = None,
     live: bool = False,
 ) -> Content:
     """Returns the content of the page of these runs.
@@ -49,26 +61,32 @@ def content_of(
         prediction: Of a single run, bytes of the peak that a plan predicts, or why there are none.
         live: True if the page refreshes by itself.
     """
-    drawn = charts.charts_of(runs)
     if len(runs) == 1:
         name, run = runs[0]
-        title, summary, sections = (
-            f"{name} – finetune run",
-            summary_of_run(name, run, price),
-            sections_of_run(run, prediction),
-        )
+        title, template = f"{name} – finetune run", "run.html"
+        data = run.facts.get("data") or {}
+        values = {
+            "run": run,
+            "price": price,
+            "prediction": prediction,
+            "benchmarks": harness_results.read_results(run.directory),
+            "data": data,
+            "sides": {side: data[side] for side in ("train", "validation") if isinstance(data.get(side), dict)},
+        }
     else:
-        title, summary, sections = f"{len(runs)} runs – finetune", summary_of_runs(runs, price), sections_of_runs(runs)
-    logged = any(len(run.training["step"]) for _, run in runs)
-    body = _TEMPLATES.get_template("body.html").render(
-        summary=summary,
-        charts=drawn,
-        sections=sections,
-        read_at=figures.moment(runs[0][1].read_at) if live else "",
-        no_loss="No logged step has a loss that is a number." if logged else "No step is logged yet.",
-        footer=" ".join(_footnotes(runs)),
+        name = f"{len(runs)} runs"
+        title, template, values = f"{name} – finetune", "runs.html", values_of_runs(runs, price)
+    charts = charts_of(runs)
+    body = _TEMPLATES.get_template(template).render(
+        title=name,
+        runs=runs,
+        charts=charts,
+        live=live,
+        most_logged=max(len(run.training["step"]) for _, run in runs),
+        most_points=MOST_POINTS,
+        **values,
     )
-    return Content(title, body, drawn, charts.to_json(drawn, runs))
+    return Content(title, body, charts, charts_as_json(charts, runs))
 
 
 def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
@@ -77,50 +95,13 @@ def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
     Args:
         refresh_s: Seconds between two refreshes of a live page.
     """
-    plotly, script = plotly_script(), (_HERE / "report.js").read_text(encoding="utf-8")
-    connect = "'none'" if refresh_s is None else "'self'"
-    # Scripts other than these two do not run, wherever they come from.
-    scripts = " ".join(f"'sha256-{_sha256(code)}'" for code in (plotly, script))
-    policy = (
-        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
-    )
+    from plotly.offline import get_plotlyjs
+
     return _TEMPLATES.get_template("page.html").render(
         shown=shown,
         generator=GENERATOR,
         refresh_s=refresh_s,
-        policy=policy,
         style=(_HERE / "report.css").read_text(encoding="utf-8"),
-        data=json_in_html(shown.data),
-        plotly=plotly,
-        script=script,
+        plotly=get_plotlyjs(),
+        script=(_HERE / "report.js").read_text(encoding="utf-8"),
     )
-
-
-def plotly_script() -> str:
-    """Returns Plotly's JavaScript, from its Python package."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def json_in_html(value: object) -> str:
-    """Returns JSON that can stand in a script element: no text in it can end that."""
-    said = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _sha256(code: str) -> str:
-    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-
-
-def _footnotes(runs: Sequence[tuple[str, RunHistory]]) -> Iterator[str]:
-    yield (
-        "Training time leaves out evaluations, samples, checkpoints that a step waited for, and steps that a restart "
-        "took again."
-    )
-    if any(len(run.training["step"]) > MOST_POINTS for _, run in runs):
-        yield f"Curves have at most {MOST_POINTS:,} points here: of each stretch the lowest and the highest value."
-    for name, run in runs:
-        if run.damaged_lines:
-            yield f"{run.damaged_lines:,} lines of {name} could not be read, and are left out."
