@@ -23,8 +23,6 @@ from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
 
-"""All keys that a recipe can have; those of sources once, as `data.train.0.path`."""
-
 # Longer values are cut in the table; a key's own page has them whole.
 _WIDEST = 36
 # Columns of a path that is shortened, and of a terminal with room for units.
