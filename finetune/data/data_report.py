@@ -1,9 +1,11 @@
 """What the data turned out to be, for people and as JSON, and the bounds that a recipe sets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
@@ -130,6 +132,11 @@ class DataReport:
         """The report as JSON-able values."""
         return asdict(self)
 
+    def sides(self) -> dict[str, SplitReport]:
+        """The sides that there are, by their names."""
+        sides = {"train": self.train, "validation": self.validation}
+        return {name: split for name, split in sides.items() if split is not None}
+
     def lines(self) -> list[str]:
         """The report for people, one line a fact."""
         origin = "from the cache" if self.reused else "prepared"
@@ -137,18 +144,15 @@ class DataReport:
             f"data: {origin} in {self.seconds:.1f} s, {self.packing} rows of {self.sequence_length} tokens, "
             f"{self.vocabulary:,} token ids"
         ]
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            if split is not None:
-                lines.extend(_split_lines(name, split))
+        for name, split in self.sides().items():
+            lines.extend(_split_lines(name, split))
         return [*lines, *(f"  {note}" for note in self._class_notes())]
 
     def start_lines(self) -> list[str]:
         """The report in a line, and in a second one what in the data is to be looked at, if anything."""
         parts: list[str] = []
         counted: Counter[str] = Counter()
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            if split is None:
-                continue
+        for name, split in self.sides().items():
             kind = "conversations" if split.chat is not None else "documents"
             rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
             parts.append(rows if not parts else f"{name} {split.rows:,} rows")
@@ -165,10 +169,10 @@ class DataReport:
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
-        for name, split in (("training", self.train), ("validation", self.validation)):
-            absent = [label for label, count in split.classes.items() if not count] if split is not None else []
-            if absent:
-                notes.append(f"no {name} document has the class {some(absent)}")
+        for name, split in self.sides().items():
+            if absent := [label for label, count in split.classes.items() if not count]:
+                kind = "training" if name == "train" else name
+                notes.append(f"no {kind} document has the class {some(absent)}")
         return notes
 
 
@@ -240,13 +244,12 @@ def split_report(
     facts: dict[str, Any],
     side: str,
     made: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
     *,
     row_length: int,
     around: int,
     overlap: int,
-    eos: int | None,
-    add_eos: bool,
-    name_of: Callable[[int], Any],
+    wants_end: bool,
     classes: dict[str, int],
 ) -> SplitReport:
     """Puts a side's facts together.
@@ -255,41 +258,38 @@ def split_report(
         facts: Of the token folder.
         side: Of the split.
         made: Facts of the rows.
+        tokenizer: Names its end-of-text token, and the tokens that end answers.
         row_length: T.
         around: Special tokens around each document of a classifier.
         overlap: Documents that are training documents too.
-        eos: The tokenizer's end-of-text token.
-        add_eos: Whether it is wanted behind documents.
-        name_of: The text of a token.
+        wants_end: Whether that token is wanted behind documents.
         classes: Documents of each class.
     """
-    counts = facts[side]
+    counts, told = facts[side], facts[side]["chat"]
     places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
-    chat = _chat_report(counts["chat"], counts["ends"], name_of) if counts["chat"] else None
+    found = findings(counts["issues"])
+    total, ended = counts["documents"], 0
+    chat = None
+    if told:
+        total, ended = told["examples"], told["ended"]
+        chat = ChatReport(
+            supervised_share=told["supervised"] / told["tokens"] if told["tokens"] else 0.0,
+            ended_share=ended / total if total else 0.0,
+            ends={str(tokenizer.convert_ids_to_tokens(int(end))): count for end, count in counts["ends"].items()},
+            **{part.name: told[part.name] for part in fields(ChatReport) if part.name in told},
+        )
+    elif wants_end and tokenizer.eos_token_id is not None:
+        ended = total - made["truncated"]
+    if wants_end and tokenizer.eos_token_id is None and ended < total:
+        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
     # What was left out on purpose has no tokens either.
     left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
     # Records of a source belong to neither side before they are read: said once, with the training side.
     own = side == "train"
-    found = findings(counts["issues"])
-    total, ended = counts["documents"], 0
-    if chat is not None:
-        total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
-    elif add_eos and eos is not None:
-        ended = total - made["truncated"]
-    if add_eos and eos is None and ended < total:
-        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
     return SplitReport(
-        documents=counts["documents"],
-        tokens=counts["tokens"],
-        rows=made["rows"],
         targets=made["targets"] + made["rows"] * around,
         useful_share=used / places if places else 0.0,
         empty=counts["empty"] + made["empty"] - left_out,
-        duplicates=counts["duplicates"],
-        over_long=made["over_long"],
-        truncated=made["truncated"],
-        dropped=made["dropped"],
-        remainder_rows=made["remainder_rows"],
         sources=tuple(
             SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
             for s in counts["sources"]
@@ -301,29 +301,8 @@ def split_report(
         ended_share=ended / total if total else 0.0,
         findings=found,
         classes=classes,
-    )
-
-
-def _chat_report(facts: dict[str, Any], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
-    return ChatReport(
-        examples=facts["examples"],
-        answers=facts["answers"],
-        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
-        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
-        ends={str(name_of(int(token))): count for token, count in ends.items()},
-        **{
-            name: facts[name]
-            for name in (
-                "unsupervised",
-                "too_long",
-                "cut",
-                "answers_cut",
-                "refused",
-                "tools_dropped",
-                "shared",
-                "unwritten",
-            )
-        },
+        **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
+        **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
     )
 
 
@@ -338,10 +317,9 @@ def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) 
     Raises:
         DataError: With all of them that do not hold.
     """
-    problems = []
-    for name, split in (("train", report.train), ("validation", report.validation)):
-        if split is not None:
-            problems += [f"{name}: {problem}" for problem in _problems(split, bounds, labelled)]
+    problems = [
+        f"{name}: {problem}" for name, split in report.sides().items() for problem in _problems(split, bounds, labelled)
+    ]
     if problems:
         raise DataError(f"The data is not what the recipe allows: {'; '.join(problems)}. Mend it, or the bounds.")
 
@@ -355,37 +333,28 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         too_long += chat.too_long + chat.cut
         unsupervised = chat.unsupervised
         read += chat.too_long + chat.unsupervised
-    if broken:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
-        more = f" ({kinds}; the first: {split.first_broken})"
-        yield from _above("max_broken", bounds.max_broken, broken, read, f"conversations are broken{more}")
-    yield from _above("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row")
-    nothing = "conversations hold nothing to learn"
-    yield from _above("max_unsupervised", bounds.max_unsupervised, unsupervised, read, nothing)
-    both = "documents are training documents too"
-    yield from _above("max_overlap", bounds.max_overlap, split.overlap, split.documents, both)
-    if chat is not None and chat.supervised_share < bounds.min_supervised:
-        yield _below("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned")
-    if split.ended_share < bounds.min_ended and not labelled:
-        what = "documents" if chat is None else "examples"
-        end = f"of the {what} end in a special token that is learned"
-        yield _below("min_ended", bounds.min_ended, split.ended_share, end)
-    most = {
-        LOSSY: ("max_lossy", bounds.max_lossy),
-        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
-        NUL: ("max_nul", bounds.max_nul),
-        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
-    }
+    kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
+    most = [
+        ("max_broken", broken, read, f"conversations are broken ({kinds}; the first: {split.first_broken})"),
+        ("max_too_long", too_long, read, "documents are longer than a row"),
+        ("max_unsupervised", unsupervised, read, "conversations hold nothing to learn"),
+        ("max_overlap", split.overlap, split.documents, "documents are training documents too"),
+    ]
+    keys = {LOSSY: "max_lossy", MOJIBAKE: "max_mojibake", NUL: "max_nul", DUPLICATE_KEY: "max_duplicate_keys"}
     for found in split.findings:
-        if found.kind in most:
+        if found.kind in keys:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
-            yield from _above(*most[found.kind], found.count, found.of, what)
-
-
-def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:
-    if count > exact_product(bound, total):
-        yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-
-
-def _below(key: str, bound: float, share: float, what: str) -> str:
-    return f"{share:.1%} {what}, and checks.{key} is {bound:g}"
+            most.append((keys[found.kind], found.count, found.of, what))
+    for key, count, total, what in most:
+        if count > exact_product(bound := getattr(bounds, key), total):
+            yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
+    if chat is not None and chat.supervised_share < bounds.min_supervised:
+        yield (
+            f"{chat.supervised_share:.1%} of the tokens are learned, and checks.min_supervised is "
+            f"{bounds.min_supervised:g}"
+        )
+    if split.ended_share < bounds.min_ended and not labelled:
+        yield (
+            f"{split.ended_share:.1%} of the {'documents' if chat is None else 'examples'} end in a special token that "
+            f"is learned, and checks.min_ended is {bounds.min_ended:g}"
+        )

@@ -44,7 +44,7 @@ class PreparedData:
     """None if no document is for validation."""
     tokenizer: PreTrainedTokenizerBase
     num_labels: int | None
-    """RowClasses of a sequence classification; None for other tasks."""
+    """Classes of a sequence classification; None for other tasks."""
     label_names: tuple[str, ...]
     report: DataReport
     digest: str
@@ -57,6 +57,7 @@ class _Side:
 
     entry: Entry
     side: str
+    file: token_files.TokenFile
     rows_entry: Entry
     digest: str
 
@@ -109,9 +110,7 @@ class _Preparation:
         train_corpora, train_rules = self._open(data.train), self._rules(held_out)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._encoder = self._find_encoder()
-        self._wrapping = (
-            build_tokenizer.wrapping(self._tokenizer) if self._labelled else build_tokenizer.Wrapping((), ())
-        )
+        self._wrapping = build_tokenizer.wrapping(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
 
         train = validation = None
         validation_corpora = self._open(data.validation)
@@ -134,18 +133,15 @@ class _Preparation:
         classes = self._classes(first, [*train_corpora, *validation_corpora]) if self._labelled else None
         train_rows = self._rows(train, classes) if train else None
         validation_rows = self._rows(validation, classes) if validation else None
-        if train_rows is not None and len(train_rows) == 0:
-            raise DataError(
-                f"The training documents fill no row of {data.sequence_length} tokens (packing {data.packing}, "
-                f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
-                "data.sequence_length."
-            )
-        if data.validation and validation_rows is not None and len(validation_rows) == 0:
-            raise DataError(
-                f"The documents of data.validation fill no row of {data.sequence_length} tokens (packing "
-                f"{data.packing}, long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or "
-                "lower data.sequence_length."
-            )
+        for rows, documents in (
+            (train_rows, "The training documents"),
+            (validation_rows if data.validation else None, "The documents of data.validation"),
+        ):
+            if rows is not None and len(rows) == 0:
+                raise DataError(
+                    f"{documents} fill no row of {data.sequence_length} tokens (packing {data.packing}, long_documents "
+                    f"{data.long_documents}, remainder {data.remainder}). Add documents, or lower data.sequence_length."
+                )
         report = DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
@@ -325,8 +321,10 @@ class _Preparation:
             "remainder": data.remainder if data.packing == "wrapped" else None,
         }
 
+        masked = self._recipe.chat is not None
+        file = token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+
         def build(folder: Path) -> dict[str, Any]:
-            file = self._token_file(entry, side)
             if self._labelled:
                 packed = packing.truncate_documents(file.offsets, room)
             elif data.packing == "wrapped":
@@ -339,15 +337,10 @@ class _Preparation:
             return packing.save_rows(packed, folder, file.mask)
 
         digest = digest_of(key)
-        return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
-
-    def _token_file(self, entry: Entry, side: str) -> token_files.TokenFile:
-        masked = self._recipe.chat is not None
-        return token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+        return _Side(entry, side, file, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
-        file = self._token_file(side.entry, side.side)
-        numbers = None
+        file, numbers = side.file, None
         if classes is not None:
             assert file.labels is not None
             numbers = RowClasses(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
@@ -366,10 +359,9 @@ class _Preparation:
     def _report(
         self, side: _Side, rows: TokenRows | None, classes: ClassList | None, against: _Side | None = None
     ) -> SplitReport:
-        own = self._token_file(side.entry, side.side).digests
         shared = 0
         if against is not None and against.entry is not side.entry:
-            shared = int(np.isin(own, self._token_file(against.entry, against.side).digests).sum())
+            shared = int(np.isin(side.file.digests, against.file.digests).sum())
         counts: dict[str, int] = {}
         if classes is not None and rows is not None and rows.classes is not None:
             found = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
@@ -378,12 +370,11 @@ class _Preparation:
             side.entry.facts,
             side.side,
             side.rows_entry.facts,
+            self._tokenizer,
             row_length=self._data.sequence_length,
             around=sum(map(len, self._wrapping)),
             overlap=shared,
-            eos=self._tokenizer.eos_token_id,
-            add_eos=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
-            name_of=self._tokenizer.convert_ids_to_tokens,
+            wants_end=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
             classes=counts,
         )
 

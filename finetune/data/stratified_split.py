@@ -32,11 +32,10 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
     ordered = sorted(numbers, key=lambda label: (isinstance(label, str), label))
     ranks = np.empty(len(ordered), np.int64)
     ranks[[numbers[label] for label in ordered]] = np.arange(len(ordered))
-    found, classes = np.array(digests, np.uint64), ranks[np.array(codes, np.int64)]
-    order = np.lexsort((classes, found))
-    found, classes = found[order], classes[order]
-    first = np.append(True, found[1:] != found[:-1]) if found.size else np.full(0, True)
-    found, classes = found[first], classes[first]
+    classes = ranks[np.array(codes, np.int64)]
+    order = np.argsort(classes, kind="stable")
+    found, first = np.unique(np.array(digests, np.uint64)[order], return_index=True)
+    classes = classes[order][first]
     counts = np.bincount(classes, minlength=len(ordered)).tolist()
     taken = [found[classes == number][:count] for number, count in enumerate(_shares(counts, rules.held_out))]
     return np.sort(np.concatenate([found[:0], *taken]))

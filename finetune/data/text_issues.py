@@ -79,7 +79,7 @@ class Issues:
 
 
 def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
-    """What `Issues` has counted, as a dict, one for each kind."""
+    """Returns one finding for each kind that `Issues`, as a dict, has counted."""
     return tuple(
         Finding(kind, count, issues["sampled" if kind == LOSSY else "looked"], issues["examples"][kind])
         for kind, count in sorted(issues["counts"].items())
@@ -121,7 +121,7 @@ def _around(text: str, start: int, end: int) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """What is in two texts around the first place where they differ."""
+    """Both texts around the first place where they differ."""
     same = first_difference(text, back)
     start = max(0, same - _SHOWN // 2)
     return f"{text[start : same + _SHOWN]!r} became {back[start : same + _SHOWN]!r}"

@@ -17,14 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
-from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.data.chat.special_token_text import Marks, Span, marks_for
 from finetune.data.text_issues import first_difference
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import read_text
-
-Message = Mapping[str, Any]
-Span = tuple[int, int]
 
 PLAIN = """\
 {%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n\\n' }}{% endif %}
@@ -251,16 +248,17 @@ def _by_prefix(
         (through, text, "it rewrites an answer when others follow"),
     ):
         if not later.startswith(earlier):
+            same = max(0, first_difference(earlier, later) - 20)
             raise DataError(
                 f"{where}, turn {number + 1}: the chat template ({template.name}) has no {{% generation %}} marks, and "
-                f"{what}: {_difference(earlier, later)}. So its answers cannot be told from the rest. Put marks "
-                "around them in a copy of the template and name it as chat.template, or set chat.train_on: last, "
-                "if only earlier turns are rewritten."
+                f"{what}: `{_short(earlier[same:])}` became `{_short(later[same:])}`. So its answers cannot be told "
+                "from the rest. Put marks around them in a copy of the template and name it as chat.template, or set "
+                "chat.train_on: last, if only earlier turns are rewritten."
             )
     return len(before), _end_of(chat.messages[number], through, len(before), special)
 
 
-def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -> int:
+def _end_of(message: Mapping[str, Any], text: str, start: int, special: re.Pattern[str]) -> int:
     """Where an answer ends: behind the special token that closes it. What follows, nobody says."""
     closing = [match.end() for match in special.finditer(text, start)]
     if closing:
@@ -269,11 +267,6 @@ def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -
     content = str(message.get("content") or "").strip()
     place = text.find(content, start)
     return place + len(content) if content and place >= 0 else len(text)
-
-
-def _difference(one: str, other: str) -> str:
-    start = max(0, first_difference(one, other) - 20)
-    return f"`{_short(one[start:])}` became `{_short(other[start:])}`"
 
 
 def _short(text: str) -> str:

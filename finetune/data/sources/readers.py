@@ -14,7 +14,8 @@ from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
 
-_BATCH_ROWS = 1024
+BATCH_ROWS = 1024
+"""Rows of a table that are in memory at once."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -200,18 +201,14 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     if fields.form is not None:
         return
     names = list(present)
+    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
+    or_chat = ", or give the recipe a `chat` section if these are conversations" if spoken else ""
     for key, field in (("text_field", fields.text), ("label_field", fields.label)):
         if field is not None and field not in names:
             raise DataError(
-                f"{where}: there is no field '{field}'; the fields are "
-                f"{', '.join(map(str, names)) or 'none'}. "
-                f"Name one of them as the source's `{key}`{_or_chat(names)}."
+                f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. Name "
+                f"one of them as the source's `{key}`{or_chat}."
             )
-
-
-def _or_chat(names: Iterable[str]) -> str:
-    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
-    return ", or give the recipe a `chat` section if these are conversations" if spoken else ""
 
 
 def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -263,7 +260,7 @@ def _cut_short(line: str, error: ValueError) -> str:
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     with path.open("rb") as file:
-        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"{":
         # Many published `.json` files are JSON lines.
         documents = _read_jsonl(path, fields, meter)
@@ -305,8 +302,8 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     "quotes around texts that contain commas."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None:
-                record[fields.label] = _csv_label(record[fields.label])
+            if fields.label is not None and (label := record[fields.label]).isascii() and label.isdigit():
+                record[fields.label] = int(label)  # CSV knows only text
             yield document_of(record, fields, where)
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
@@ -338,11 +335,6 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
         ) from error
 
 
-def _csv_label(label: str) -> int | str:
-    """CSV knows only text, so a class that is written as a number is one."""
-    return int(label) if label.isascii() and label.isdigit() else label
-
-
 def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
@@ -356,7 +348,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
         batches = (
             batch
             for group in range(file.num_row_groups)
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=fields.columns)
         )
         for batch in batches:
             for record in batch.to_pylist(maps_as_pydicts="strict"):

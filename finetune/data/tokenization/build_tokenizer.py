@@ -25,8 +25,8 @@ TRAINER_VERSION = 1
 class Wrapping(NamedTuple):
     """What a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
 
-    before: tuple[int, ...]
-    behind: tuple[int, ...]
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -148,10 +148,7 @@ def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
-    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if number is not None:
-            return int(number)
-    return 0
+    return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
 
 
 def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -159,12 +156,8 @@ def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTra
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
         # The form that GPT-2 was published in says nowhere which class it belongs to.
-        bare = {"vocab.json", "merges.txt"} <= files and not files & {
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "config.json",
-        }
-        if bare:
+        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
+        if {"vocab.json", "merges.txt"} <= files and not named:
             return transformers.GPT2TokenizerFast.from_pretrained(str(folder))
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)

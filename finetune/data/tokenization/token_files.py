@@ -108,7 +108,7 @@ def write(
                     )
             shards.advance(batch)
         for side in sides.values():
-            side.repeat(*((corpus.form.detected, corpus.form.unread) if corpus.form else ("", ())))
+            side.repeat(corpus.form)
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
     if all(count is None for count in counts.values()):
