@@ -156,28 +156,27 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
     named = {number: number_of[str(number)] for number in numbers if str(number) in number_of}
     placed = {number: number for number in range(len(names))}
     by_name, by_number = len(named) == len(numbers), all(number in placed for number in numbers)
+    problem = None
     if not (number_of.keys() >= set(texts) and (by_name or by_number)):
-        if not known.binding:
-            return None
-        raise DataError(
+        problem = (
             f"The labels of the documents are {some(labels)}, but {known.origin} has the classes {some(names)}. A "
             "label must be one of these names, as it is written there, or a class's number from 0. Correct the labels, "
             f"or {'correct those names' if known.resizable else _OTHER_MODEL}."
         )
-    if by_name and by_number and any(named[number] != number for number in numbers):
-        if not known.binding:
-            return None
-        raise DataError(
+    elif by_name and by_number and any(named[number] != number for number in numbers):
+        problem = (
             f"The labels {some(sorted(numbers))} are names of classes that {known.origin} has ({some(names)}), and "
             "numbers of other ones. Write labels as texts in a file of JSON lines: names if these are meant."
         )
-    if num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
-        if not known.binding:
-            return None
-        raise DataError(
+    elif num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
+        problem = (
             f"task.num_labels is {num_labels}, but {known.origin} has {len(names)} classes ({some(names)}). Set it to "
             f"{len(names)}, or leave it out."
         )
+    if problem is not None:
+        if known.binding:
+            raise DataError(problem)
+        return None
     # Documents of validation may have other numbers than those of training.
     spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
     by: dict[int, int] = spelled if spelled and by_name else placed

@@ -272,7 +272,7 @@ class _Preparation:
         held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
-            self._tolerance.reset()  # training a tokenizer has read the same records
+            self._tolerance.restore({}, None)  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
                 counts = token_files.write(
                     folder,

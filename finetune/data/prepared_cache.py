@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest_of, file_digest, sync_to_disk, why_unlockable
+from finetune.utils.atomic_files import digest_of, file_digest, remove_path, sync_to_disk, why_unlockable
 from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
@@ -77,11 +77,11 @@ class Cache:
                 # Another process has built or checked it since this one came.
                 known = _checked_at(folder) != before
                 return self._open(folder, known=known) or self._build(folder, build)
-        except _NoLockError as error:
+        except _NoLockError:
             # A cache that is only read, as another user's may be, is checked by each process.
             if found := self._open(folder, known=False):
                 return found
-            raise error.problem from error
+            raise
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -111,11 +111,9 @@ class Cache:
 
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         staging = folder.with_name(folder.name + ".part")
-        for leftover in (staging, folder):
-            if leftover.is_symlink():
-                leftover.unlink()
-            elif leftover.exists() and not (leftover == staging and self._can_go_on(staging)):
-                shutil.rmtree(leftover)
+        remove_path(folder)
+        if not self._can_go_on(staging):
+            remove_path(staging)
         staging.mkdir(exist_ok=True)
         try:
             facts = build(staging)
@@ -146,10 +144,9 @@ class Cache:
 
     def _can_go_on(self, staging: Path) -> bool:
         """Whether a build can use what another has left."""
-        if not (staging / STATE).exists():
+        # Links would be written through.
+        if not (staging / STATE).exists() or any(path.is_symlink() for path in (staging, *staging.iterdir())):
             return False
-        if any(path.is_symlink() for path in staging.iterdir()):
-            return False  # they would be written through
         try:
             version = json_files.read(staging / STATE).get("version")
         except ValueError:
@@ -176,12 +173,11 @@ class Cache:
             reason = why_unlockable(self._root)
             if reason is not None:
                 # A lock of this machine would not do: processes of several machines may prepare the same data.
-                problem = DataError(
+                raise _NoLockError(
                     f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), "
                     "and processes that prepare the same data need one. Set data.cache_dir to a directory on another "
                     "file system, such as a local disk."
                 )
-                raise _NoLockError(problem)
             lock = filelock.FileLock(self._root / f"{name}.lock")
             try:
                 lock.acquire(timeout=_SILENT_WAIT_S if there else 0)
@@ -197,7 +193,7 @@ class Cache:
                     self._note_kept(error)
                     raise
         except OSError as error:
-            raise _NoLockError(self._unusable(error)) from error
+            raise _NoLockError(str(self._unusable(error))) from error
         try:
             yield
         finally:
@@ -213,12 +209,8 @@ class Cache:
         )
 
 
-class _NoLockError(Exception):
+class _NoLockError(DataError):
     """Nothing can be locked in the cache directory."""
-
-    def __init__(self, problem: DataError) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
 
 
 class _DamageError(Exception):

@@ -6,7 +6,8 @@ Letters: `N` tokens of one conversation.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,6 @@ from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
 """Of what is made of conversations; part of the cache's key."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A conversation as the template writes it."""
-
-    text: str
-    parts: list[Span]
-    """Where special tokens are only characters."""
-    answers: dict[int, list[Span]]
-    unwritten: frozenset[str]
-    """Fields of which the template does not write all."""
 
 
 class ChatEncoder:
@@ -160,31 +149,47 @@ class ChatEncoder:
         learned = self._learned(conversation)
         if self._section.train_on == "all":
             self._check_weights(conversation, where)
-        written = self._write(conversation, learned, where)
-        ids, offsets = special_token_text.encode(self._fast, self._literal, written.text, written.parts)
+        text, literals, answered, unwritten = self._write(conversation, learned, where)
+        ids, offsets = special_token_text.encode(self._fast, self._literal, text, literals)
         tokens = np.array(ids, np.uint32)
-        self._check_literals(tokens, offsets, written, where)
+        for start, end in literals:
+            made = set(tokens[(offsets[:, 0] >= start) & (offsets[:, 1] <= end)].tolist()) & self._special.keys()
+            if any(self._special[number] in text[start:end] for number in made):
+                raise InvalidConversation(
+                    "special tokens",
+                    f"{where}: the text {text[start:end]!r} becomes a special token whatever is done, because the "
+                    "tokenizer's vocabulary holds it as a word. Remove it from the record.",
+                )
         mask = np.full(tokens.size, self._section.train_on == "all")
         shared = 0
-        for number, spans in written.answers.items():
+        for number, spans in answered.items():
             for start, end in spans:
                 inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
                 mask[inside] = number in learned
                 shared += int(inside.any() and offsets[inside.argmax(), 0] < start)
         if self._section.end_token == "add":
-            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [written.answers[n] for n in learned])
-        return self._finished(
-            tokens,
-            mask,
-            offsets,
-            written.text,
-            Facts(
-                answers=len(learned),
-                shared=shared,
-                tools_dropped=int("tools" in written.unwritten),
-                unwritten=dict.fromkeys(sorted(written.unwritten - {"tools"}), 1),
-            ),
+            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [answered[n] for n in learned])
+        supervised = int(mask[1:].sum())  # the first token is never a target
+        if not supervised:
+            return left_out(Facts(unsupervised=1))
+        closing = None
+        for place in np.flatnonzero(mask)[::-1][:4].tolist():
+            if int(tokens[place]) in self._special:
+                closing = int(tokens[place])
+                break
+            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
+                break
+        facts = Facts(
+            examples=1,
+            tokens=tokens.size,
+            supervised=supervised,
+            ended=int(closing is not None),
+            answers=len(learned),
+            shared=shared,
+            tools_dropped=int("tools" in unwritten),
+            unwritten=dict.fromkeys(sorted(unwritten - {"tools"}), 1),
         )
+        return Example(tokens, mask, facts, closing)
 
     def _learned(self, conversation: Conversation) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
@@ -205,7 +210,15 @@ class ChatEncoder:
                     "assistant.",
                 )
 
-    def _write(self, conversation: Conversation, learned: list[int], where: str) -> _Written:
+    def _write(
+        self, conversation: Conversation, learned: list[int], where: str
+    ) -> tuple[str, list[Span], dict[int, list[Span]], frozenset[str]]:
+        """A conversation as the template writes it.
+
+        Returns:
+            The text; where in it special tokens are only characters; where answers lie, by message; and the fields of
+            which the template does not write all.
+        """
         writing = write(self._template, conversation, where)
         unwritten = self._check_unwritten(writing.chat, writing.missing, learned, where)
         chat = writing.chat
@@ -223,7 +236,7 @@ class ChatEncoder:
         pattern = special_token_text.written_by_template(self._names, marks)
         text, spans = answers(self._template, chat, wanted, pattern, where)
         if not marked:
-            return _Written(text, [], spans, unwritten)
+            return text, [], spans, unwritten
         clean, parts, removed = marks.remove(text)
         if clean != writing.text:
             raise InvalidConversation(
@@ -231,14 +244,9 @@ class ChatEncoder:
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
                 "chat template reads as more than characters. Remove it from the record.",
             )
-        found = {
-            number: [
-                (special_token_text.moved(start, removed), special_token_text.moved(end, removed))
-                for start, end in places
-            ]
-            for number, places in spans.items()
-        }
-        return _Written(clean, parts, found, unwritten)
+        moved = partial(special_token_text.moved, removed=removed)
+        found = {n: [(moved(start), moved(end)) for start, end in places] for n, places in spans.items()}
+        return clean, parts, found, unwritten
 
     def _check_unwritten(
         self, chat: Conversation, missing: Sequence[Part], learned: Sequence[int], where: str
@@ -280,19 +288,6 @@ class ChatEncoder:
         unread = (name for name in chat.variables if re.search(rf"\b{re.escape(name)}\b", text) is None)
         return frozenset([*(part.field for part in missing), *(f"chat_template_kwargs.{name}" for name in unread)])
 
-    def _check_literals(
-        self, tokens: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], written: _Written, where: str
-    ) -> None:
-        for start, end in written.parts:
-            inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
-            made = set(tokens[inside].tolist()) & self._special.keys()
-            if any(self._special[number] in written.text[start:end] for number in made):
-                raise InvalidConversation(
-                    "special tokens",
-                    f"{where}: the text {written.text[start:end]!r} becomes a special token whatever is done, because "
-                    "the tokenizer's vocabulary holds it as a word. Remove it from the record.",
-                )
-
     def _add_ends(
         self,
         tokens: npt.NDArray[np.uint32],
@@ -317,29 +312,10 @@ class ChatEncoder:
                 mask[behind] = True
             else:
                 places.append(behind)
-        ends = offsets[np.array(places, np.int64) - 1, 1] if places else np.array([], np.int64)
-        return (
-            np.insert(tokens, places, eos),
-            np.insert(mask, places, True),
-            np.insert(offsets, places, np.stack([ends, ends], axis=1), axis=0) if places else offsets,
-        )
-
-    def _finished(
-        self, tokens: npt.NDArray[np.uint32], mask: Mask, offsets: npt.NDArray[np.int64], text: str, facts: Facts
-    ) -> Example:
-        """An example with its counts; none where nothing is a target, which the first token never is."""
-        supervised = int(mask[1:].sum())
-        if not supervised:
-            return left_out(Facts(unsupervised=1))
-        end = None
-        for place in np.flatnonzero(mask)[::-1][:4].tolist():
-            if int(tokens[place]) in self._special:
-                end = int(tokens[place])
-                break
-            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
-                break
-        counted = replace(facts, examples=1, tokens=tokens.size, supervised=supervised, ended=int(end is not None))
-        return Example(tokens, mask, counted, end)
+        at = np.array(places, np.int64)
+        ends = offsets[at - 1, 1]
+        offsets = np.insert(offsets, at, np.stack([ends, ends], axis=1), axis=0)
+        return np.insert(tokens, at, eos), np.insert(mask, at, True), offsets
 
 
 def _without_oldest(conversation: Conversation) -> Conversation | None:

@@ -74,10 +74,6 @@ class Template:
             )
         return text
 
-    def is_marked(self, chat: Conversation, where: str) -> bool:
-        """Whether it marks answers itself."""
-        return _MARK.search(self.text_for(chat, where)) is not None
-
     def render(self, chat: Conversation, where: str, *, prompt: bool = False) -> str:
         """A conversation as text; with `prompt`, up to where an answer would begin.
 
@@ -204,7 +200,7 @@ def answers(
     Raises:
         DataError: If the answers cannot be told from the rest.
     """
-    if template.is_marked(chat, where):
+    if _MARK.search(template.text_for(chat, where)):
         text, spans = template.render_marked(chat, where)
         found = _by_marks(template, chat, spans, wanted, where)
     else:

@@ -84,13 +84,8 @@ class Tolerance:
     first: str | None = None
     """What was wrong with the first one."""
 
-    def reset(self) -> None:
-        """Forgets what was counted."""
-        self.counts.clear()
-        self.first = None
-
     def restore(self, counts: Mapping[str, int], first: str | None) -> None:
-        """Takes what another process has counted instead of what this one has."""
+        """Replaces what was counted by what another process has counted, or by nothing."""
         self.counts = Counter(counts)
         self.first = first
 
@@ -180,7 +175,12 @@ class RecordForm:
                 return json.dumps({"text": text.strip() if self.strip else text}, ensure_ascii=False)
             conversation = self._messages(record, where) if "messages" in self._paths else self._pair(record, where)
             _check(conversation, where)
-            return _written(conversation, where)
+            try:
+                return conversation.to_json()
+            except (TypeError, RecursionError) as error:  # Formats that are not JSON hold dates, for example.
+                raise InvalidConversation(
+                    "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
+                ) from error
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
@@ -216,7 +216,8 @@ class RecordForm:
                 "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {kind_of(turns)}."
             )
         messages, weights = self._turns(turns, where)
-        return self._whole(record, messages, weights, _completion(messages), where)
+        completion = max((n + 1 for n, message in enumerate(messages) if message["role"] == "user"), default=0)
+        return self._whole(record, messages, weights, completion, where)
 
     def _pair(self, record: Mapping[str, Any], where: str) -> Conversation:
         prompt = self._value(record, "user", where)
@@ -247,11 +248,8 @@ class RecordForm:
         if not _weight({key: value for key, value in record.items() if key == _WEIGHTS[0]}, where):
             weights = [0] * len(weights)
         if system := self._text(record, "system", where):
-            messages, weights, completion = (
-                [{"role": "system", "content": system}, *messages],
-                [1, *weights],
-                completion + 1,
-            )
+            messages = [{"role": "system", "content": system}, *messages]
+            weights, completion = [1, *weights], completion + 1
         variables = self._json(record, "chat_template_kwargs", dict, where) or {}
         if taken := [name for name in _RESERVED if name in variables]:
             raise InvalidConversation(
@@ -270,9 +268,7 @@ class RecordForm:
                     "no text",
                     f"{where}: '{self._path('history')}' must be a list of pairs of texts, a question and its answer.",
                 )
-            messages += [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
-            ]
+            messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return messages
 
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -458,11 +454,6 @@ def _listed(record: Mapping[str, Any], paths: Mapping[str, str]) -> str:
     return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
 
 
-def _completion(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The first message behind the last one of the user's."""
-    return max((n + 1 for n, message in enumerate(messages) if message["role"] == "user"), default=0)
-
-
 def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
     if isinstance(value, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in value):
         return "".join(part["text"] for part in value)
@@ -509,16 +500,6 @@ def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> 
     return int(next(iter(given.values()), 1))
 
 
-def _written(conversation: Conversation, where: str) -> str:
-    """A conversation as JSON. Formats that are not JSON hold values that it has no form for, such as dates."""
-    try:
-        return conversation.to_json()
-    except (TypeError, RecursionError) as error:
-        raise InvalidConversation(
-            "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
-        ) from error
-
-
 def _check(conversation: Conversation, where: str) -> None:
     """Rules that hold for every format."""
     roles = [message["role"] for message in conversation.messages]
@@ -531,9 +512,8 @@ def _check(conversation: Conversation, where: str) -> None:
             "record in two.",
         )
     for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), start=1):
-        if message["role"] != "assistant" or not weight or message.get("tool_calls"):
-            continue
-        if not message["content"].strip():
+        needed = message["role"] == "assistant" and weight and not message.get("tool_calls")
+        if needed and not message["content"].strip():
             raise InvalidConversation(
                 "empty answer",
                 f"{where}, turn {number}: the answer is empty, and a model would learn to say nothing. Remove the "

@@ -46,11 +46,17 @@ class Shards:
                 state = json_files.read(self._path, needed=("digest",))
                 if state.pop("digest") != digest_of(state):
                     raise ValueError
-                self._restore(state)
-            except DataError:
-                raise
+                complete = [side.restore(state["sides"][name]) for name, side in sides.items()]
+                self._source, self._documents = state["source"], state["documents"]
+                self._all_documents = state["all_documents"]
+                self.labels.update({label: number for number, label in enumerate(state["labels"])})
+                self._left = state
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
+            if not all(complete):
+                raise DataError(
+                    f"{folder} is damaged: it does not hold what was tokenised. Start again: it is made anew."
+                )
 
     def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:
         """The documents of a source that are to be tokenised; None if it is done."""
@@ -104,17 +110,6 @@ class Shards:
         }
         write_json(self._path, {**state, "digest": digest_of(state)})
         self._open = 0
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        complete = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
-        if not all(complete):
-            raise DataError(
-                f"{self._path.parent} is damaged: it does not hold what was tokenised. Start again: it is made anew."
-            )
-        self._source, self._documents = state["source"], state["documents"]
-        self._all_documents = state["all_documents"]
-        self.labels.update({label: number for number, label in enumerate(state["labels"])})
-        self._left = state
 
     def _before(self) -> int:
         """Bytes of the sources that are done."""
