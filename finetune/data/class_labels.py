@@ -111,7 +111,7 @@ class ClassList:
         return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be known of the names, in a line each."""
+        """Lists what a reader should know of the names, in a line each."""
         doubtful = [name for name in self.names if name.strip().lower() in _ABSENT]
         said = [f"the class {some([repr(name) for name in doubtful])} may stand for missing labels"] if doubtful else []
         return (*self.unfit, *said)

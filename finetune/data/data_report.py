@@ -27,7 +27,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What one source gave to one side of the split."""
+    """The share of one source in one side of the split."""
 
     name: str
     documents: int
@@ -40,12 +40,10 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What is learned of conversations. Copies by weight are not counted."""
+    """Figures of conversations. Copies by weight are not counted; counts are those of `Facts`."""
 
     examples: int
-    """Conversations that are learned from."""
     answers: int
-    """Their answers that are learned."""
     supervised_share: float
     """Tokens that are learned / all tokens."""
     ended_share: float
@@ -53,21 +51,14 @@ class ChatReport:
     ends: dict[str, int]
     """Which tokens these are, and of how many examples."""
     unsupervised: int
-    """Conversations left out because nothing of them is learned."""
     too_long: int
-    """Conversations left out because they are longer than a row."""
     cut: int
-    """Conversations that lost turns or their end."""
     answers_cut: int
-    """Answers that lost their end, or all of them."""
     refused: int
-    """Conversations left out because the template refuses them."""
     tools_dropped: int
-    """Conversations whose tools the template does not write."""
     shared: int
     """Answers whose first token holds a part of what comes before: at inference it is another token."""
     unwritten: dict[str, int]
-    """Conversations with a field of which the template does not write all, by field."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was prepared, and what it took."""
+    """A description of the prepared data."""
 
     sequence_length: int
     packing: str
@@ -177,7 +168,7 @@ class DataReport:
 
 
 def _notes(split: SplitReport) -> list[tuple[int, str]]:
-    """What was found in the documents, counted."""
+    """Counts of what was found in the documents."""
     notes = [
         (split.duplicates, "duplicate documents"),
         (split.empty, "empty documents"),

@@ -1,7 +1,7 @@
 """From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,12 +18,11 @@ from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import DataReport, SplitReport, check, split_report
 from finetune.data.prepared_cache import Cache, Entry
-from finetune.data.progress_bar import Bar, documents_bar
+from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
 from finetune.data.rows.row_dataset import RowClasses, TokenRows
 from finetune.data.sources.corpus import Corpus, open_source
-from finetune.data.sources.documents import Rules
-from finetune.data.stratified_split import held_out_digests
+from finetune.data.sources.documents import Rules, held_out_digests
 from finetune.data.tokenization import build_tokenizer, token_files
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
 from finetune.data.tokenization.encoding import Encoder
@@ -130,7 +129,12 @@ class _Preparation:
 
         first = train or validation
         assert first is not None
-        classes = self._classes(first, [*train_corpora, *validation_corpora]) if self._labelled else None
+        classes = None
+        if self._labelled:
+            known = [self._known] if self._known is not None else []
+            named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.classes]
+            known += [KnownClasses(corpus.classes, corpus.name) for corpus in named[:1]]
+            classes = ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
         train_rows = self._rows(train, classes) if train else None
         validation_rows = self._rows(validation, classes) if validation else None
         for rows, documents in (
@@ -155,7 +159,7 @@ class _Preparation:
         check(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=train_rows,
-            validation=validation_rows if validation_rows is not None and len(validation_rows) else None,
+            validation=validation_rows or None,
             tokenizer=self._tokenizer,
             num_labels=classes.count if classes else None,
             label_names=classes.names if classes else (),
@@ -163,20 +167,15 @@ class _Preparation:
             digest=_digest(first, classes),
         )
 
-    def _classes(self, first: _Side, corpora: Sequence[Corpus]) -> ClassList:
-        known = [self._known] if self._known is not None else []
-        known += [KnownClasses(corpus.classes, corpus.name) for corpus in corpora if corpus.classes][:1]
-        return ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
-
     def _open(self, sources: Sequence[Source]) -> list[Corpus]:
-        return [open_source(source, labelled=self._labelled, form=self._form(source)) for source in sources]
-
-    def _form(self, source: Source) -> RecordForm | None:
-        chat = self._recipe.chat
-        if chat is None:
-            return None
-        named = (source.format, source.fields, chat.roles, source.text_field)
-        return RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
+        chat, corpora = self._recipe.chat, []
+        for source in sources:
+            form = None
+            if chat is not None:
+                named = (source.format, source.fields, chat.roles, source.text_field)
+                form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
+            corpora.append(open_source(source, labelled=self._labelled, form=form))
+        return corpora
 
     def _rules(self, held_out: float) -> Rules:
         if self._recipe.chat is not None:
@@ -185,7 +184,7 @@ class _Preparation:
         return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
-        """What shapes the texts of some sources."""
+        """Lists all that shapes the texts of some sources."""
         key = {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
@@ -194,7 +193,7 @@ class _Preparation:
         return {**key, "split": "by class"} if rules.by_class else key
 
     def _held(self, corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64] | None:
-        """What is held out, where a document's own hash does not say it."""
+        """Finds what is held out, where a document's own hash does not say it."""
         if not rules.by_class:
             return None
 
@@ -223,9 +222,8 @@ class _Preparation:
         held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
-            texts = token_files.training_texts(corpora, rules, held)
             with documents_bar("training the tokenizer", [c.size for c in corpora], quiet=self._quiet) as bar:
-                trained = train_tokenizer(_counted(texts, bar), vocab_size)
+                trained = train_tokenizer(token_files.training_texts(corpora, rules, held, bar), vocab_size)
             trained.save_pretrained(str(folder))
             return {}
 
@@ -260,7 +258,7 @@ class _Preparation:
         )
 
     def _around(self) -> tuple[int | None, int | None]:
-        """What goes before and behind a document of plain text."""
+        """Tokens that go before and behind a document of plain text."""
         # A classifier's special tokens go around the text when a batch is built, behind any truncation.
         bos = self._tokenizer.bos_token_id if self._data.add_bos and not self._labelled else None
         eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
@@ -353,7 +351,7 @@ class _Preparation:
             fixed=self._data.packing != "padded",
             classes=numbers,
             mask=file.mask,
-            row_targets=packing.load_row_targets(side.rows_entry.folder) if file.mask else None,
+            row_targets=map_array(side.rows_entry.folder / packing.ROW_TARGETS) if file.mask else None,
         )
 
     def _report(
@@ -380,7 +378,7 @@ class _Preparation:
 
 
 def _digest(first: _Side, classes: ClassList | None) -> str:
-    """Of the rows, and of their classes' numbers where these are not what the labels alone say."""
+    """Digest of the rows, and of the classes' numbers where the labels alone do not give these."""
     if classes is None or classes.known is None:
         return first.digest
     plain = {label: n for n, label in enumerate(sorted(map(str, first.entry.facts["labels"])))}
@@ -412,16 +410,3 @@ def _in_names_of(corpora: Sequence[Corpus], facts: dict[str, Any]) -> dict[str, 
                 "sources": [{**source, "name": corpora[source["number"]].name} for source in counts["sources"]],
             }
     return now
-
-
-def _counted(texts: Iterator[tuple[str, int]], bar: Bar) -> Iterator[str]:
-    count = 0
-    for text, read in texts:
-        count += 1
-        bar.advance(1, read)
-        yield text
-    if not count:
-        raise DataError(
-            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing but "
-            "white space, or everything is held out. Name a source that holds text, or lower data.validation_fraction."
-        )

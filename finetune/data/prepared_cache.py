@@ -143,7 +143,7 @@ class Cache:
         return Entry(entry.folder, entry.facts, reused=False)
 
     def _can_go_on(self, staging: Path) -> bool:
-        """Whether a build can use what another has left."""
+        """True if a build can use what another has left."""
         # Links would be written through.
         if not (staging / STATE).exists() or any(path.is_symlink() for path in (staging, *staging.iterdir())):
             return False

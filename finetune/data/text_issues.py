@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass
 class Issues:
-    """What was found in some documents."""
+    """Signs that were found in some documents."""
 
     looked: int = 0
     """Documents that were looked at, copies by weight not counted."""
@@ -107,7 +107,7 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
 
 
 def first_difference(one: str, other: str) -> int:
-    """How many characters two texts have in common before they differ."""
+    """Number of characters that two texts have in common before they differ."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -235,7 +235,7 @@ def _by_marks(
 def _by_prefix(
     template: Template, chat: Conversation, text: str, number: int, special: re.Pattern[str], where: str
 ) -> Span:
-    """What a message adds to the text of those before it."""
+    """The part of the text that a message adds to those before it."""
     before = template.render(until(chat, number), where, prompt=True)
     through = text if number == len(chat.messages) - 1 else template.render(until(chat, number + 1), where)
     for earlier, later, what in (
@@ -255,7 +255,7 @@ def _by_prefix(
 
 
 def _end_of(message: Mapping[str, Any], text: str, start: int, special: re.Pattern[str]) -> int:
-    """Where an answer ends: behind the special token that closes it. What follows, nobody says."""
+    """The end of an answer: behind the special token that closes it."""
     closing = [match.end() for match in special.finditer(text, start)]
     if closing:
         # Calls and thoughts may have special tokens of their own.

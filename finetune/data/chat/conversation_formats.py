@@ -75,7 +75,7 @@ class InvalidConversation(DataError):
 
 @dataclass
 class Tolerance:
-    """What is done about broken conversations."""
+    """The way to treat broken conversations."""
 
     lenient: bool
     """Whether they are left out."""
@@ -103,7 +103,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one record says."""
+    """The content of one record."""
 
     messages: list[dict[str, Any]]
     weights: list[int]
@@ -128,7 +128,7 @@ class Conversation:
 
 @dataclass
 class RecordForm:
-    """How the records of one source are read. The first one decides what is left open."""
+    """The way to read the records of one source. The first record decides what the recipe leaves open."""
 
     format: str
     """A format, or `auto`."""
@@ -147,7 +147,7 @@ class RecordForm:
     _paths: dict[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> list[Any]:
-        """What decides what becomes of a record."""
+        """Lists all that decides how a record is read."""
         return [FORMAT_VERSION, self.format, dict(self.fields), dict(self.roles), self.text_field, self.strip]
 
     def read(self, record: Any, where: str) -> str:
@@ -292,7 +292,7 @@ class RecordForm:
         return messages, weights
 
     def _more(self, turn: Mapping[str, Any], known: Sequence[str], place: str) -> dict[str, Any]:
-        """What a message has besides role and text: templates may read any of it."""
+        """Collects the fields of a message besides role and text: templates may read any of them."""
         _refuse_media(turn, place)
         found: dict[str, Any] = {}
         for key, value in turn.items():
@@ -397,7 +397,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """What a text in JSON says; anything else as it is.
+    """Parses a text in JSON; returns anything else as it is.
 
     Raises:
         InvalidConversation: If it is not valid JSON.
@@ -436,7 +436,7 @@ def _calls(value: Any, place: str) -> list[Any]:
 
 
 def find(record: Any, path: str) -> Any:
-    """What lies at a path such as `instances.0.output`; a mark of its own where nothing does."""
+    """Finds the value at a path such as `instances.0.output`; returns a mark of its own where there is none."""
     if isinstance(record, Mapping) and path in record:
         return record[path]
     head, _, rest = path.partition(".")
@@ -448,7 +448,7 @@ def find(record: Any, path: str) -> Any:
 
 
 def _listed(record: Mapping[str, Any], paths: Mapping[str, str]) -> str:
-    """Whether turns are written as ShareGPT has them."""
+    """Tells turns that are written as ShareGPT has them from those of role and content."""
     turns = find(record, paths["messages"])
     first = turns[0] if isinstance(turns, list) and turns else {}
     return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
@@ -477,7 +477,7 @@ def _refuse_media(place_of: Mapping[str, Any], place: str) -> None:
 
 
 def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> int:
-    """Whether a turn or a record is learned."""
+    """Returns 1 if a turn or a record is learned, and 0 if not."""
     for key in _OTHER_WEIGHTS if role == "assistant" else ():
         if said.get(key) not in (None, [], ""):
             raise InvalidConversation(
@@ -537,7 +537,7 @@ def _paths(value: Any, prefix: str) -> Iterator[str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a record is, in JSON's words."""
+    """Names the kind of a record's value, in JSON's words."""
     if value is None:
         return "nothing (null)"
     names = {list: "list", dict: "object", str: "text", int: "number", float: "number"}

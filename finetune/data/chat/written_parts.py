@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data.chat.chat_templates import Template
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
-from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.data.chat.special_token_text import marks_for
 
 Path = tuple[str | int, ...]
 
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def needed(self) -> bool:
-        """Whether what is learned is wrong without it."""
+        """True if a model would learn something wrong without it."""
         return self.field in _NEEDED
 
 
@@ -120,15 +120,12 @@ def _written(template: Template, chat: Conversation, where: str, *, prompt: bool
 
     needed = [number for number, part in enumerate(parts) if part.needed]
     try:
-        seen = _numbers(changed(*needed, alone=False), marks)
+        found = re.findall(f"{marks.open}([0-9]+){marks.close}", changed(*needed, alone=False))
+        seen = set(map(int, found))
     except InvalidConversation:
         seen = set()  # it does not take them as they are then
     missing = (part for number, part in enumerate(parts) if number not in seen and unwritten(number))
     return Writing(chat, text, tuple(missing))
-
-
-def _numbers(text: str, marks: Marks) -> set[int]:
-    return {int(found) for found in re.findall(f"{marks.open}([0-9]+){marks.close}", text)}
 
 
 def _change(tree: Any, path: Path, mark: str, *, alone: bool) -> None:

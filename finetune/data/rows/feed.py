@@ -20,11 +20,9 @@ class Rows(Protocol):
 
     def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The given rows as CPU tensors, first dimension `B`."""
-        ...
 
     def num_targets(self, rows: np.ndarray) -> int:
         """The number of targets that `loss_sum` sums over for these rows; must be known before the forward pass."""
-        ...
 
     # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
 
@@ -52,19 +50,15 @@ class Feed(Protocol):
 
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step."""
-        ...
 
     def epoch(self, step: int) -> float | None:
         """Epochs that all ranks have read before a step; None where nobody knows how many rows an epoch has."""
-        ...
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """State that a checkpoint keeps to go on with a step that was not asked for yet; `position` is in it."""
-        ...
 
     def describe(self, step: int) -> dict[str, Any]:
         """Line of the ledger for a start at a step: `position`, and how rows follow from it."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

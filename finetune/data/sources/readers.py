@@ -33,7 +33,7 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What to take from each record."""
+    """Fields to take from each record."""
 
     text: str
     label: str | None
@@ -162,7 +162,7 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
 
 
 def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
-    """As `class_names`, of a file: `datasets` writes its features into Parquet files.
+    """Reads the `class_names` of a file: `datasets` writes its features into Parquet files.
 
     Raises:
         DataError: If it cannot be read.

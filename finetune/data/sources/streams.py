@@ -21,7 +21,7 @@ _NEAR = 16
 
 @dataclass
 class Meter:
-    """How much of some files has been read."""
+    """Progress of reading some files."""
 
     done: int = 0
     """Bytes."""

@@ -23,7 +23,7 @@ TRAINER_VERSION = 1
 
 
 class Wrapping(NamedTuple):
-    """What a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
+    """Tokens that a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
 
     before: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What decides how text becomes tokens, as JSON: part of the cache's key."""
+    """Describes all that decides how text becomes tokens, as JSON: part of the cache's key."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         content: Any = json.loads(backend.to_str()) if isinstance(backend, Tokenizer) else None

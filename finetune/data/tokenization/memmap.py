@@ -86,14 +86,14 @@ class GrowingArray:
 
 
 class MaskFile:
-    """Which tokens of a token file are targets: one bit each, memory-mapped."""
+    """The tokens of a token file that are targets: one bit each, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         """Opens what `pack_mask` has written."""
         self._bits: npt.NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, mode="r"))
 
     def __getitem__(self, places: Int64s) -> npt.NDArray[np.bool_]:
-        """Whether the tokens at some places are targets."""
+        """Tells which of the tokens at some places are targets."""
         return np.asarray(self._bits[places >> 3] >> (places & 7) & 1, np.bool_)
 
     def counts(self, starts: Int64s, lengths: Int64s) -> Int64s:

@@ -60,7 +60,7 @@ class SplitWriter:
         self._first = self._first_token = self._first_copy = 0
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON-able values; returns once the files are on the disk."""
+        """Returns what `restore` needs, as JSON-able values, once the files are on the disk."""
         return {
             "files": [(len(file), file.sync()) for file in self._files],
             "facts": vars(self._facts),
@@ -200,16 +200,11 @@ def _surround(
     numbers: npt.NDArray[np.uint32], sizes: Int64s, bos: int | None, eos: int | None
 ) -> tuple[npt.NDArray[np.uint32], Int64s]:
     """Puts `bos` before and `eos` behind each document of a concatenation."""
-    extra = (bos is not None) + (eos is not None)
-    grown = sizes + extra
-    ends = np.cumsum(grown)
-    out = np.empty(int(grown.sum()), np.uint32)
-    inner = np.full(out.size, True)
-    if bos is not None:
-        out[ends - grown] = bos
-        inner[ends - grown] = False
-    if eos is not None:
-        out[ends - 1] = eos
-        inner[ends - 1] = False
-    out[inner] = numbers
-    return out, grown
+    ends = np.cumsum(sizes)
+    # The end of a document and the begin of the next go to the same place, in this order.
+    around = [(token, places) for token, places in ((eos, ends), (bos, ends - sizes)) if token is not None]
+    if not around:
+        return numbers, sizes
+    places = np.concatenate([places for _, places in around])
+    tokens = np.repeat([token for token, _ in around], sizes.size)
+    return np.insert(numbers, places, tokens), sizes + len(around)

@@ -124,15 +124,23 @@ def write(
 
 
 def training_texts(
-    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None
-) -> Iterator[tuple[str, int]]:
-    """The texts of the training side, each document once; of conversations what is said.
+    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None, bar: Bar
+) -> Iterator[str]:
+    """Yields the texts of the training side, each document once; of conversations what is said.
 
-    Beside each text comes how many bytes of all files have been read. What `held_digests` are, `choose` says.
+    Raises:
+        DataError: If there is none.
     """
-    before = 0
+    count = before = 0
     for corpus in corpora:
         for item in choose(corpus, rules, held_digests):
             if item.text and not item.held_out:
-                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
+                count += 1
+                bar.advance(1, before + item.read)
+                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8")
         before += corpus.size or 0
+    if not count:
+        raise DataError(
+            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing but "
+            "white space, or everything is held out. Name a source that holds text, or lower data.validation_fraction."
+        )
