@@ -25,15 +25,15 @@ class KnownClasses:
     """Classes that have names and numbers before a document is read."""
 
     names: tuple[str, ...]
-    """In order of their numbers."""
+    """Names in order of the classes' numbers."""
     origin: str
-    """Who says so, for people."""
+    """The giver of these names, for people."""
     binding: bool = True
-    """Whether labels that are not among them are refused; else they are numbered as if there were no such names."""
+    """True if labels that are not among them are refused; else labels are numbered as if there were no such names."""
     resizable: bool = True
-    """Whether there may be more classes than have names."""
+    """True if there may be more classes than have names."""
     unfit: str = ""
-    """What to say where the labels are not among them."""
+    """Note for the user where the labels are not among them."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class ClassList:
 
     count: int
     names: tuple[str, ...]
-    """Of each class, in order of their numbers."""
+    """Name of each class, in order of their numbers."""
     number_of: dict[int | str, int]
     """The number of each label that can occur."""
     known: KnownClasses | None = None
-    """Where the numbers come from, if the labels alone do not say."""
+    """The source of the numbers, if the labels alone do not give them."""
     unfit: tuple[str, ...] = ()
-    """What to say of known classes that the labels were not among."""
+    """Notes on known classes that the labels were not among."""
 
     @staticmethod
     def of(labels: Sequence[int | str], num_labels: int | None, known: Sequence[KnownClasses] = ()) -> "ClassList":

@@ -1,4 +1,4 @@
-"""What the data turned out to be, for people and as JSON, and the bounds that a recipe sets."""
+"""A report on the prepared data, for people and as JSON, and the bounds that a recipe sets."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ WORDS = {
     NUL: "documents hold NUL characters",
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
 }
-"""What each kind of finding is, for people."""
+"""Words for each kind of finding."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SourceReport:
     documents: int
     tokens: int
     format: str = ""
-    """Of conversations, how they are written."""
+    """Format of conversations; empty for documents."""
     unread: tuple[str, ...] = ()
     """Fields of these that hold something and are not read."""
 
@@ -49,7 +49,7 @@ class ChatReport:
     ended_share: float
     """Examples whose last answer ends in a special token that is learned / `examples`."""
     ends: dict[str, int]
-    """Which tokens these are, and of how many examples."""
+    """These tokens, each with its number of examples."""
     unsupervised: int
     too_long: int
     cut: int
@@ -92,7 +92,7 @@ class SplitReport:
     broken: dict[str, int] = field(default_factory=dict)
     """Conversations left out because they are broken, by what is wrong with them."""
     first_broken: str | None = None
-    """What is wrong with the first."""
+    """The problem of the first one."""
     chat: ChatReport | None = None
     """None for documents."""
     ended_share: float = 0.0
@@ -115,9 +115,9 @@ class DataReport:
     validation: SplitReport | None
     seconds: float
     reused: bool
-    """Whether everything came from the cache."""
+    """True if everything came from the cache."""
     notes: tuple[str, ...] = ()
-    """What is to be known of the classes' names."""
+    """Notes on the classes' names."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""

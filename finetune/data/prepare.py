@@ -47,7 +47,7 @@ class PreparedData:
     label_names: tuple[str, ...]
     report: DataReport
     digest: str
-    """Of everything that shaped the training rows (the validation rows if there are no others)."""
+    """Digest of everything that shaped the training rows (the validation rows if there are no others)."""
 
 
 @dataclass(frozen=True)

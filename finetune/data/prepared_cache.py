@@ -23,7 +23,7 @@ _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
 STATE_VERSION = 3
-"""Of that file, which says it as `version`, and of those that it is about."""
+"""Version of that file, which has it as `version`, and of those that it is about."""
 # A check of less than this takes about a second, and a wait for one is not worth a word.
 _SAID_FROM = 10_000_000_000
 _SILENT_WAIT_S = 5.0
@@ -35,9 +35,9 @@ class Entry:
 
     folder: Path
     facts: dict[str, Any]
-    """What its builder returned."""
+    """Facts that its builder returned."""
     reused: bool
-    """Whether it was there before, or another process has built it."""
+    """True if it was there before, or another process has built it."""
 
 
 class Cache:
@@ -89,7 +89,7 @@ class Cache:
         """The folder, if it is what was built; says so if it is something else.
 
         Args:
-            known: Whether it is known to hold what was written; that all files are there is looked at in any case.
+            known: True if it is known to hold what was written; only the presence of its files is checked then.
         """
         if not os.path.lexists(folder):
             return None
@@ -164,7 +164,7 @@ class Cache:
         """Keeps other processes from a folder.
 
         Args:
-            there: Whether it is there already, and has only to be checked.
+            there: True if it is there already, and has only to be checked.
 
         Raises:
             _NoLockError: If nothing can be locked here.

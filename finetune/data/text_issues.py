@@ -49,7 +49,7 @@ class Issues:
     sampled: int = 0
     """Those of them that the tokenizer was to give back."""
     first: str = ""
-    """Where the first document is."""
+    """The place of the first document."""
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class Issues:
             items: Documents of one source.
             first: Number of the first of them in that source, from 0.
             restore: Turns a text into tokens and back.
-            chat: Whether they are conversations, as JSON.
+            chat: True if they are conversations, as JSON.
         """
         for number, item in enumerate(items, start=first):
             self.looked += 1

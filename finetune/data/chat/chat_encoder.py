@@ -27,7 +27,7 @@ from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
-"""Of what is made of conversations; part of the cache's key."""
+"""Version of the encoding of conversations; part of the cache's key."""
 
 
 class ChatEncoder:
@@ -48,10 +48,10 @@ class ChatEncoder:
         Args:
             tokenizer: One with a fast backend: only these say where in a text a token lies.
             template: Writes conversations.
-            section: What is learned, and what becomes of conversations that are too long.
+            section: Says what is learned, and what becomes of conversations that are too long.
             row_length: T; a conversation has at most one token more.
             around: Put before and behind documents that are plain text.
-            tolerance: Of conversations that the template refuses.
+            tolerance: The way to treat conversations that the template refuses.
 
         Raises:
             DataError: If the tokenizer has no fast backend.

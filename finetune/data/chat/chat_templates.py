@@ -54,7 +54,7 @@ class Template:
     text: str | None
     """None where the tokenizer has one for conversations with tools alone."""
     name: str
-    """Where it comes from, for messages."""
+    """Its origin, for messages."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Special tokens, and what the recipe adds."""
     tool_use: str | None = None

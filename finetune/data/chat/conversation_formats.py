@@ -17,7 +17,7 @@ from typing import Any
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 2
-"""Of what is made of records; part of the cache's key."""
+"""Version of the reading of records; part of the cache's key."""
 
 ROLES = {
     "system": "system",
@@ -78,11 +78,11 @@ class Tolerance:
     """The way to treat broken conversations."""
 
     lenient: bool
-    """Whether they are left out."""
+    """True if they are left out."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How many were left out, of each kind."""
+    """Number of those that were left out, by kind."""
     first: str | None = None
-    """What was wrong with the first one."""
+    """The problem of the first one."""
 
     def restore(self, counts: Mapping[str, int], first: str | None) -> None:
         """Replaces what was counted by what another process has counted, or by nothing."""
@@ -111,7 +111,7 @@ class Conversation:
     completion: int
     """Number of the first message that answers the prompt."""
     variables: dict[str, Any] = field(default_factory=dict)
-    """What the record gives the chat template: its `chat_template_kwargs`."""
+    """Variables that the record gives the chat template: its `chat_template_kwargs`."""
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -138,7 +138,7 @@ class RecordForm:
     """More names of speakers."""
     text_field: str
     strip: bool
-    """Whether white space around documents of plain text goes."""
+    """True if white space around documents of plain text goes."""
     tolerance: Tolerance
     detected: str = ""
     """The format, once a record was read."""

@@ -1,4 +1,4 @@
-"""Which parts of a conversation a chat template writes, and in which form it takes the arguments of calls.
+"""Finds the parts of a conversation that a chat template writes, and the form in which it takes arguments of calls.
 
 All parts are marked at once, and a part whose mark is in the text is written. One whose mark is not, because the
 template shortens it or does without it, is replaced alone: it is not written where the text stays as it was.
@@ -26,11 +26,11 @@ class Part:
     """Something that a conversation says."""
 
     field: str
-    """Of a message, or `tools`."""
+    """A field of messages, or `tools`."""
     turn: int | None
     """Number of the message, from 0."""
     paths: tuple[Path, ...]
-    """Where it lies: one place, or all of a field that templates may do without."""
+    """Its place, or all places of a field that templates may do without."""
 
     @property
     def needed(self) -> bool:
@@ -43,10 +43,10 @@ class Writing:
     """A conversation as a template writes it."""
 
     chat: Conversation
-    """With the arguments of calls as the template takes them."""
+    """The conversation, with the arguments of calls as the template takes them."""
     text: str
     missing: tuple[Part, ...]
-    """What the template does not write."""
+    """Parts that the template does not write."""
 
 
 def write(template: Template, chat: Conversation, where: str, *, prompt: bool = False) -> Writing:

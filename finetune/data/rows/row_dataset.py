@@ -48,7 +48,7 @@ class TokenRows:
     mask: MaskFile | None = None
     """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
-    """With a mask: targets of each row, (rows,)."""
+    """Targets of each row, (rows,), where there is a mask."""
 
     def __len__(self) -> int:
         return self.packed.num_rows

@@ -31,7 +31,7 @@ class Corpus:
     """The documents of one source."""
 
     name: str
-    """As people know it, for reports."""
+    """The name that people know it by, for reports."""
     weight: float
     fingerprint: dict[str, Any]
     """Changes when the documents change, and not with where the files lie."""
@@ -40,13 +40,13 @@ class Corpus:
     size: int | None
     """Bytes of its files; None where it has none, or is not read to its end."""
     form: RecordForm | None = None
-    """How records become conversations; None where they are documents."""
+    """The way that records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names of the classes, in order of their numbers, where the source itself gives them."""
     places: tuple[str, ...] = ()
-    """What error messages begin with: its files, in order, or its name."""
+    """Beginnings of error messages: its files, in order, or its name."""
     meter: Meter = field(default_factory=Meter)
-    """How much of `size` has been read."""
+    """The part of `size` that has been read."""
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.

@@ -23,7 +23,7 @@ class Document(NamedTuple):
     """A text as it was found."""
 
     text: str
-    """Of a conversation its JSON; empty where a broken one is left out."""
+    """The text, or the JSON of a conversation; empty where a broken one is left out."""
     label: int | str | None
     """None where no label was asked for."""
     where: str
@@ -39,7 +39,7 @@ class Fields(NamedTuple):
     label: str | None
     """None where labels are not wanted."""
     form: RecordForm | None = None
-    """How records become conversations; None where they are documents."""
+    """The way that records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names that the file itself gives to the numbers in `label`, if it does."""
 

@@ -21,7 +21,7 @@ class Chat(NamedTuple):
     """A conversation and what kind it is: `story`, `question`, `one_word` or `follow_up`."""
 
     messages: tuple[dict[str, str], ...]
-    """With `role` and `content`."""
+    """Messages with `role` and `content`."""
     label: str
 
 

@@ -38,7 +38,7 @@ class Tale(NamedTuple):
 
     label: str
     cast: dict[str, Any]
-    """Who and what is in it: `h` is the hero, `f` a friend, `g` a helper, `t` a toy."""
+    """Persons and things in it: `h` is the hero, `f` a friend, `g` a helper, `t` a toy."""
     slots: list[str]
     """Opening, character, the plot's slots, ending. Some are empty."""
 

@@ -21,7 +21,7 @@ BATCH_DOCUMENTS = 256
 BATCH_BYTES = 1 << 18
 """A tenth of a second's work: at the end the threads wait for the last one no longer than that."""
 BATCHES_AHEAD = 8
-"""Of each thread: enough to keep it busy while a shard goes to the disk, little enough to bound memory."""
+"""Batches of each thread: enough to keep it busy while a shard is written, few enough to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Encoded:
     numbers: npt.NDArray[np.uint32]
     """Tokens of all, in a row."""
     examples: list[Example] | None = None
-    """Of conversations: the same with masks and facts."""
+    """The same with masks and facts, for conversations."""
 
 
 class Encoder:

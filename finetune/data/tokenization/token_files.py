@@ -44,7 +44,7 @@ class TokenFile:
         if labelled:
             self.labels = map_array(folder / f"{side}.labels.npy")
         self.mask = MaskFile(folder / f"{side}.mask") if masked else None
-        """Which tokens are targets; None where all are."""
+        """The tokens that are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
 

@@ -22,7 +22,7 @@ from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 1 << 25
-"""Of text, that a killed build tokenises again at most."""
+"""Text that a killed build tokenises again at most."""
 
 
 class Shards:
