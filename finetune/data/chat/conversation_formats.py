@@ -333,10 +333,7 @@ class RecordForm:
         found = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
-            inner = tool.get("function") if isinstance(tool, Mapping) else None
-            if isinstance(inner, Mapping):
-                tool = {**tool, "function": _with_object(inner, "parameters", f"{where}: tools")}
-            elif isinstance(tool, Mapping):
+            if isinstance(tool, Mapping):
                 tool = _with_object(tool, "parameters", f"{where}: tools")
             found.append(tool if key == "tools" else {"type": "function", "function": tool})
         return found or None
@@ -413,7 +410,9 @@ def _parsed(value: Any, place: str) -> Any:
 
 
 def _with_object(whole: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
-    """The same with an object at a key, if there is anything, though it may be written as a text in JSON."""
+    """The same with an object at a key of it, or of its `function`, though it may be written as a text in JSON."""
+    if isinstance(inner := whole.get("function"), Mapping):
+        return {**whole, "function": _with_object(inner, key, place)}
     value = _parsed(whole[key], f"{place}, '{key}'") if key in whole else {}
     if not isinstance(value, Mapping):
         raise InvalidConversation(key, f"{place}, '{key}' must be an object, got {kind_of(value)}.")
@@ -425,14 +424,7 @@ def _calls(value: Any, place: str) -> list[Any]:
     calls = _parsed(value, place)
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise InvalidConversation("tool calls", f"{place} must be a list of objects, got {kind_of(calls)}.")
-    found = []
-    for call in calls:
-        inner = call.get("function")
-        if isinstance(inner, Mapping):
-            found.append({**call, "function": _with_object(inner, "arguments", place)})
-        else:
-            found.append(_with_object(call, "arguments", place))
-    return found
+    return [_with_object(call, "arguments", place) for call in calls]
 
 
 def find(record: Any, path: str) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,6 +81,7 @@ class TokenFileFeed:
     """The number of this rank, or of its group, among them."""
     _ahead: dict[bytes, Future[dict[str, torch.Tensor]]] = field(default_factory=dict, init=False)
     """The micro-batch that is being read ahead, by its rows."""
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reader"), init=False)
 
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step, any of the run's."""
@@ -128,10 +129,6 @@ class TokenFileFeed:
                 then = self.micro_batches(step + 1)[0] if last else micro_batches[index + 1]
                 self._ahead[then.tobytes()] = self._thread.submit(self.rows.batch, then)
             yield batch
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="reader")
 
 
 def evaluation_batches(
