@@ -143,11 +143,7 @@ def _padded(names: Sequence[str], count: int | None) -> tuple[str, ...]:
 
 
 def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | None) -> ClassList | None:
-    """The known classes, with what each label means; None if the labels are others, and may be.
-
-    Raises:
-        DataError: If the labels are others, and may not be; or if they can be read in two ways.
-    """
+    """The known classes, with what each label means; None if the labels are others, and may be."""
     names = known.names
     number_of: dict[int | str, int] = {name: number for number, name in enumerate(names)}
     texts = [label for label in labels if isinstance(label, str)]

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
-from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
+from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -231,69 +229,13 @@ def _chat_line(chat: ChatReport) -> str:
     )
 
 
-def split_report(
-    facts: dict[str, Any],
-    side: str,
-    made: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    row_length: int,
-    around: int,
-    overlap: int,
-    wants_end: bool,
-    classes: dict[str, int],
-) -> SplitReport:
-    """Puts a side's facts together.
-
-    Args:
-        facts: Of the token folder.
-        side: Of the split.
-        made: Facts of the rows.
-        tokenizer: Names its end-of-text token, and the tokens that end answers.
-        row_length: T.
-        around: Special tokens around each document of a classifier.
-        overlap: Documents that are training documents too.
-        wants_end: Whether that token is wanted behind documents.
-        classes: Documents of each class.
-    """
-    counts, told = facts[side], facts[side]["chat"]
-    places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
-    found = findings(counts["issues"])
-    total, ended = counts["documents"], 0
-    chat = None
-    if told:
-        total, ended = told["examples"], told["ended"]
-        chat = ChatReport(
-            supervised_share=told["supervised"] / told["tokens"] if told["tokens"] else 0.0,
-            ended_share=ended / total if total else 0.0,
-            ends={str(tokenizer.convert_ids_to_tokens(int(end))): count for end, count in counts["ends"].items()},
-            **{part.name: told[part.name] for part in fields(ChatReport) if part.name in told},
-        )
-    elif wants_end and tokenizer.eos_token_id is not None:
-        ended = total - made["truncated"]
-    if wants_end and tokenizer.eos_token_id is None and ended < total:
-        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
-    # What was left out on purpose has no tokens either.
-    left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
-    # Records of a source belong to neither side before they are read: said once, with the training side.
-    own = side == "train"
-    return SplitReport(
-        targets=made["targets"] + made["rows"] * around,
-        useful_share=used / places if places else 0.0,
-        empty=counts["empty"] + made["empty"] - left_out,
-        sources=tuple(
-            SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
-            for s in counts["sources"]
-        ),
-        overlap=overlap,
-        broken=facts["broken"] if own else {},
-        first_broken=facts["first_broken"] if own else None,
-        chat=chat,
-        ended_share=ended / total if total else 0.0,
-        findings=found,
-        classes=classes,
-        **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
-        **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
+def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
+    """Makes a report of `Facts`, as a dict, and of the tokens that end answers."""
+    return ChatReport(
+        supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
+        ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
+        ends=ends,
+        **{part.name: facts[part.name] for part in fields(ChatReport) if part.name in facts},
     )
 
 

@@ -16,13 +16,14 @@ from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import DataReport, SplitReport, check, split_report
+from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
 from finetune.data.rows.row_dataset import RowClasses, TokenRows
 from finetune.data.sources.corpus import Corpus, open_source
 from finetune.data.sources.documents import Rules, held_out_digests
+from finetune.data.text_issues import Finding, findings
 from finetune.data.tokenization import build_tokenizer, token_files
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
 from finetune.data.tokenization.encoding import Encoder
@@ -357,23 +358,49 @@ class _Preparation:
     def _report(
         self, side: _Side, rows: TokenRows | None, classes: ClassList | None, against: _Side | None = None
     ) -> SplitReport:
-        shared = 0
+        facts, counts, made = side.entry.facts, side.entry.facts[side.side], side.rows_entry.facts
+        overlap = 0
         if against is not None and against.entry is not side.entry:
-            shared = int(np.isin(side.file.digests, against.file.digests).sum())
-        counts: dict[str, int] = {}
+            overlap = int(np.isin(side.file.digests, against.file.digests).sum())
+        of_classes: dict[str, int] = {}
         if classes is not None and rows is not None and rows.classes is not None:
-            found = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
-            counts = dict(zip(classes.names, found, strict=True))
-        return split_report(
-            side.entry.facts,
-            side.side,
-            side.rows_entry.facts,
-            self._tokenizer,
-            row_length=self._data.sequence_length,
-            around=sum(map(len, self._wrapping)),
-            overlap=shared,
-            wants_end=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
-            classes=counts,
+            documents = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
+            of_classes = dict(zip(classes.names, documents, strict=True))
+        found = findings(counts["issues"])
+        chat, eos = None, self._tokenizer.eos_token_id
+        wants_end = not self._labelled and (self._data.add_eos or self._recipe.chat is not None)
+        total, ended = counts["documents"], 0
+        if counts["chat"]:
+            name_of = self._tokenizer.convert_ids_to_tokens
+            chat = chat_report(counts["chat"], {str(name_of(int(n))): count for n, count in counts["ends"].items()})
+            total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
+        elif wants_end and eos is not None:
+            ended = total - made["truncated"]
+        if wants_end and eos is None and ended < total:
+            found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
+        around = made["rows"] * sum(map(len, self._wrapping))
+        places = made["rows"] * self._data.sequence_length
+        # Records of a source belong to neither side before they are read: said once, with the training side.
+        own = side.side == token_files.TRAIN
+        # What was left out on purpose has no tokens either.
+        left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
+        return SplitReport(
+            targets=made["targets"] + around,
+            useful_share=(made["pairs"] + around) / places if places else 0.0,
+            empty=counts["empty"] + made["empty"] - left_out,
+            sources=tuple(
+                SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+                for s in counts["sources"]
+            ),
+            overlap=overlap,
+            broken=facts["broken"] if own else {},
+            first_broken=facts["first_broken"] if own else None,
+            chat=chat,
+            ended_share=ended / total if total else 0.0,
+            findings=found,
+            classes=of_classes,
+            **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
+            **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
         )
 
 

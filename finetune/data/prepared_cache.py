@@ -86,11 +86,7 @@ class Cache:
             raise self._unusable(error) from error
 
     def _open(self, folder: Path, *, known: bool) -> Entry | None:
-        """The folder, if it is what was built; says so if it is something else.
-
-        Args:
-            known: True if it is known to hold what was written; only the presence of its files is checked then.
-        """
+        """The folder, if it is what was built; if `known` to be, only its list of files and their sizes are checked."""
         if not os.path.lexists(folder):
             return None
         try:
@@ -161,14 +157,7 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str, *, there: bool) -> Iterator[None]:
-        """Keeps other processes from a folder.
-
-        Args:
-            there: True if it is there already, and has only to be checked.
-
-        Raises:
-            _NoLockError: If nothing can be locked here.
-        """
+        """Keeps other processes from a folder; `there` says that it has only to be checked."""
         try:
             reason = why_unlockable(self._root)
             if reason is not None:
@@ -227,11 +216,7 @@ def _checked_at(folder: Path) -> tuple[int, int] | None:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
-    """The files that a folder must hold, with their sizes and digests, and the facts about it.
-
-    Raises:
-        _DamageError: If the index is not what was written, or other files are there.
-    """
+    """The files that a folder must hold, with their sizes and digests, and the facts about it."""
     if folder.is_symlink():
         raise _DamageError("is a link to somewhere else")
     try:
@@ -254,14 +239,7 @@ def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any
 
 
 def _check_file(file: Path, size: int, written: str | None) -> None:
-    """Checks that a file is in its folder, and not elsewhere by a link, and holds what was written.
-
-    Args:
-        written: The digest of what was written; None if it is known to be there.
-
-    Raises:
-        _DamageError: If not.
-    """
+    """Checks that a file lies in its folder itself, with its size and, if one is given, its digest."""
     try:
         if file.is_symlink() or not file.is_file():
             raise _DamageError(f"is damaged ({file.name} is missing)")

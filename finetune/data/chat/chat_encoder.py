@@ -146,9 +146,7 @@ class ChatEncoder:
         return left_out(Facts(too_long=1))
 
     def _example(self, conversation: Conversation, where: str) -> Example:
-        learned = self._learned(conversation)
-        if self._section.train_on == "all":
-            self._check_weights(conversation, where)
+        learned = self._learned(conversation, where)
         text, literals, answered, unwritten = self._write(conversation, learned, where)
         ids, offsets = special_token_text.encode(self._fast, self._literal, text, literals)
         tokens = np.array(ids, np.uint32)
@@ -191,24 +189,23 @@ class ChatEncoder:
         )
         return Example(tokens, mask, facts, closing)
 
-    def _learned(self, conversation: Conversation) -> list[int]:
+    def _learned(self, conversation: Conversation, where: str) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
-        spoken = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if self._section.train_on == "last":
-            spoken = spoken[-1:]
-        elif self._section.train_on == "completions":
-            spoken = [number for number in spoken if number >= conversation.completion]
-        return [number for number in spoken if conversation.weights[number]]
-
-    def _check_weights(self, conversation: Conversation, where: str) -> None:
+        all_learned = self._section.train_on == "all" and any(conversation.weights)
         for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), 1):
-            if message["role"] != "assistant" and not weight and any(conversation.weights):
+            if all_learned and message["role"] != "assistant" and not weight:
                 raise InvalidConversation(
                     "weight",
                     f"{where}, turn {number}: this turn of role {message['role']} is not to be learned, and with "
                     "chat.train_on: all only answers can be left out. Remove its weight, or set chat.train_on to "
                     "assistant.",
                 )
+        spoken = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if self._section.train_on == "last":
+            spoken = spoken[-1:]
+        elif self._section.train_on == "completions":
+            spoken = [number for number in spoken if number >= conversation.completion]
+        return [number for number in spoken if conversation.weights[number]]
 
     def _write(
         self, conversation: Conversation, learned: list[int], where: str

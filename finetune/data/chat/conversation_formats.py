@@ -367,22 +367,18 @@ class RecordForm:
         )
 
 
-def without_nulls(record: Any, where: str) -> Any:
+def without_nulls(value: Any, where: str) -> Any:
     """A record without the keys, at any depth, that hold null. Items of lists stay.
 
     Raises:
         InvalidConversation: If it is nested too deeply.
     """
     try:
-        return _without_nulls(record)
+        if isinstance(value, Mapping):
+            return {key: without_nulls(inner, where) for key, inner in value.items() if inner is not None}
+        return [without_nulls(inner, where) for inner in value] if isinstance(value, list) else value
     except RecursionError as error:
         raise InvalidConversation("nested too deeply", f"{where}: the record is nested too deeply.") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_json(value: Any) -> bool:
@@ -394,11 +390,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """Parses a text in JSON; returns anything else as it is.
-
-    Raises:
-        InvalidConversation: If it is not valid JSON.
-    """
+    """Parses a text in JSON; returns anything else as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -32,11 +32,6 @@ class Part:
     paths: tuple[Path, ...]
     """Its place, or all places of a field that templates may do without."""
 
-    @property
-    def needed(self) -> bool:
-        """True if a model would learn something wrong without it."""
-        return self.field in _NEEDED
-
 
 @dataclass(frozen=True)
 class Writing:
@@ -66,7 +61,7 @@ def write(template: Template, chat: Conversation, where: str, *, prompt: bool = 
     arguments = [call["arguments"] for call in _called(chat) if "arguments" in call]
     if isinstance(objects, Writing) and not (
         any(given and str(given) in objects.text for given in arguments)
-        or any(part.field == "tool_calls" and part.needed for part in objects.missing)
+        or any(part.field == "tool_calls" for part in objects.missing)
     ):
         return objects
     if arguments:
@@ -118,7 +113,7 @@ def _written(template: Template, chat: Conversation, where: str, *, prompt: bool
         except InvalidConversation:
             return False  # it cannot do without
 
-    needed = [number for number, part in enumerate(parts) if part.needed]
+    needed = [number for number, part in enumerate(parts) if part.field in _NEEDED]
     try:
         found = re.findall(f"{marks.open}([0-9]+){marks.close}", changed(*needed, alone=False))
         seen = set(map(int, found))

@@ -150,11 +150,7 @@ def _read_saved(folder: Path, name: str, take: Callable[[Any], Any]) -> Any:
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory.
-
-    Raises:
-        DataError: If the list cannot be read, or names something else.
-    """
+    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory."""
     names = _read_saved(folder, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():

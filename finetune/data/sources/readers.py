@@ -70,12 +70,7 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
 
 
 def _check_format(path: Path) -> None:
-    """Compares what a file's name says that it holds with what it does hold.
-
-    Raises:
-        DataError: If they differ, or it is no format that can be read.
-        OSError: If it cannot be read.
-    """
+    """Compares what a file's name says that it holds with what it does hold."""
     suffix, found = path.suffix.lower(), format_of(path)
     named = suffix in _READERS
     if found == HTML and suffix == ".txt":
@@ -311,11 +306,7 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 
 
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
-    """Checks the first line of a CSV file.
-
-    Raises:
-        DataError: If a wanted column is missing, or is there twice.
-    """
+    """Checks the first line of a CSV file."""
     for name in fields.columns or header:
         if header.count(name) > 1:
             raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")

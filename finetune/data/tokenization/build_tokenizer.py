@@ -58,11 +58,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _check_files(name: str) -> None:
-    """Opening a tokenizer reads the model's configuration, whose faults are its own; and files may be none of the kind.
-
-    Raises:
-        DataError: Of the first file that is something else than its name says.
-    """
+    """Refuses files that are something else than their names say, and a damaged configuration: it is read as well."""
     folder = Path(name)
     kinds = (".json", ".txt", ".model", ".jinja")
     for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
