@@ -20,7 +20,7 @@ from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitRep
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
-from finetune.data.rows.row_dataset import RowClasses, TokenRows
+from finetune.data.rows.row_dataset import TokenRows
 from finetune.data.sources.corpus import Corpus, open_source
 from finetune.data.sources.documents import Rules, held_out_digests
 from finetune.data.text_issues import Finding, findings
@@ -342,7 +342,7 @@ class _Preparation:
         file, numbers = side.file, None
         if classes is not None:
             assert file.labels is not None
-            numbers = RowClasses(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
+            numbers = classes.renumber(file.labels, side.entry.facts["labels"])
         return TokenRows(
             tokens=file.tokens,
             packed=packing.load_rows(side.rows_entry.folder),
@@ -351,6 +351,7 @@ class _Preparation:
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
+            wrapping=self._wrapping,
             mask=file.mask,
             row_targets=map_array(side.rows_entry.folder / packing.ROW_TARGETS) if file.mask else None,
         )
@@ -364,7 +365,7 @@ class _Preparation:
             overlap = int(np.isin(side.file.digests, against.file.digests).sum())
         of_classes: dict[str, int] = {}
         if classes is not None and rows is not None and rows.classes is not None:
-            documents = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
+            documents = np.bincount(rows.classes, minlength=classes.count).tolist()
             of_classes = dict(zip(classes.names, documents, strict=True))
         found = findings(counts["issues"])
         chat, eos = None, self._tokenizer.eos_token_id
