@@ -82,19 +82,12 @@ def _messages(system: str, turns: list[tuple[str, str]]) -> tuple[dict[str, str]
 
 def _facts(tale: Tale) -> list[_Fact]:
     """Lists what can be asked about the beginning of a story. There is always a fact that is one word."""
-    cast, character = tale.cast, tale.slots[1]
-    hero, friend, nature = cast["h"], cast["f"], cast["nature"]
-    facts = [
-        _Fact(f"Where does {hero.name} live?", f"{hero.name} lives {cast['place']}."),
-        _Fact(f"Who is {hero.name}?", f"{hero.name} is {hero.a}."),
-    ]
+    data, character = read_story_data(), tale.slots[1]
+    told = ["home", "hero"]
     friendly = "best friend" in character  # which says as well what the friend is
-    if hero.noun != friend.noun or not friendly:
-        facts.append(_Fact(f"What is the name of the {hero.noun}?", f"{hero.Their} name is {hero.name}.", hero.name))
-    if friendly:
-        what = f"Who is the best friend of {hero.name}?"
-        facts.append(_Fact(what, f"{hero.Their} best friend is {friend.name}.", friend.name))
-    elif character:
-        facts.append(_Fact(f"What is {hero.name} like?", f"{hero.name} is {nature}.", capital(nature)))
-    of_plot = read_story_data()["plots"][tale.label]["facts"]
-    return facts + [_Fact(*(capital(text.format(**cast)) for text in fact)) for fact in of_plot]
+    if tale.cast["h"].noun != tale.cast["f"].noun or not friendly:
+        told.append("name")
+    if character:
+        told.append("friend" if friendly else "nature")
+    facts = [*(data["facts"][name] for name in told), *data["plots"][tale.label]["facts"]]
+    return [_Fact(*(capital(text.format(**tale.cast)) for text in fact)) for fact in facts]

@@ -39,11 +39,9 @@ class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
     def __init__(self, tokenizer: Any, *, num_workers: int | None) -> None:
-        """Takes a transformers tokenizer; one without a fast backend is slow but works, in one thread.
+        """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
-        Args:
-            tokenizer: The tokenizer.
-            num_workers: Threads; None for one a core.
+        A tokenizer without a fast backend is slow but works, in one thread.
         """
         self._tokenizer = tokenizer
         self._num_workers = num_workers or cores()
