@@ -239,7 +239,7 @@ def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
     )
 
 
-def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
+def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
     """Compares the report with the recipe's bounds.
 
     Args:

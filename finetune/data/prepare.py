@@ -16,7 +16,7 @@ from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check
+from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check_bounds
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
@@ -110,7 +110,7 @@ class _Preparation:
         train_corpora, train_rules = self._open(data.train), self._rules(held_out)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._encoder = self._find_encoder()
-        self._wrapping = build_tokenizer.wrapping(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
+        self._wrapping = build_tokenizer.wrapping_of(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
 
         train = validation = None
         validation_corpora = self._open(data.validation)
@@ -157,7 +157,7 @@ class _Preparation:
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
-        check(report, self._recipe.checks, labelled=self._labelled)
+        check_bounds(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=train_rows,
             validation=validation_rows or None,
@@ -239,7 +239,7 @@ class _Preparation:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return build_tokenizer.identity(self._tokenizer)
+        return build_tokenizer.tokenizer_identity(self._tokenizer)
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         chat = self._recipe.chat
@@ -273,7 +273,7 @@ class _Preparation:
         def build(folder: Path) -> dict[str, Any]:
             self._tolerance.restore({}, None)  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
-                counts = token_files.write(
+                counts = token_files.write_tokens(
                     folder,
                     corpora,
                     rules,
@@ -281,7 +281,7 @@ class _Preparation:
                     num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,
-                    restore=partial(build_tokenizer.restore, self._tokenizer),
+                    restore=partial(build_tokenizer.restore_text, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                     held_digests=held,

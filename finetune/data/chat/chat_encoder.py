@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
 from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
-from finetune.data.chat.chat_templates import Template, answers, until
+from finetune.data.chat.chat_templates import Template, find_answers, first_messages
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
-from finetune.data.chat.written_parts import Part, write
+from finetune.data.chat.written_parts import Part, write_conversation
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
@@ -216,7 +216,7 @@ class ChatEncoder:
             The text; where in it special tokens are only characters; where answers lie, by message; and the fields of
             which the template does not write all.
         """
-        writing = write(self._template, conversation, where)
+        writing = write_conversation(self._template, conversation, where)
         unwritten = self._check_unwritten(writing.chat, writing.missing, learned, where)
         chat = writing.chat
         wanted = learned
@@ -231,7 +231,7 @@ class ChatEncoder:
         if marked:
             chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
         pattern = special_token_text.written_by_template(self._names, marks)
-        text, spans = answers(self._template, chat, wanted, pattern, where)
+        text, spans = find_answers(self._template, chat, wanted, pattern, where)
         if not marked:
             return text, [], spans, unwritten
         clean, parts, removed = marks.remove(text)
@@ -273,7 +273,7 @@ class ChatEncoder:
                 and not self._section.drop_reasoning
             ):
                 # Many templates write no thoughts of earlier turns, but all those of the last one.
-                last = write(self._template, until(chat, part.turn + 1), where)
+                last = write_conversation(self._template, first_messages(chat, part.turn + 1), where)
                 if any((other.field, other.turn) == (part.field, part.turn) for other in last.missing):
                     raise InvalidConversation(
                         "reasoning that the template does not write",

@@ -180,12 +180,12 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[di
     return own, "the tokenizer's own"
 
 
-def until(chat: Conversation, number: int) -> Conversation:
+def first_messages(chat: Conversation, number: int) -> Conversation:
     """A conversation's first messages."""
     return replace(chat, messages=chat.messages[:number])
 
 
-def answers(
+def find_answers(
     template: Template, chat: Conversation, wanted: Sequence[int], special: re.Pattern[str], where: str
 ) -> tuple[str, dict[int, list[Span]]]:
     """A conversation as text, and where some of its answers lie.
@@ -220,7 +220,7 @@ def _by_marks(
         # A template may mark an answer in several pieces: count what each message adds.
         found, before = {}, 0
         for number in spoken:
-            marked = len(template.render_marked(until(chat, number + 1), where)[1])
+            marked = len(template.render_marked(first_messages(chat, number + 1), where)[1])
             found[number] = spans[before:marked]
             before = marked
         if before != len(spans):
@@ -236,8 +236,8 @@ def _by_prefix(
     template: Template, chat: Conversation, text: str, number: int, special: re.Pattern[str], where: str
 ) -> Span:
     """The part of the text that a message adds to those before it."""
-    before = template.render(until(chat, number), where, prompt=True)
-    through = text if number == len(chat.messages) - 1 else template.render(until(chat, number + 1), where)
+    before = template.render(first_messages(chat, number), where, prompt=True)
+    through = text if number == len(chat.messages) - 1 else template.render(first_messages(chat, number + 1), where)
     for earlier, later, what in (
         (before, through, "its prompt for an answer is not how it then writes one"),
         (before, text, "it rewrites earlier turns when others follow"),

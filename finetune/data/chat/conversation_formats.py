@@ -200,7 +200,7 @@ class RecordForm:
         known = [(name, {**paths, **given}) for name, paths in _FORMATS if self.format in ("auto", name)]
         known = [(n, {"text": self.text_field} if n == "text" else paths) for n, paths in known]
         for name, paths in known:
-            if all(find(record, path) is not _ABSENT for key, path in paths.items() if key not in _OPTIONAL):
+            if all(find_value(record, path) is not _ABSENT for key, path in paths.items() if key not in _OPTIONAL):
                 found = _listed(record, paths) if self.format == "auto" and "messages" in paths else name
                 return found, paths
         wanted = "; ".join(f"{name}: {', '.join(p for k, p in paths.items() if k != 'input')}" for name, paths in known)
@@ -329,7 +329,7 @@ class RecordForm:
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
-        key = "tools" if find(record, self._path("tools")) is not _ABSENT else "functions"
+        key = "tools" if find_value(record, self._path("tools")) is not _ABSENT else "functions"
         found = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
@@ -355,7 +355,7 @@ class RecordForm:
         if key == "input" and key not in self._paths:
             return None  # a common name, which means this in Alpaca's format only
         path = self._path(key)
-        value = find(record, path)
+        value = find_value(record, path)
         if value is not _ABSENT:
             return value
         if key in _OPTIONAL and key not in self.fields:
@@ -419,21 +419,21 @@ def _calls(value: Any, place: str) -> list[Any]:
     return [_with_object(call, "arguments", place) for call in calls]
 
 
-def find(record: Any, path: str) -> Any:
+def find_value(record: Any, path: str) -> Any:
     """Finds the value at a path such as `instances.0.output`; returns a mark of its own where there is none."""
     if isinstance(record, Mapping) and path in record:
         return record[path]
     head, _, rest = path.partition(".")
     if isinstance(record, Mapping) and rest and head in record:
-        return find(record[head], rest)
+        return find_value(record[head], rest)
     if isinstance(record, list) and head.isdecimal() and int(head) < len(record):
-        return find(record[int(head)], rest) if rest else record[int(head)]
+        return find_value(record[int(head)], rest) if rest else record[int(head)]
     return _ABSENT
 
 
 def _listed(record: Mapping[str, Any], paths: Mapping[str, str]) -> str:
     """Tells turns that are written as ShareGPT has them from those of role and content."""
-    turns = find(record, paths["messages"])
+    turns = find_value(record, paths["messages"])
     first = turns[0] if isinstance(turns, list) and turns else {}
     return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
 

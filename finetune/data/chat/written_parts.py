@@ -44,7 +44,7 @@ class Writing:
     """Parts that the template does not write."""
 
 
-def write(template: Template, chat: Conversation, where: str, *, prompt: bool = False) -> Writing:
+def write_conversation(template: Template, chat: Conversation, where: str, *, prompt: bool = False) -> Writing:
     """Writes a conversation, and finds what of it is not written.
 
     Templates take the arguments of calls as objects, as transformers' own do, or as texts in JSON. Which of the two is

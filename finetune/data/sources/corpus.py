@@ -134,7 +134,7 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
         try:
             dataset = datasets.load_from_disk(str(inner))
         except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
+            raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
     assert source.path is not None
@@ -174,8 +174,8 @@ def _open_hub(source: Source, fields: Fields) -> Corpus:
     except Exception as error:  # The hub client raises errors of several HTTP libraries.
         raise DataError(
             f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') cannot be "
-            f"had from the hub: {brief(error)}. Check its name and the network, or download it and give its files as "
-            "`path`."
+            f"had from the hub: {reason_of(error)}. Check its name and the network, or download it and give its files "
+            "as `path`."
         ) from error
     fields = fields._replace(classes=class_names(dataset.features.to_dict(), fields))
     content = {"hub": fingerprint(dataset)}
@@ -219,7 +219,7 @@ def _hash_file(path: Path) -> str:
         ) from error
 
 
-def brief(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of a library's message, without what ends it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". :")

@@ -55,7 +55,7 @@ class Chosen(NamedTuple):
     """See `Document`."""
 
 
-def choose(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
+def choose_texts(corpus: Corpus, rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None) -> Iterator[Chosen]:
     """Normalises, splits and weights the documents of a source, in order.
 
     A held-out document counts once: evaluation reads every document once, whatever its training weight.
@@ -118,7 +118,7 @@ def held_out_digests(corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.
     numbers: dict[int | str, int] = {}
     digests, codes = array("Q"), array("Q")
     for corpus in corpora:
-        for item in choose(corpus, replace(rules, held_out=0.0)):
+        for item in choose_texts(corpus, replace(rules, held_out=0.0)):
             if item.text and item.label is not None:
                 digests.append(item.digest)
                 codes.append(numbers.setdefault(item.label, len(numbers)))

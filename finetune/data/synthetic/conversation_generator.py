@@ -8,7 +8,7 @@ right: who reads the text finds the same.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from finetune.data.synthetic.story_generator import Dice, Tale, capital, distinct, read_story_data, tell
+from finetune.data.synthetic.story_generator import Dice, Tale, capital, distinct_items, read_story_data, tell_story
 
 GENERATOR_VERSION = 1
 """Part of the cache's key, beside the stories' own: raise it whenever the conversations change."""
@@ -39,14 +39,14 @@ def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
-    return distinct(
+    return distinct_items(
         count, lambda number: _chat(Dice(f"conversation/{seed}/{number}")), lambda chat: repr(chat.messages)
     )
 
 
 def _chat(dice: Dice) -> Chat:
     label = dice.pick(("story", "question", "question", "one_word", "follow_up"))
-    tale = tell(dice)
+    tale = tell_story(dice)
     plot = read_story_data()["plots"][tale.label]
     if label == "story":
         about = dice.pick(("", f"{tale.cast['h'].name} and ")) + plot["about"]

@@ -52,11 +52,11 @@ def stories(count: int, seed: int = 0) -> Iterator[Story]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
-    tales = distinct(count, lambda number: tell(Dice(f"{seed}/{number}")), lambda tale: tale.text)
+    tales = distinct_items(count, lambda number: tell_story(Dice(f"{seed}/{number}")), lambda tale: tale.text)
     return (Story(tale.text, tale.label) for tale in tales)
 
 
-def distinct(count: int, make: Callable[[int], Item], written: Callable[[Item], str]) -> Iterator[Item]:
+def distinct_items(count: int, make: Callable[[int], Item], written: Callable[[Item], str]) -> Iterator[Item]:
     """The first `count` of what `make` makes of 0, 1, 2, …, without those that were written before."""
     seen: set[int] = set()
     number = 0
@@ -88,7 +88,7 @@ class Dice:
         return items[xxhash.xxh3_64_intdigest(f"{self._key}/{self._drawn}".encode()) % len(items)]
 
 
-def tell(dice: Dice) -> Tale:
+def tell_story(dice: Dice) -> Tale:
     """Makes one story."""
     data = read_story_data()
     words = data["words"]

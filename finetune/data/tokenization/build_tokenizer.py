@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.data.sources.corpus import brief
+from finetune.data.sources.corpus import reason_of
 from finetune.data.sources.readers import END_OF_TEXT
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
@@ -51,9 +51,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
         raise DataError(
-            f"The tokenizer '{name}' cannot be loaded: {brief(error)}. It must be a directory with a tokenizer's files "
-            "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size to "
-            "train one."
+            f"The tokenizer '{name}' cannot be loaded: {reason_of(error)}. It must be a directory with a tokenizer's "
+            "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
+            "to train one."
         ) from error
 
 
@@ -103,7 +103,7 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(max(tokenizer.get_vocab().values(), default=0) + 1, len(tokenizer))
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Describes all that decides how text becomes tokens, as JSON: part of the cache's key."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
@@ -118,13 +118,13 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"content": content, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
 
 
-def restore(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """A text as its tokens say it. What is lost in them (case, spaces, unknown characters) no model can learn."""
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
     """Finds what the tokenizer itself puts before and behind a text.
 
     Raises:

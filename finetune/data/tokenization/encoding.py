@@ -93,7 +93,7 @@ def open_tokenizer(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def batched(items: Iterable[Chosen]) -> Iterator[list[Chosen]]:
+def batch_documents(items: Iterable[Chosen]) -> Iterator[list[Chosen]]:
     """Cuts a stream into batches by number of documents and by size, whichever comes first."""
     batch: list[Chosen] = []
     size = 0
