@@ -195,8 +195,12 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.rows:,} rows, "
         f"useful share {split.useful_share:.1%}"
     ]
-    if split.chat is not None:
-        lines.append(_chat_line(split.chat))
+    if (chat := split.chat) is not None:
+        ends = ", ".join(f"{end!r} {count:,}" for end, count in chat.ends.items())
+        lines.append(
+            f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
+            f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
+        )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
     found = [f"{count:,} {what}" for count, what in _notes(split) if count]
@@ -219,14 +223,6 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
 def _class_counts(classes: dict[str, int]) -> str:
     """The largest first."""
     return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
-
-
-def _chat_line(chat: ChatReport) -> str:
-    ends = ", ".join(f"{name!r} {count:,}" for name, count in chat.ends.items())
-    return (
-        f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
-        f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
-    )
 
 
 def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
@@ -278,16 +274,13 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         if found.kind in keys:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
             most.append((keys[found.kind], found.count, found.of, what))
+    least = [("min_supervised", chat.supervised_share, "of the tokens are learned")] if chat is not None else []
+    if not labelled:
+        kind = "documents" if chat is None else "examples"
+        least.append(("min_ended", split.ended_share, f"of the {kind} end in a special token that is learned"))
     for key, count, total, what in most:
         if count > exact_product(bound := getattr(bounds, key), total):
             yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-    if chat is not None and chat.supervised_share < bounds.min_supervised:
-        yield (
-            f"{chat.supervised_share:.1%} of the tokens are learned, and checks.min_supervised is "
-            f"{bounds.min_supervised:g}"
-        )
-    if split.ended_share < bounds.min_ended and not labelled:
-        yield (
-            f"{split.ended_share:.1%} of the {'documents' if chat is None else 'examples'} end in a special token that "
-            f"is learned, and checks.min_ended is {bounds.min_ended:g}"
-        )
+    for key, share, what in least:
+        if share < (bound := getattr(bounds, key)):
+            yield f"{share:.1%} {what}, and checks.{key} is {bound:g}"
