@@ -25,15 +25,15 @@ class KnownClasses:
     """Classes that have names and numbers before a document is read."""
 
     names: tuple[str, ...]
-    """In order of their numbers."""
+    """Names in order of the classes' numbers."""
     origin: str
-    """Who says so, for people."""
+    """The giver of these names, for people."""
     binding: bool = True
-    """Whether labels that are not among them are refused; else they are numbered as if there were no such names."""
+    """True if labels that are not among them are refused; else labels are numbered as if there were no such names."""
     resizable: bool = True
-    """Whether there may be more classes than have names."""
+    """True if there may be more classes than have names."""
     unfit: str = ""
-    """What to say where the labels are not among them."""
+    """Note for the user where the labels are not among them."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class ClassList:
 
     count: int
     names: tuple[str, ...]
-    """Of each class, in order of their numbers."""
+    """Name of each class, in order of their numbers."""
     number_of: dict[int | str, int]
     """The number of each label that can occur."""
     known: KnownClasses | None = None
-    """Where the numbers come from, if the labels alone do not say."""
+    """The source of the numbers, if the labels alone do not give them."""
     unfit: tuple[str, ...] = ()
-    """What to say of known classes that the labels were not among."""
+    """Notes on known classes that the labels were not among."""
 
     @staticmethod
     def of(labels: Sequence[int | str], num_labels: int | None, known: Sequence[KnownClasses] = ()) -> "ClassList":
@@ -111,7 +111,7 @@ class ClassList:
         return ClassList(count, tuple(map(str, range(count))), {number: number for number in range(count)})
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be known of the names, in a line each."""
+        """Lists what a reader should know of the names, in a line each."""
         doubtful = [name for name in self.names if name.strip().lower() in _ABSENT]
         said = [f"the class {some([repr(name) for name in doubtful])} may stand for missing labels"] if doubtful else []
         return (*self.unfit, *said)
@@ -143,11 +143,7 @@ def _padded(names: Sequence[str], count: int | None) -> tuple[str, ...]:
 
 
 def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | None) -> ClassList | None:
-    """The known classes, with what each label means; None if the labels are others, and may be.
-
-    Raises:
-        DataError: If the labels are others, and may not be; or if they can be read in two ways.
-    """
+    """The known classes, with what each label means; None if the labels are others, and may be."""
     names = known.names
     number_of: dict[int | str, int] = {name: number for number, name in enumerate(names)}
     texts = [label for label in labels if isinstance(label, str)]
@@ -156,28 +152,27 @@ def _among(known: KnownClasses, labels: Sequence[int | str], num_labels: int | N
     named = {number: number_of[str(number)] for number in numbers if str(number) in number_of}
     placed = {number: number for number in range(len(names))}
     by_name, by_number = len(named) == len(numbers), all(number in placed for number in numbers)
+    problem = None
     if not (number_of.keys() >= set(texts) and (by_name or by_number)):
-        if not known.binding:
-            return None
-        raise DataError(
+        problem = (
             f"The labels of the documents are {some(labels)}, but {known.origin} has the classes {some(names)}. A "
             "label must be one of these names, as it is written there, or a class's number from 0. Correct the labels, "
             f"or {'correct those names' if known.resizable else _OTHER_MODEL}."
         )
-    if by_name and by_number and any(named[number] != number for number in numbers):
-        if not known.binding:
-            return None
-        raise DataError(
+    elif by_name and by_number and any(named[number] != number for number in numbers):
+        problem = (
             f"The labels {some(sorted(numbers))} are names of classes that {known.origin} has ({some(names)}), and "
             "numbers of other ones. Write labels as texts in a file of JSON lines: names if these are meant."
         )
-    if num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
-        if not known.binding:
-            return None
-        raise DataError(
+    elif num_labels is not None and (num_labels < len(names) or (num_labels > len(names) and not known.resizable)):
+        problem = (
             f"task.num_labels is {num_labels}, but {known.origin} has {len(names)} classes ({some(names)}). Set it to "
             f"{len(names)}, or leave it out."
         )
+    if problem is not None:
+        if known.binding:
+            raise DataError(problem)
+        return None
     # Documents of validation may have other numbers than those of training.
     spelled = {int(name): number for number, name in enumerate(names) if name.isascii() and name.isdecimal()}
     by: dict[int, int] = spelled if spelled and by_name else placed

@@ -1,13 +1,13 @@
-"""What the data turned out to be, for people and as JSON, and the bounds that a recipe sets."""
+"""A report on the prepared data, for people and as JSON, and the bounds that a recipe sets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from finetune.config.recipe_schema import ChecksSection
 from finetune.data.class_labels import some
-from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding, findings
+from finetune.data.text_issues import DUPLICATE_KEY, LOSSY, MOJIBAKE, NUL, Finding
 from finetune.utils.errors import DataError
 from finetune.utils.exact import exact_product
 
@@ -20,52 +20,43 @@ WORDS = {
     NUL: "documents hold NUL characters",
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
 }
-"""What each kind of finding is, for people."""
+"""Words for each kind of finding."""
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What one source gave to one side of the split."""
+    """The share of one source in one side of the split."""
 
     name: str
     documents: int
     tokens: int
     format: str = ""
-    """Of conversations, how they are written."""
+    """Format of conversations; empty for documents."""
     unread: tuple[str, ...] = ()
     """Fields of these that hold something and are not read."""
 
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What is learned of conversations. Copies by weight are not counted."""
+    """Figures of conversations. Copies by weight are not counted; counts are those of `Facts`."""
 
     examples: int
-    """Conversations that are learned from."""
     answers: int
-    """Their answers that are learned."""
     supervised_share: float
     """Tokens that are learned / all tokens."""
     ended_share: float
     """Examples whose last answer ends in a special token that is learned / `examples`."""
     ends: dict[str, int]
-    """Which tokens these are, and of how many examples."""
+    """These tokens, each with its number of examples."""
     unsupervised: int
-    """Conversations left out because nothing of them is learned."""
     too_long: int
-    """Conversations left out because they are longer than a row."""
     cut: int
-    """Conversations that lost turns or their end."""
     answers_cut: int
-    """Answers that lost their end, or all of them."""
     refused: int
-    """Conversations left out because the template refuses them."""
     tools_dropped: int
-    """Conversations whose tools the template does not write."""
     shared: int
     """Answers whose first token holds a part of what comes before: at inference it is another token."""
     unwritten: dict[str, int]
-    """Conversations with a field of which the template does not write all, by field."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class SplitReport:
     broken: dict[str, int] = field(default_factory=dict)
     """Conversations left out because they are broken, by what is wrong with them."""
     first_broken: str | None = None
-    """What is wrong with the first."""
+    """The problem of the first one."""
     chat: ChatReport | None = None
     """None for documents."""
     ended_share: float = 0.0
@@ -112,7 +103,7 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was prepared, and what it took."""
+    """A description of the prepared data."""
 
     sequence_length: int
     packing: str
@@ -122,13 +113,18 @@ class DataReport:
     validation: SplitReport | None
     seconds: float
     reused: bool
-    """Whether everything came from the cache."""
+    """True if everything came from the cache."""
     notes: tuple[str, ...] = ()
-    """What is to be known of the classes' names."""
+    """Notes on the classes' names."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
         return asdict(self)
+
+    def sides(self) -> dict[str, SplitReport]:
+        """The sides that there are, by their names."""
+        sides = {"train": self.train, "validation": self.validation}
+        return {name: split for name, split in sides.items() if split is not None}
 
     def lines(self) -> list[str]:
         """The report for people, one line a fact."""
@@ -137,18 +133,15 @@ class DataReport:
             f"data: {origin} in {self.seconds:.1f} s, {self.packing} rows of {self.sequence_length} tokens, "
             f"{self.vocabulary:,} token ids"
         ]
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            if split is not None:
-                lines.extend(_split_lines(name, split))
+        for name, split in self.sides().items():
+            lines.extend(_split_lines(name, split))
         return [*lines, *(f"  {note}" for note in self._class_notes())]
 
     def start_lines(self) -> list[str]:
         """The report in a line, and in a second one what in the data is to be looked at, if anything."""
         parts: list[str] = []
         counted: Counter[str] = Counter()
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            if split is None:
-                continue
+        for name, split in self.sides().items():
             kind = "conversations" if split.chat is not None else "documents"
             rows = f"{split.rows:,} rows of {self.sequence_length} tokens from {split.documents:,} {kind}"
             parts.append(rows if not parts else f"{name} {split.rows:,} rows")
@@ -165,15 +158,15 @@ class DataReport:
 
     def _class_notes(self) -> list[str]:
         notes = list(self.notes)
-        for name, split in (("training", self.train), ("validation", self.validation)):
-            absent = [label for label, count in split.classes.items() if not count] if split is not None else []
-            if absent:
-                notes.append(f"no {name} document has the class {some(absent)}")
+        for name, split in self.sides().items():
+            if absent := [label for label, count in split.classes.items() if not count]:
+                kind = "training" if name == "train" else name
+                notes.append(f"no {kind} document has the class {some(absent)}")
         return notes
 
 
 def _notes(split: SplitReport) -> list[tuple[int, str]]:
-    """What was found in the documents, counted."""
+    """Counts of what was found in the documents."""
     notes = [
         (split.duplicates, "duplicate documents"),
         (split.empty, "empty documents"),
@@ -202,8 +195,12 @@ def _split_lines(name: str, split: SplitReport) -> list[str]:
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.rows:,} rows, "
         f"useful share {split.useful_share:.1%}"
     ]
-    if split.chat is not None:
-        lines.append(_chat_line(split.chat))
+    if (chat := split.chat) is not None:
+        ends = ", ".join(f"{end!r} {count:,}" for end, count in chat.ends.items())
+        lines.append(
+            f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
+            f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
+        )
     if split.classes:
         lines.append(f"    classes: {_class_counts(split.classes)}")
     found = [f"{count:,} {what}" for count, what in _notes(split) if count]
@@ -228,106 +225,17 @@ def _class_counts(classes: dict[str, int]) -> str:
     return some([f"{name} {count:,}" for name, count in sorted(classes.items(), key=lambda item: -item[1])])
 
 
-def _chat_line(chat: ChatReport) -> str:
-    ends = ", ".join(f"{name!r} {count:,}" for name, count in chat.ends.items())
-    return (
-        f"    {chat.examples:,} examples, {chat.answers:,} answers learned, {chat.supervised_share:.1%} of tokens "
-        f"supervised, {chat.ended_share:.1%} end in a learned token{f' ({ends})' if ends else ''}"
-    )
-
-
-def split_report(
-    facts: dict[str, Any],
-    side: str,
-    made: dict[str, Any],
-    *,
-    row_length: int,
-    around: int,
-    overlap: int,
-    eos: int | None,
-    add_eos: bool,
-    name_of: Callable[[int], Any],
-    classes: dict[str, int],
-) -> SplitReport:
-    """Puts a side's facts together.
-
-    Args:
-        facts: Of the token folder.
-        side: Of the split.
-        made: Facts of the rows.
-        row_length: T.
-        around: Special tokens around each document of a classifier.
-        overlap: Documents that are training documents too.
-        eos: The tokenizer's end-of-text token.
-        add_eos: Whether it is wanted behind documents.
-        name_of: The text of a token.
-        classes: Documents of each class.
-    """
-    counts = facts[side]
-    places, used = made["rows"] * row_length, made["pairs"] + made["rows"] * around
-    chat = _chat_report(counts["chat"], counts["ends"], name_of) if counts["chat"] else None
-    # What was left out on purpose has no tokens either.
-    left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
-    # Records of a source belong to neither side before they are read: said once, with the training side.
-    own = side == "train"
-    found = findings(counts["issues"])
-    total, ended = counts["documents"], 0
-    if chat is not None:
-        total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
-    elif add_eos and eos is not None:
-        ended = total - made["truncated"]
-    if add_eos and eos is None and ended < total:
-        found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
-    return SplitReport(
-        documents=counts["documents"],
-        tokens=counts["tokens"],
-        rows=made["rows"],
-        targets=made["targets"] + made["rows"] * around,
-        useful_share=used / places if places else 0.0,
-        empty=counts["empty"] + made["empty"] - left_out,
-        duplicates=counts["duplicates"],
-        over_long=made["over_long"],
-        truncated=made["truncated"],
-        dropped=made["dropped"],
-        remainder_rows=made["remainder_rows"],
-        sources=tuple(
-            SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
-            for s in counts["sources"]
-        ),
-        overlap=overlap,
-        broken=facts["broken"] if own else {},
-        first_broken=facts["first_broken"] if own else None,
-        chat=chat,
-        ended_share=ended / total if total else 0.0,
-        findings=found,
-        classes=classes,
-    )
-
-
-def _chat_report(facts: dict[str, Any], ends: dict[str, int], name_of: Callable[[int], Any]) -> ChatReport:
+def chat_report(facts: dict[str, Any], ends: dict[str, int]) -> ChatReport:
+    """Makes a report of `Facts`, as a dict, and of the tokens that end answers."""
     return ChatReport(
-        examples=facts["examples"],
-        answers=facts["answers"],
         supervised_share=facts["supervised"] / facts["tokens"] if facts["tokens"] else 0.0,
         ended_share=facts["ended"] / facts["examples"] if facts["examples"] else 0.0,
-        ends={str(name_of(int(token))): count for token, count in ends.items()},
-        **{
-            name: facts[name]
-            for name in (
-                "unsupervised",
-                "too_long",
-                "cut",
-                "answers_cut",
-                "refused",
-                "tools_dropped",
-                "shared",
-                "unwritten",
-            )
-        },
+        ends=ends,
+        **{part.name: facts[part.name] for part in fields(ChatReport) if part.name in facts},
     )
 
 
-def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
+def check_bounds(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) -> None:
     """Compares the report with the recipe's bounds.
 
     Args:
@@ -338,10 +246,9 @@ def check(report: DataReport, bounds: ChecksSection, *, labelled: bool = False) 
     Raises:
         DataError: With all of them that do not hold.
     """
-    problems = []
-    for name, split in (("train", report.train), ("validation", report.validation)):
-        if split is not None:
-            problems += [f"{name}: {problem}" for problem in _problems(split, bounds, labelled)]
+    problems = [
+        f"{name}: {problem}" for name, split in report.sides().items() for problem in _problems(split, bounds, labelled)
+    ]
     if problems:
         raise DataError(f"The data is not what the recipe allows: {'; '.join(problems)}. Mend it, or the bounds.")
 
@@ -355,37 +262,25 @@ def _problems(split: SplitReport, bounds: ChecksSection, labelled: bool) -> Iter
         too_long += chat.too_long + chat.cut
         unsupervised = chat.unsupervised
         read += chat.too_long + chat.unsupervised
-    if broken:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
-        more = f" ({kinds}; the first: {split.first_broken})"
-        yield from _above("max_broken", bounds.max_broken, broken, read, f"conversations are broken{more}")
-    yield from _above("max_too_long", bounds.max_too_long, too_long, read, "documents are longer than a row")
-    nothing = "conversations hold nothing to learn"
-    yield from _above("max_unsupervised", bounds.max_unsupervised, unsupervised, read, nothing)
-    both = "documents are training documents too"
-    yield from _above("max_overlap", bounds.max_overlap, split.overlap, split.documents, both)
-    if chat is not None and chat.supervised_share < bounds.min_supervised:
-        yield _below("min_supervised", bounds.min_supervised, chat.supervised_share, "of the tokens are learned")
-    if split.ended_share < bounds.min_ended and not labelled:
-        what = "documents" if chat is None else "examples"
-        end = f"of the {what} end in a special token that is learned"
-        yield _below("min_ended", bounds.min_ended, split.ended_share, end)
-    most = {
-        LOSSY: ("max_lossy", bounds.max_lossy),
-        MOJIBAKE: ("max_mojibake", bounds.max_mojibake),
-        NUL: ("max_nul", bounds.max_nul),
-        DUPLICATE_KEY: ("max_duplicate_keys", bounds.max_duplicate_keys),
-    }
+    kinds = ", ".join(f"{count} {kind}" for kind, count in split.broken.items())
+    most = [
+        ("max_broken", broken, read, f"conversations are broken ({kinds}; the first: {split.first_broken})"),
+        ("max_too_long", too_long, read, "documents are longer than a row"),
+        ("max_unsupervised", unsupervised, read, "conversations hold nothing to learn"),
+        ("max_overlap", split.overlap, split.documents, "documents are training documents too"),
+    ]
+    keys = {LOSSY: "max_lossy", MOJIBAKE: "max_mojibake", NUL: "max_nul", DUPLICATE_KEY: "max_duplicate_keys"}
     for found in split.findings:
-        if found.kind in most:
+        if found.kind in keys:
             what = f"{WORDS[found.kind]} (the first: {found.example})"
-            yield from _above(*most[found.kind], found.count, found.of, what)
-
-
-def _above(key: str, bound: float, count: int, total: int, what: str) -> Iterator[str]:
-    if count > exact_product(bound, total):
-        yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
-
-
-def _below(key: str, bound: float, share: float, what: str) -> str:
-    return f"{share:.1%} {what}, and checks.{key} is {bound:g}"
+            most.append((keys[found.kind], found.count, found.of, what))
+    least = [("min_supervised", chat.supervised_share, "of the tokens are learned")] if chat is not None else []
+    if not labelled:
+        kind = "documents" if chat is None else "examples"
+        least.append(("min_ended", split.ended_share, f"of the {kind} end in a special token that is learned"))
+    for key, count, total, what in most:
+        if count > exact_product(bound := getattr(bounds, key), total):
+            yield f"{count:,} of {total:,} {what}, and checks.{key} is {bound:g}"
+    for key, share, what in least:
+        if share < (bound := getattr(bounds, key)):
+            yield f"{share:.1%} {what}, and checks.{key} is {bound:g}"

@@ -1,7 +1,7 @@
 """From a recipe to rows: read, normalise, tokenise, pack, each step kept in the cache under its own key."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,14 +16,14 @@ from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
-from finetune.data.data_report import DataReport, SplitReport, check, split_report
+from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check_bounds
 from finetune.data.prepared_cache import Cache, Entry
-from finetune.data.progress_bar import Bar, documents_bar
+from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
-from finetune.data.rows.row_dataset import RowClasses, TokenRows
+from finetune.data.rows.row_dataset import TokenRows
 from finetune.data.sources.corpus import Corpus, open_source
-from finetune.data.sources.documents import Rules
-from finetune.data.stratified_split import held_out_digests
+from finetune.data.sources.documents import Rules, held_out_digests
+from finetune.data.text_issues import Finding, findings
 from finetune.data.tokenization import build_tokenizer, token_files
 from finetune.data.tokenization.build_tokenizer import load_tokenizer, train_tokenizer
 from finetune.data.tokenization.encoding import Encoder
@@ -44,11 +44,11 @@ class PreparedData:
     """None if no document is for validation."""
     tokenizer: PreTrainedTokenizerBase
     num_labels: int | None
-    """RowClasses of a sequence classification; None for other tasks."""
+    """Classes of a sequence classification; None for other tasks."""
     label_names: tuple[str, ...]
     report: DataReport
     digest: str
-    """Of everything that shaped the training rows (the validation rows if there are no others)."""
+    """Digest of everything that shaped the training rows (the validation rows if there are no others)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class _Side:
 
     entry: Entry
     side: str
+    file: token_files.TokenFile
     rows_entry: Entry
     digest: str
 
@@ -109,9 +110,7 @@ class _Preparation:
         train_corpora, train_rules = self._open(data.train), self._rules(held_out)
         self._tokenizer = self._find_tokenizer(train_corpora, train_rules)
         self._encoder = self._find_encoder()
-        self._wrapping = (
-            build_tokenizer.wrapping(self._tokenizer) if self._labelled else build_tokenizer.Wrapping((), ())
-        )
+        self._wrapping = build_tokenizer.wrapping_of(self._tokenizer) if self._labelled else build_tokenizer.Wrapping()
 
         train = validation = None
         validation_corpora = self._open(data.validation)
@@ -131,21 +130,23 @@ class _Preparation:
 
         first = train or validation
         assert first is not None
-        classes = self._classes(first, [*train_corpora, *validation_corpora]) if self._labelled else None
+        classes = None
+        if self._labelled:
+            known = [self._known] if self._known is not None else []
+            named = [corpus for corpus in (*train_corpora, *validation_corpora) if corpus.classes]
+            known += [KnownClasses(corpus.classes, corpus.name) for corpus in named[:1]]
+            classes = ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
         train_rows = self._rows(train, classes) if train else None
         validation_rows = self._rows(validation, classes) if validation else None
-        if train_rows is not None and len(train_rows) == 0:
-            raise DataError(
-                f"The training documents fill no row of {data.sequence_length} tokens (packing {data.packing}, "
-                f"long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or lower "
-                "data.sequence_length."
-            )
-        if data.validation and validation_rows is not None and len(validation_rows) == 0:
-            raise DataError(
-                f"The documents of data.validation fill no row of {data.sequence_length} tokens (packing "
-                f"{data.packing}, long_documents {data.long_documents}, remainder {data.remainder}). Add documents, or "
-                "lower data.sequence_length."
-            )
+        for rows, documents in (
+            (train_rows, "The training documents"),
+            (validation_rows if data.validation else None, "The documents of data.validation"),
+        ):
+            if rows is not None and len(rows) == 0:
+                raise DataError(
+                    f"{documents} fill no row of {data.sequence_length} tokens (packing {data.packing}, long_documents "
+                    f"{data.long_documents}, remainder {data.remainder}). Add documents, or lower data.sequence_length."
+                )
         report = DataReport(
             sequence_length=data.sequence_length,
             packing=data.packing,
@@ -156,10 +157,10 @@ class _Preparation:
             seconds=time.monotonic() - began,
             reused=self._reused,
         )
-        check(report, self._recipe.checks, labelled=self._labelled)
+        check_bounds(report, self._recipe.checks, labelled=self._labelled)
         return PreparedData(
             train=train_rows,
-            validation=validation_rows if validation_rows is not None and len(validation_rows) else None,
+            validation=validation_rows or None,
             tokenizer=self._tokenizer,
             num_labels=classes.count if classes else None,
             label_names=classes.names if classes else (),
@@ -167,20 +168,15 @@ class _Preparation:
             digest=_digest(first, classes),
         )
 
-    def _classes(self, first: _Side, corpora: Sequence[Corpus]) -> ClassList:
-        known = [self._known] if self._known is not None else []
-        known += [KnownClasses(corpus.classes, corpus.name) for corpus in corpora if corpus.classes][:1]
-        return ClassList.of(first.entry.facts["labels"], self._recipe.task.num_labels, known)
-
     def _open(self, sources: Sequence[Source]) -> list[Corpus]:
-        return [open_source(source, labelled=self._labelled, form=self._form(source)) for source in sources]
-
-    def _form(self, source: Source) -> RecordForm | None:
-        chat = self._recipe.chat
-        if chat is None:
-            return None
-        named = (source.format, source.fields, chat.roles, source.text_field)
-        return RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
+        chat, corpora = self._recipe.chat, []
+        for source in sources:
+            form = None
+            if chat is not None:
+                named = (source.format, source.fields, chat.roles, source.text_field)
+                form = RecordForm(*named, strip=self._data.strip, tolerance=self._tolerance)
+            corpora.append(open_source(source, labelled=self._labelled, form=form))
+        return corpora
 
     def _rules(self, held_out: float) -> Rules:
         if self._recipe.chat is not None:
@@ -189,7 +185,7 @@ class _Preparation:
         return Rules(self._data.strip, self._data.lowercase, held_out, self._labelled)
 
     def _key(self, corpora: Sequence[Corpus], rules: Rules) -> dict[str, Any]:
-        """What shapes the texts of some sources."""
+        """Lists all that shapes the texts of some sources."""
         key = {
             "format": token_files.FORMAT_VERSION,
             "sources": [corpus.fingerprint for corpus in corpora],
@@ -198,7 +194,7 @@ class _Preparation:
         return {**key, "split": "by class"} if rules.by_class else key
 
     def _held(self, corpora: Sequence[Corpus], rules: Rules) -> npt.NDArray[np.uint64] | None:
-        """What is held out, where a document's own hash does not say it."""
+        """Finds what is held out, where a document's own hash does not say it."""
         if not rules.by_class:
             return None
 
@@ -227,9 +223,8 @@ class _Preparation:
         held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
-            texts = token_files.training_texts(corpora, rules, held)
             with documents_bar("training the tokenizer", [c.size for c in corpora], quiet=self._quiet) as bar:
-                trained = train_tokenizer(_counted(texts, bar), vocab_size)
+                trained = train_tokenizer(token_files.training_texts(corpora, rules, held, bar), vocab_size)
             trained.save_pretrained(str(folder))
             return {}
 
@@ -244,7 +239,7 @@ class _Preparation:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        return build_tokenizer.identity(self._tokenizer)
+        return build_tokenizer.tokenizer_identity(self._tokenizer)
 
     def _find_encoder(self) -> Encoder | ChatEncoder:
         chat = self._recipe.chat
@@ -264,7 +259,7 @@ class _Preparation:
         )
 
     def _around(self) -> tuple[int | None, int | None]:
-        """What goes before and behind a document of plain text."""
+        """Tokens that go before and behind a document of plain text."""
         # A classifier's special tokens go around the text when a batch is built, behind any truncation.
         bos = self._tokenizer.bos_token_id if self._data.add_bos and not self._labelled else None
         eos = self._tokenizer.eos_token_id if self._data.add_eos and not self._labelled else None
@@ -276,9 +271,9 @@ class _Preparation:
         held = self._held(corpora, rules)
 
         def build(folder: Path) -> dict[str, Any]:
-            self._tolerance.reset()  # training a tokenizer has read the same records
+            self._tolerance.restore({}, None)  # training a tokenizer has read the same records
             with documents_bar("tokenising", [corpus.size for corpus in corpora], quiet=self._quiet) as bar:
-                counts = token_files.write(
+                counts = token_files.write_tokens(
                     folder,
                     corpora,
                     rules,
@@ -286,7 +281,7 @@ class _Preparation:
                     num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,
-                    restore=partial(build_tokenizer.restore, self._tokenizer),
+                    restore=partial(build_tokenizer.restore_text, self._tokenizer),
                     tolerance=self._tolerance,
                     bar=bar,
                     held_digests=held,
@@ -325,8 +320,10 @@ class _Preparation:
             "remainder": data.remainder if data.packing == "wrapped" else None,
         }
 
+        masked = self._recipe.chat is not None
+        file = token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+
         def build(folder: Path) -> dict[str, Any]:
-            file = self._token_file(entry, side)
             if self._labelled:
                 packed = packing.truncate_documents(file.offsets, room)
             elif data.packing == "wrapped":
@@ -339,18 +336,13 @@ class _Preparation:
             return packing.save_rows(packed, folder, file.mask)
 
         digest = digest_of(key)
-        return _Side(entry, side, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
-
-    def _token_file(self, entry: Entry, side: str) -> token_files.TokenFile:
-        masked = self._recipe.chat is not None
-        return token_files.TokenFile(entry.folder, side, entry.facts["dtype"], labelled=self._labelled, masked=masked)
+        return _Side(entry, side, file, self._built(self._cache.entry(f"rows-{digest}", build)), digest)
 
     def _rows(self, side: _Side, classes: ClassList | None) -> TokenRows:
-        file = self._token_file(side.entry, side.side)
-        numbers = None
+        file, numbers = side.file, None
         if classes is not None:
             assert file.labels is not None
-            numbers = RowClasses(classes.renumber(file.labels, side.entry.facts["labels"]), self._wrapping)
+            numbers = classes.renumber(file.labels, side.entry.facts["labels"])
         return TokenRows(
             tokens=file.tokens,
             packed=packing.load_rows(side.rows_entry.folder),
@@ -359,37 +351,62 @@ class _Preparation:
             restarts=self._data.packing == "documents",
             fixed=self._data.packing != "padded",
             classes=numbers,
+            wrapping=self._wrapping,
             mask=file.mask,
-            row_targets=packing.load_row_targets(side.rows_entry.folder) if file.mask else None,
+            row_targets=map_array(side.rows_entry.folder / packing.ROW_TARGETS) if file.mask else None,
         )
 
     def _report(
         self, side: _Side, rows: TokenRows | None, classes: ClassList | None, against: _Side | None = None
     ) -> SplitReport:
-        own = self._token_file(side.entry, side.side).digests
-        shared = 0
+        facts, counts, made = side.entry.facts, side.entry.facts[side.side], side.rows_entry.facts
+        overlap = 0
         if against is not None and against.entry is not side.entry:
-            shared = int(np.isin(own, self._token_file(against.entry, against.side).digests).sum())
-        counts: dict[str, int] = {}
+            overlap = int(np.isin(side.file.digests, against.file.digests).sum())
+        of_classes: dict[str, int] = {}
         if classes is not None and rows is not None and rows.classes is not None:
-            found = np.bincount(rows.classes.numbers, minlength=classes.count).tolist()
-            counts = dict(zip(classes.names, found, strict=True))
-        return split_report(
-            side.entry.facts,
-            side.side,
-            side.rows_entry.facts,
-            row_length=self._data.sequence_length,
-            around=sum(map(len, self._wrapping)),
-            overlap=shared,
-            eos=self._tokenizer.eos_token_id,
-            add_eos=not self._labelled and (self._data.add_eos or self._recipe.chat is not None),
-            name_of=self._tokenizer.convert_ids_to_tokens,
-            classes=counts,
+            documents = np.bincount(rows.classes, minlength=classes.count).tolist()
+            of_classes = dict(zip(classes.names, documents, strict=True))
+        found = findings(counts["issues"])
+        chat, eos = None, self._tokenizer.eos_token_id
+        wants_end = not self._labelled and (self._data.add_eos or self._recipe.chat is not None)
+        total, ended = counts["documents"], 0
+        if counts["chat"]:
+            name_of = self._tokenizer.convert_ids_to_tokens
+            chat = chat_report(counts["chat"], {str(name_of(int(n))): count for n, count in counts["ends"].items()})
+            total, ended = counts["chat"]["examples"], counts["chat"]["ended"]
+        elif wants_end and eos is not None:
+            ended = total - made["truncated"]
+        if wants_end and eos is None and ended < total:
+            found = (Finding(NO_END, total - ended, total, counts["issues"]["first"]), *found)
+        around = made["rows"] * sum(map(len, self._wrapping))
+        places = made["rows"] * self._data.sequence_length
+        # Records of a source belong to neither side before they are read: said once, with the training side.
+        own = side.side == token_files.TRAIN
+        # What was left out on purpose has no tokens either.
+        left_out = chat.unsupervised + chat.too_long + chat.refused if chat else 0
+        return SplitReport(
+            targets=made["targets"] + around,
+            useful_share=(made["pairs"] + around) / places if places else 0.0,
+            empty=counts["empty"] + made["empty"] - left_out,
+            sources=tuple(
+                SourceReport(s["name"], s["documents"], s["tokens"], s["format"], tuple(s["unread"]))
+                for s in counts["sources"]
+            ),
+            overlap=overlap,
+            broken=facts["broken"] if own else {},
+            first_broken=facts["first_broken"] if own else None,
+            chat=chat,
+            ended_share=ended / total if total else 0.0,
+            findings=found,
+            classes=of_classes,
+            **{name: counts[name] for name in ("documents", "tokens", "duplicates")},
+            **{name: made[name] for name in ("rows", "over_long", "truncated", "dropped", "remainder_rows")},
         )
 
 
 def _digest(first: _Side, classes: ClassList | None) -> str:
-    """Of the rows, and of their classes' numbers where these are not what the labels alone say."""
+    """Digest of the rows, and of the classes' numbers where the labels alone do not give these."""
     if classes is None or classes.known is None:
         return first.digest
     plain = {label: n for n, label in enumerate(sorted(map(str, first.entry.facts["labels"])))}
@@ -421,16 +438,3 @@ def _in_names_of(corpora: Sequence[Corpus], facts: dict[str, Any]) -> dict[str, 
                 "sources": [{**source, "name": corpora[source["number"]].name} for source in counts["sources"]],
             }
     return now
-
-
-def _counted(texts: Iterator[tuple[str, int]], bar: Bar) -> Iterator[str]:
-    count = 0
-    for text, read in texts:
-        count += 1
-        bar.advance(1, read)
-        yield text
-    if not count:
-        raise DataError(
-            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing but "
-            "white space, or everything is held out. Name a source that holds text, or lower data.validation_fraction."
-        )

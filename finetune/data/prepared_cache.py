@@ -16,14 +16,14 @@ from typing import Any
 import filelock
 
 from finetune.utils import json_files
-from finetune.utils.atomic_files import digest_of, file_digest, sync_to_disk, why_unlockable
+from finetune.utils.atomic_files import digest_of, file_digest, remove_path, sync_to_disk, why_unlockable
 from finetune.utils.errors import DataError
 
 _INDEX = "index.json"
 STATE = "state.json"
 """A build that leaves this file in its folder can continue with what is there."""
 STATE_VERSION = 3
-"""Of that file, which says it as `version`, and of those that it is about."""
+"""Version of that file, which has it as `version`, and of those that it is about."""
 # A check of less than this takes about a second, and a wait for one is not worth a word.
 _SAID_FROM = 10_000_000_000
 _SILENT_WAIT_S = 5.0
@@ -35,9 +35,9 @@ class Entry:
 
     folder: Path
     facts: dict[str, Any]
-    """What its builder returned."""
+    """Facts that its builder returned."""
     reused: bool
-    """Whether it was there before, or another process has built it."""
+    """True if it was there before, or another process has built it."""
 
 
 class Cache:
@@ -77,20 +77,16 @@ class Cache:
                 # Another process has built or checked it since this one came.
                 known = _checked_at(folder) != before
                 return self._open(folder, known=known) or self._build(folder, build)
-        except _NoLockError as error:
+        except _NoLockError:
             # A cache that is only read, as another user's may be, is checked by each process.
             if found := self._open(folder, known=False):
                 return found
-            raise error.problem from error
+            raise
         except OSError as error:
             raise self._unusable(error) from error
 
     def _open(self, folder: Path, *, known: bool) -> Entry | None:
-        """The folder, if it is what was built; says so if it is something else.
-
-        Args:
-            known: Whether it is known to hold what was written; that all files are there is looked at in any case.
-        """
+        """The folder, if it is what was built; if `known` to be, only its list of files and their sizes are checked."""
         if not os.path.lexists(folder):
             return None
         try:
@@ -111,11 +107,9 @@ class Cache:
 
     def _build(self, folder: Path, build: Callable[[Path], dict[str, Any]]) -> Entry:
         staging = folder.with_name(folder.name + ".part")
-        for leftover in (staging, folder):
-            if leftover.is_symlink():
-                leftover.unlink()
-            elif leftover.exists() and not (leftover == staging and self._can_go_on(staging)):
-                shutil.rmtree(leftover)
+        remove_path(folder)
+        if not self._can_go_on(staging):
+            remove_path(staging)
         staging.mkdir(exist_ok=True)
         try:
             facts = build(staging)
@@ -145,11 +139,10 @@ class Cache:
         return Entry(entry.folder, entry.facts, reused=False)
 
     def _can_go_on(self, staging: Path) -> bool:
-        """Whether a build can use what another has left."""
-        if not (staging / STATE).exists():
+        """True if a build can use what another has left."""
+        # Links would be written through.
+        if not (staging / STATE).exists() or any(path.is_symlink() for path in (staging, *staging.iterdir())):
             return False
-        if any(path.is_symlink() for path in staging.iterdir()):
-            return False  # they would be written through
         try:
             version = json_files.read(staging / STATE).get("version")
         except ValueError:
@@ -164,24 +157,16 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str, *, there: bool) -> Iterator[None]:
-        """Keeps other processes from a folder.
-
-        Args:
-            there: Whether it is there already, and has only to be checked.
-
-        Raises:
-            _NoLockError: If nothing can be locked here.
-        """
+        """Keeps other processes from a folder; `there` says that it has only to be checked."""
         try:
             reason = why_unlockable(self._root)
             if reason is not None:
                 # A lock of this machine would not do: processes of several machines may prepare the same data.
-                problem = DataError(
+                raise _NoLockError(
                     f"The cache directory {self._root} cannot be used: its file system has no locks (flock: {reason}), "
                     "and processes that prepare the same data need one. Set data.cache_dir to a directory on another "
                     "file system, such as a local disk."
                 )
-                raise _NoLockError(problem)
             lock = filelock.FileLock(self._root / f"{name}.lock")
             try:
                 lock.acquire(timeout=_SILENT_WAIT_S if there else 0)
@@ -197,7 +182,7 @@ class Cache:
                     self._note_kept(error)
                     raise
         except OSError as error:
-            raise _NoLockError(self._unusable(error)) from error
+            raise _NoLockError(str(self._unusable(error))) from error
         try:
             yield
         finally:
@@ -213,12 +198,8 @@ class Cache:
         )
 
 
-class _NoLockError(Exception):
+class _NoLockError(DataError):
     """Nothing can be locked in the cache directory."""
-
-    def __init__(self, problem: DataError) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
 
 
 class _DamageError(Exception):
@@ -235,11 +216,7 @@ def _checked_at(folder: Path) -> tuple[int, int] | None:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
-    """The files that a folder must hold, with their sizes and digests, and the facts about it.
-
-    Raises:
-        _DamageError: If the index is not what was written, or other files are there.
-    """
+    """The files that a folder must hold, with their sizes and digests, and the facts about it."""
     if folder.is_symlink():
         raise _DamageError("is a link to somewhere else")
     try:
@@ -262,14 +239,7 @@ def _read_index(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any
 
 
 def _check_file(file: Path, size: int, written: str | None) -> None:
-    """Checks that a file is in its folder, and not elsewhere by a link, and holds what was written.
-
-    Args:
-        written: The digest of what was written; None if it is known to be there.
-
-    Raises:
-        _DamageError: If not.
-    """
+    """Checks that a file lies in its folder itself, with its size and, if one is given, its digest."""
     try:
         if file.is_symlink() or not file.is_file():
             raise _DamageError(f"is damaged ({file.name} is missing)")

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
-    BarColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from finetune.utils.console import progress_bar
@@ -54,9 +52,9 @@ def rows_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         title: What is under way.
         total: Rows.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(*columns, TextColumn("left"), console=console, transient=True, disable=hidden) as display:
+    with progress_bar(console, *columns, transient=True, disable=hidden) as display:
         task = display.add_task(title, total=total)
         yield lambda rows: display.advance(task, rows)
 

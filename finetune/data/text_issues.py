@@ -42,14 +42,14 @@ class Finding:
 
 @dataclass
 class Issues:
-    """What was found in some documents."""
+    """Signs that were found in some documents."""
 
     looked: int = 0
     """Documents that were looked at, copies by weight not counted."""
     sampled: int = 0
     """Those of them that the tokenizer was to give back."""
     first: str = ""
-    """Where the first document is."""
+    """The place of the first document."""
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class Issues:
             items: Documents of one source.
             first: Number of the first of them in that source, from 0.
             restore: Turns a text into tokens and back.
-            chat: Whether they are conversations, as JSON.
+            chat: True if they are conversations, as JSON.
         """
         for number, item in enumerate(items, start=first):
             self.looked += 1
@@ -79,7 +79,7 @@ class Issues:
 
 
 def findings(issues: dict[str, Any]) -> tuple[Finding, ...]:
-    """What `Issues` has counted, as a dict, one for each kind."""
+    """Returns one finding for each kind that `Issues`, as a dict, has counted."""
     return tuple(
         Finding(kind, count, issues["sampled" if kind == LOSSY else "looked"], issues["examples"][kind])
         for kind, count in sorted(issues["counts"].items())
@@ -107,7 +107,7 @@ def _signs(item: Chosen, *, chat: bool) -> Iterator[tuple[str, str]]:
 
 
 def first_difference(one: str, other: str) -> int:
-    """How many characters two texts have in common before they differ."""
+    """Number of characters that two texts have in common before they differ."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -121,7 +121,7 @@ def _around(text: str, start: int, end: int) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """What is in two texts around the first place where they differ."""
+    """Both texts around the first place where they differ."""
     same = first_difference(text, back)
     start = max(0, same - _SHOWN // 2)
     return f"{text[start : same + _SHOWN]!r} became {back[start : same + _SHOWN]!r}"

@@ -13,11 +13,11 @@ from finetune.data.chat.conversation_formats import (
     InvalidConversation,
     RecordForm,
     Tolerance,
-    find,
+    find_value,
     kind_of,
     without_nulls,
 )
-from finetune.data.chat.written_parts import write
+from finetune.data.chat.written_parts import write_conversation
 from finetune.data.sources.corpus import open_source
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.models import prompts
@@ -51,9 +51,9 @@ class _PromptForm(RecordForm):
         """
         record = without_nulls(record, where)
         given = {
-            key: find(record, self.fields.get(key, key))
+            key: find_value(record, self.fields.get(key, key))
             for key in ("prompt", "references", "reference")
-            if isinstance(find(record, self.fields.get(key, key)), str | list)
+            if isinstance(find_value(record, self.fields.get(key, key)), str | list)
         }
         if "prompt" in given and len(given) > 1:
             return self._pair_of(record, given, where)
@@ -108,7 +108,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
         for record, where in _records(recipe, source):
             if template is not None:
                 chat_of = Conversation(record["messages"], [], record["tools"], 0, record["variables"])
-                writing = write(template, chat_of, where, prompt=True)
+                writing = write_conversation(template, chat_of, where, prompt=True)
                 if lost := [part.field for part in writing.missing if part.field in ("content", "tool_calls", "tools")]:
                     raise InvalidConversation(
                         "unwritten",

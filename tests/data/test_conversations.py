@@ -9,15 +9,16 @@ import pytest
 
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import prepare_data
-from finetune.data.synthetic import story_words
 from finetune.data.synthetic.conversation_generator import ONE_WORD, SENTENCE, Chat, conversations
+from finetune.data.synthetic.story_generator import read_story_data
 from finetune.utils.errors import DataError
 
-NAME = "(?:" + "|".join(story_words.GIRLS + story_words.BOYS) + ")"
-PLACE = "(?:" + "|".join(story_words.PLACES) + ")"
-SMALL = f"(?:{'|'.join(story_words.SMALL)}) (?:girl|boy|{'|'.join(story_words.ANIMALS)})"
-NATURE = "(?:" + "|".join(story_words.NATURES) + ")"
-FEAR = "(?:" + "|".join(fear for fear, _ in story_words.FEARS) + ")"
+WORDS = read_story_data()["words"]
+NAME = "(?:" + "|".join(WORDS["girls"] + WORDS["boys"]) + ")"
+PLACE = "(?:" + "|".join(WORDS["places"]) + ")"
+SMALL = f"(?:{'|'.join(WORDS['small'])}) (?:girl|boy|{'|'.join(WORDS['animals'])})"
+NATURE = "(?:" + "|".join(WORDS["natures"]) + ")"
+FEAR = "(?:" + "|".join(fear for fear, _ in WORDS["fears"]) + ")"
 
 # Words of which each plot has some by the end of the passage, and no other plot has.
 PLOT_MARKS = {
@@ -70,7 +71,7 @@ def reader(question: str, passage: str) -> tuple[str, str]:
     opening = re.split(r" (?:His|Her) best friend ", passage)[0]
     hero = found(rf"^.*?\b({NAME})\b", opening)
     kind = found(rf"({SMALL})", opening)
-    their = "Her" if hero in story_words.GIRLS else "His"
+    their = "Her" if hero in WORDS["girls"] else "His"
     asked = re.search(rf"\b({NAME})\b", question)
     assert asked is None or asked[1] == hero, "questions are about the hero"
     if question.startswith("Where does"):
@@ -91,7 +92,7 @@ def reader(question: str, passage: str) -> tuple[str, str]:
         return hero, f"{their} name is {hero}."
     if question.startswith("What color"):
         toy = found(r"color is the (\w+)\?", question)
-        color = found(rf"\b({'|'.join(story_words.COLOURS)}) {toy}\b", passage)
+        color = found(rf"\b({'|'.join(WORDS['colours'])}) {toy}\b", passage)
         return color, f"The {toy} is {color}."
     if question.startswith("Whose"):
         toy = found(r"Whose (\w+) is it", question)

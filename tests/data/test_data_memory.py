@@ -16,7 +16,7 @@ from finetune.config.recipe_schema import Source
 from finetune.data.rows import packing
 from finetune.data.sources import streams
 from finetune.data.sources.corpus import open_source
-from finetune.data.sources.documents import Rules, choose
+from finetune.data.sources.documents import Rules, choose_texts
 from finetune.data.sources.readers import Fields, read_file
 from finetune.data.synthetic import story_generator
 from finetune.utils.errors import DataError
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(
     (tmp_path / name).write_text(content)
     corpus = open_source(Source(path=str(tmp_path / name)), labelled=False)
     with pytest.raises(DataError, match=message):
-        list(choose(corpus, Rules(True, False, 0.0, False)))
+        list(choose_texts(corpus, Rules(True, False, 0.0, False)))
 
 
 def test_a_wrong_item_is_found_before_the_file_is_read(tmp_path: Path) -> None:

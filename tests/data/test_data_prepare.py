@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import ChecksSection
-from finetune.data.data_report import check
+from finetune.data.data_report import check_bounds
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.rows.row_dataset import IGNORED, TokenRows
 from finetune.data.sources.documents import Chosen
-from finetune.data.tokenization.encoding import Encoder, batched
+from finetune.data.tokenization.encoding import Encoder, batch_documents
 from finetune.utils.errors import DataError
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
@@ -285,7 +285,7 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
     items = [Chosen(f"{n} {'x' * (n % 37)} text".encode(), n, False, 1, None, "here", 0) for n in range(9000)]
 
     def run(workers: int) -> list[tuple[list[int], list[int]]]:
-        found = Encoder(tokenizer, num_workers=workers).encode_all(batched(items))
+        found = Encoder(tokenizer, num_workers=workers).encode_all(batch_documents(items))
         return [(encoded.lengths.tolist(), encoded.numbers.tolist()) for _, encoded in found]
 
     assert run(3) == run(1)
@@ -486,11 +486,11 @@ def test_bounds_are_decimals(tmp_path: Path) -> None:
     """In binary, 0.29 x 100 is 28.999999999999996."""
     report = prepared(tmp_path, train=[{"sample": 5}]).report
     report = replace(report, train=replace(report.train, documents=100, truncated=29))
-    check(report, ChecksSection(max_too_long=0.29))
+    check_bounds(report, ChecksSection(max_too_long=0.29))
     with pytest.raises(
         DataError, match=r"29 of 100 documents are longer than a row, and checks\.max_too_long is 0\.28"
     ):
-        check(report, ChecksSection(max_too_long=0.28))
+        check_bounds(report, ChecksSection(max_too_long=0.28))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

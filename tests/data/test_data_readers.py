@@ -28,7 +28,7 @@ from finetune.config.recipe_schema import Source
 from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources import streams
 from finetune.data.sources.corpus import open_source
-from finetune.data.sources.documents import Rules, choose
+from finetune.data.sources.documents import Rules, choose_texts
 from finetune.data.sources.readers import Fields, read_file
 from finetune.utils.errors import DataError
 
@@ -375,7 +375,7 @@ def test_damage_anywhere_is_an_error_of_the_users(
     form = RecordForm("auto", {}, {}, "text", strip=True, tolerance=Tolerance(lenient=False)) if as_chat else None
     corpus = open_source(Source(path=str(path)), labelled=False, form=form)
     with contextlib.suppress(DataError):
-        list(choose(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
+        list(choose_texts(corpus, Rules(strip=True, lowercase=False, held_out=0.0, labelled=False)))
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:

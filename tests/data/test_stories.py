@@ -4,8 +4,7 @@ import re
 from collections import Counter
 from itertools import islice
 
-from finetune.data.synthetic.story_generator import stories
-from finetune.data.synthetic.story_plots import PLOTS
+from finetune.data.synthetic.story_generator import read_story_data, stories
 
 
 def test_stories_are_distinct_and_of_a_fair_length() -> None:
@@ -15,7 +14,7 @@ def test_stories_are_distinct_and_of_a_fair_length() -> None:
     assert min(sizes) >= 80
     assert max(sizes) <= 220
     counts = Counter(story.label for story in made)
-    assert set(counts) == set(PLOTS)
+    assert set(counts) == set(read_story_data()["plots"])
     assert min(counts.values()) > 500
 
 

@@ -6,7 +6,8 @@ Letters: `N` tokens of one conversation.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,28 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
 from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
-from finetune.data.chat.chat_templates import Template, answers, until
+from finetune.data.chat.chat_templates import Template, find_answers, first_messages
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
-from finetune.data.chat.written_parts import Part, write
+from finetune.data.chat.written_parts import Part, write_conversation
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 3
-"""Of what is made of conversations; part of the cache's key."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A conversation as the template writes it."""
-
-    text: str
-    parts: list[Span]
-    """Where special tokens are only characters."""
-    answers: dict[int, list[Span]]
-    unwritten: frozenset[str]
-    """Fields of which the template does not write all."""
+"""Version of the encoding of conversations; part of the cache's key."""
 
 
 class ChatEncoder:
@@ -59,10 +48,10 @@ class ChatEncoder:
         Args:
             tokenizer: One with a fast backend: only these say where in a text a token lies.
             template: Writes conversations.
-            section: What is learned, and what becomes of conversations that are too long.
+            section: Says what is learned, and what becomes of conversations that are too long.
             row_length: T; a conversation has at most one token more.
             around: Put before and behind documents that are plain text.
-            tolerance: Of conversations that the template refuses.
+            tolerance: The way to treat conversations that the template refuses.
 
         Raises:
             DataError: If the tokenizer has no fast backend.
@@ -157,37 +146,60 @@ class ChatEncoder:
         return left_out(Facts(too_long=1))
 
     def _example(self, conversation: Conversation, where: str) -> Example:
-        learned = self._learned(conversation)
-        if self._section.train_on == "all":
-            self._check_weights(conversation, where)
-        written = self._write(conversation, learned, where)
-        ids, offsets = special_token_text.encode(self._fast, self._literal, written.text, written.parts)
+        learned = self._learned(conversation, where)
+        text, literals, answered, unwritten = self._write(conversation, learned, where)
+        ids, offsets = special_token_text.encode(self._fast, self._literal, text, literals)
         tokens = np.array(ids, np.uint32)
-        self._check_literals(tokens, offsets, written, where)
+        for start, end in literals:
+            made = set(tokens[(offsets[:, 0] >= start) & (offsets[:, 1] <= end)].tolist()) & self._special.keys()
+            if any(self._special[number] in text[start:end] for number in made):
+                raise InvalidConversation(
+                    "special tokens",
+                    f"{where}: the text {text[start:end]!r} becomes a special token whatever is done, because the "
+                    "tokenizer's vocabulary holds it as a word. Remove it from the record.",
+                )
         mask = np.full(tokens.size, self._section.train_on == "all")
         shared = 0
-        for number, spans in written.answers.items():
+        for number, spans in answered.items():
             for start, end in spans:
                 inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
                 mask[inside] = number in learned
                 shared += int(inside.any() and offsets[inside.argmax(), 0] < start)
         if self._section.end_token == "add":
-            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [written.answers[n] for n in learned])
-        return self._finished(
-            tokens,
-            mask,
-            offsets,
-            written.text,
-            Facts(
-                answers=len(learned),
-                shared=shared,
-                tools_dropped=int("tools" in written.unwritten),
-                unwritten=dict.fromkeys(sorted(written.unwritten - {"tools"}), 1),
-            ),
+            tokens, mask, offsets = self._add_ends(tokens, mask, offsets, [answered[n] for n in learned])
+        supervised = int(mask[1:].sum())  # the first token is never a target
+        if not supervised:
+            return left_out(Facts(unsupervised=1))
+        closing = None
+        for place in np.flatnonzero(mask)[::-1][:4].tolist():
+            if int(tokens[place]) in self._special:
+                closing = int(tokens[place])
+                break
+            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
+                break
+        facts = Facts(
+            examples=1,
+            tokens=tokens.size,
+            supervised=supervised,
+            ended=int(closing is not None),
+            answers=len(learned),
+            shared=shared,
+            tools_dropped=int("tools" in unwritten),
+            unwritten=dict.fromkeys(sorted(unwritten - {"tools"}), 1),
         )
+        return Example(tokens, mask, facts, closing)
 
-    def _learned(self, conversation: Conversation) -> list[int]:
+    def _learned(self, conversation: Conversation, where: str) -> list[int]:
         """The numbers of the messages that are learned; with `all` of those that are answers."""
+        all_learned = self._section.train_on == "all" and any(conversation.weights)
+        for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), 1):
+            if all_learned and message["role"] != "assistant" and not weight:
+                raise InvalidConversation(
+                    "weight",
+                    f"{where}, turn {number}: this turn of role {message['role']} is not to be learned, and with "
+                    "chat.train_on: all only answers can be left out. Remove its weight, or set chat.train_on to "
+                    "assistant.",
+                )
         spoken = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if self._section.train_on == "last":
             spoken = spoken[-1:]
@@ -195,18 +207,16 @@ class ChatEncoder:
             spoken = [number for number in spoken if number >= conversation.completion]
         return [number for number in spoken if conversation.weights[number]]
 
-    def _check_weights(self, conversation: Conversation, where: str) -> None:
-        for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), 1):
-            if message["role"] != "assistant" and not weight and any(conversation.weights):
-                raise InvalidConversation(
-                    "weight",
-                    f"{where}, turn {number}: this turn of role {message['role']} is not to be learned, and with "
-                    "chat.train_on: all only answers can be left out. Remove its weight, or set chat.train_on to "
-                    "assistant.",
-                )
+    def _write(
+        self, conversation: Conversation, learned: list[int], where: str
+    ) -> tuple[str, list[Span], dict[int, list[Span]], frozenset[str]]:
+        """A conversation as the template writes it.
 
-    def _write(self, conversation: Conversation, learned: list[int], where: str) -> _Written:
-        writing = write(self._template, conversation, where)
+        Returns:
+            The text; where in it special tokens are only characters; where answers lie, by message; and the fields of
+            which the template does not write all.
+        """
+        writing = write_conversation(self._template, conversation, where)
         unwritten = self._check_unwritten(writing.chat, writing.missing, learned, where)
         chat = writing.chat
         wanted = learned
@@ -221,9 +231,9 @@ class ChatEncoder:
         if marked:
             chat = replace(chat, messages=marks.put(chat.messages, special), tools=marks.put(chat.tools, special))
         pattern = special_token_text.written_by_template(self._names, marks)
-        text, spans = answers(self._template, chat, wanted, pattern, where)
+        text, spans = find_answers(self._template, chat, wanted, pattern, where)
         if not marked:
-            return _Written(text, [], spans, unwritten)
+            return text, [], spans, unwritten
         clean, parts, removed = marks.remove(text)
         if clean != writing.text:
             raise InvalidConversation(
@@ -231,14 +241,9 @@ class ChatEncoder:
                 f"{where}: a message holds a special token ({', '.join(sorted(set(special.findall(raw))))}), which the "
                 "chat template reads as more than characters. Remove it from the record.",
             )
-        found = {
-            number: [
-                (special_token_text.moved(start, removed), special_token_text.moved(end, removed))
-                for start, end in places
-            ]
-            for number, places in spans.items()
-        }
-        return _Written(clean, parts, found, unwritten)
+        moved = partial(special_token_text.moved, removed=removed)
+        found = {n: [(moved(start), moved(end)) for start, end in places] for n, places in spans.items()}
+        return clean, parts, found, unwritten
 
     def _check_unwritten(
         self, chat: Conversation, missing: Sequence[Part], learned: Sequence[int], where: str
@@ -268,7 +273,7 @@ class ChatEncoder:
                 and not self._section.drop_reasoning
             ):
                 # Many templates write no thoughts of earlier turns, but all those of the last one.
-                last = write(self._template, until(chat, part.turn + 1), where)
+                last = write_conversation(self._template, first_messages(chat, part.turn + 1), where)
                 if any((other.field, other.turn) == (part.field, part.turn) for other in last.missing):
                     raise InvalidConversation(
                         "reasoning that the template does not write",
@@ -279,19 +284,6 @@ class ChatEncoder:
         text = self._template.text_for(chat, where)
         unread = (name for name in chat.variables if re.search(rf"\b{re.escape(name)}\b", text) is None)
         return frozenset([*(part.field for part in missing), *(f"chat_template_kwargs.{name}" for name in unread)])
-
-    def _check_literals(
-        self, tokens: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], written: _Written, where: str
-    ) -> None:
-        for start, end in written.parts:
-            inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
-            made = set(tokens[inside].tolist()) & self._special.keys()
-            if any(self._special[number] in written.text[start:end] for number in made):
-                raise InvalidConversation(
-                    "special tokens",
-                    f"{where}: the text {written.text[start:end]!r} becomes a special token whatever is done, because "
-                    "the tokenizer's vocabulary holds it as a word. Remove it from the record.",
-                )
 
     def _add_ends(
         self,
@@ -317,29 +309,10 @@ class ChatEncoder:
                 mask[behind] = True
             else:
                 places.append(behind)
-        ends = offsets[np.array(places, np.int64) - 1, 1] if places else np.array([], np.int64)
-        return (
-            np.insert(tokens, places, eos),
-            np.insert(mask, places, True),
-            np.insert(offsets, places, np.stack([ends, ends], axis=1), axis=0) if places else offsets,
-        )
-
-    def _finished(
-        self, tokens: npt.NDArray[np.uint32], mask: Mask, offsets: npt.NDArray[np.int64], text: str, facts: Facts
-    ) -> Example:
-        """An example with its counts; none where nothing is a target, which the first token never is."""
-        supervised = int(mask[1:].sum())
-        if not supervised:
-            return left_out(Facts(unsupervised=1))
-        end = None
-        for place in np.flatnonzero(mask)[::-1][:4].tolist():
-            if int(tokens[place]) in self._special:
-                end = int(tokens[place])
-                break
-            if not text[offsets[place, 0] : offsets[place, 1]].isspace():
-                break
-        counted = replace(facts, examples=1, tokens=tokens.size, supervised=supervised, ended=int(end is not None))
-        return Example(tokens, mask, counted, end)
+        at = np.array(places, np.int64)
+        ends = offsets[at - 1, 1]
+        offsets = np.insert(offsets, at, np.stack([ends, ends], axis=1), axis=0)
+        return np.insert(tokens, at, eos), np.insert(mask, at, True), offsets
 
 
 def _without_oldest(conversation: Conversation) -> Conversation | None:

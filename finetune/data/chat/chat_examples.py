@@ -90,5 +90,5 @@ def cut_right(example: Example, room: int, special: Collection[int]) -> Example:
 
 
 def _runs(mask: Mask) -> int:
-    """How many runs of targets there are."""
+    """Number of runs of targets."""
     return int(mask[:1].sum()) + int((mask[1:] & ~mask[:-1]).sum())

@@ -17,14 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
-from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.data.chat.special_token_text import Marks, Span, marks_for
 from finetune.data.text_issues import first_difference
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
 from finetune.utils.file_formats import read_text
-
-Message = Mapping[str, Any]
-Span = tuple[int, int]
 
 PLAIN = """\
 {%- if tools %}{{- 'Tools: ' + tools | tojson + '\\n\\n' }}{% endif %}
@@ -57,7 +54,7 @@ class Template:
     text: str | None
     """None where the tokenizer has one for conversations with tools alone."""
     name: str
-    """Where it comes from, for messages."""
+    """Its origin, for messages."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Special tokens, and what the recipe adds."""
     tool_use: str | None = None
@@ -76,10 +73,6 @@ class Template:
                 "none named `default`. Set chat.template to a Jinja file, or to `plain` for the one that ships."
             )
         return text
-
-    def is_marked(self, chat: Conversation, where: str) -> bool:
-        """Whether it marks answers itself."""
-        return _MARK.search(self.text_for(chat, where)) is not None
 
     def render(self, chat: Conversation, where: str, *, prompt: bool = False) -> str:
         """A conversation as text; with `prompt`, up to where an answer would begin.
@@ -187,12 +180,12 @@ def _texts_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> tuple[di
     return own, "the tokenizer's own"
 
 
-def until(chat: Conversation, number: int) -> Conversation:
+def first_messages(chat: Conversation, number: int) -> Conversation:
     """A conversation's first messages."""
     return replace(chat, messages=chat.messages[:number])
 
 
-def answers(
+def find_answers(
     template: Template, chat: Conversation, wanted: Sequence[int], special: re.Pattern[str], where: str
 ) -> tuple[str, dict[int, list[Span]]]:
     """A conversation as text, and where some of its answers lie.
@@ -207,7 +200,7 @@ def answers(
     Raises:
         DataError: If the answers cannot be told from the rest.
     """
-    if template.is_marked(chat, where):
+    if _MARK.search(template.text_for(chat, where)):
         text, spans = template.render_marked(chat, where)
         found = _by_marks(template, chat, spans, wanted, where)
     else:
@@ -227,7 +220,7 @@ def _by_marks(
         # A template may mark an answer in several pieces: count what each message adds.
         found, before = {}, 0
         for number in spoken:
-            marked = len(template.render_marked(until(chat, number + 1), where)[1])
+            marked = len(template.render_marked(first_messages(chat, number + 1), where)[1])
             found[number] = spans[before:marked]
             before = marked
         if before != len(spans):
@@ -242,26 +235,27 @@ def _by_marks(
 def _by_prefix(
     template: Template, chat: Conversation, text: str, number: int, special: re.Pattern[str], where: str
 ) -> Span:
-    """What a message adds to the text of those before it."""
-    before = template.render(until(chat, number), where, prompt=True)
-    through = text if number == len(chat.messages) - 1 else template.render(until(chat, number + 1), where)
+    """The part of the text that a message adds to those before it."""
+    before = template.render(first_messages(chat, number), where, prompt=True)
+    through = text if number == len(chat.messages) - 1 else template.render(first_messages(chat, number + 1), where)
     for earlier, later, what in (
         (before, through, "its prompt for an answer is not how it then writes one"),
         (before, text, "it rewrites earlier turns when others follow"),
         (through, text, "it rewrites an answer when others follow"),
     ):
         if not later.startswith(earlier):
+            same = max(0, first_difference(earlier, later) - 20)
             raise DataError(
                 f"{where}, turn {number + 1}: the chat template ({template.name}) has no {{% generation %}} marks, and "
-                f"{what}: {_difference(earlier, later)}. So its answers cannot be told from the rest. Put marks "
-                "around them in a copy of the template and name it as chat.template, or set chat.train_on: last, "
-                "if only earlier turns are rewritten."
+                f"{what}: `{_short(earlier[same:])}` became `{_short(later[same:])}`. So its answers cannot be told "
+                "from the rest. Put marks around them in a copy of the template and name it as chat.template, or set "
+                "chat.train_on: last, if only earlier turns are rewritten."
             )
     return len(before), _end_of(chat.messages[number], through, len(before), special)
 
 
-def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -> int:
-    """Where an answer ends: behind the special token that closes it. What follows, nobody says."""
+def _end_of(message: Mapping[str, Any], text: str, start: int, special: re.Pattern[str]) -> int:
+    """The end of an answer: behind the special token that closes it."""
     closing = [match.end() for match in special.finditer(text, start)]
     if closing:
         # Calls and thoughts may have special tokens of their own.
@@ -269,11 +263,6 @@ def _end_of(message: Message, text: str, start: int, special: re.Pattern[str]) -
     content = str(message.get("content") or "").strip()
     place = text.find(content, start)
     return place + len(content) if content and place >= 0 else len(text)
-
-
-def _difference(one: str, other: str) -> str:
-    start = max(0, first_difference(one, other) - 20)
-    return f"`{_short(one[start:])}` became `{_short(other[start:])}`"
 
 
 def _short(text: str) -> str:

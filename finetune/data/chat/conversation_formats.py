@@ -17,7 +17,7 @@ from typing import Any
 from finetune.utils.errors import DataError
 
 FORMAT_VERSION = 2
-"""Of what is made of records; part of the cache's key."""
+"""Version of the reading of records; part of the cache's key."""
 
 ROLES = {
     "system": "system",
@@ -75,22 +75,17 @@ class InvalidConversation(DataError):
 
 @dataclass
 class Tolerance:
-    """What is done about broken conversations."""
+    """The way to treat broken conversations."""
 
     lenient: bool
-    """Whether they are left out."""
+    """True if they are left out."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How many were left out, of each kind."""
+    """Number of those that were left out, by kind."""
     first: str | None = None
-    """What was wrong with the first one."""
-
-    def reset(self) -> None:
-        """Forgets what was counted."""
-        self.counts.clear()
-        self.first = None
+    """The problem of the first one."""
 
     def restore(self, counts: Mapping[str, int], first: str | None) -> None:
-        """Takes what another process has counted instead of what this one has."""
+        """Replaces what was counted by what another process has counted, or by nothing."""
         self.counts = Counter(counts)
         self.first = first
 
@@ -108,7 +103,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one record says."""
+    """The content of one record."""
 
     messages: list[dict[str, Any]]
     weights: list[int]
@@ -116,7 +111,7 @@ class Conversation:
     completion: int
     """Number of the first message that answers the prompt."""
     variables: dict[str, Any] = field(default_factory=dict)
-    """What the record gives the chat template: its `chat_template_kwargs`."""
+    """Variables that the record gives the chat template: its `chat_template_kwargs`."""
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -133,7 +128,7 @@ class Conversation:
 
 @dataclass
 class RecordForm:
-    """How the records of one source are read. The first one decides what is left open."""
+    """The way to read the records of one source. The first record decides what the recipe leaves open."""
 
     format: str
     """A format, or `auto`."""
@@ -143,7 +138,7 @@ class RecordForm:
     """More names of speakers."""
     text_field: str
     strip: bool
-    """Whether white space around documents of plain text goes."""
+    """True if white space around documents of plain text goes."""
     tolerance: Tolerance
     detected: str = ""
     """The format, once a record was read."""
@@ -152,7 +147,7 @@ class RecordForm:
     _paths: dict[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> list[Any]:
-        """What decides what becomes of a record."""
+        """Lists all that decides how a record is read."""
         return [FORMAT_VERSION, self.format, dict(self.fields), dict(self.roles), self.text_field, self.strip]
 
     def read(self, record: Any, where: str) -> str:
@@ -180,7 +175,12 @@ class RecordForm:
                 return json.dumps({"text": text.strip() if self.strip else text}, ensure_ascii=False)
             conversation = self._messages(record, where) if "messages" in self._paths else self._pair(record, where)
             _check(conversation, where)
-            return _written(conversation, where)
+            try:
+                return conversation.to_json()
+            except (TypeError, RecursionError) as error:  # Formats that are not JSON hold dates, for example.
+                raise InvalidConversation(
+                    "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
+                ) from error
         except InvalidConversation as problem:
             self.tolerance.meet(problem)
             return ""
@@ -200,7 +200,7 @@ class RecordForm:
         known = [(name, {**paths, **given}) for name, paths in _FORMATS if self.format in ("auto", name)]
         known = [(n, {"text": self.text_field} if n == "text" else paths) for n, paths in known]
         for name, paths in known:
-            if all(find(record, path) is not _ABSENT for key, path in paths.items() if key not in _OPTIONAL):
+            if all(find_value(record, path) is not _ABSENT for key, path in paths.items() if key not in _OPTIONAL):
                 found = _listed(record, paths) if self.format == "auto" and "messages" in paths else name
                 return found, paths
         wanted = "; ".join(f"{name}: {', '.join(p for k, p in paths.items() if k != 'input')}" for name, paths in known)
@@ -216,7 +216,8 @@ class RecordForm:
                 "no turns", f"{where}: '{self._paths['messages']}' must be a list of turns, got {kind_of(turns)}."
             )
         messages, weights = self._turns(turns, where)
-        return self._whole(record, messages, weights, _completion(messages), where)
+        completion = max((n + 1 for n, message in enumerate(messages) if message["role"] == "user"), default=0)
+        return self._whole(record, messages, weights, completion, where)
 
     def _pair(self, record: Mapping[str, Any], where: str) -> Conversation:
         prompt = self._value(record, "user", where)
@@ -247,11 +248,8 @@ class RecordForm:
         if not _weight({key: value for key, value in record.items() if key == _WEIGHTS[0]}, where):
             weights = [0] * len(weights)
         if system := self._text(record, "system", where):
-            messages, weights, completion = (
-                [{"role": "system", "content": system}, *messages],
-                [1, *weights],
-                completion + 1,
-            )
+            messages = [{"role": "system", "content": system}, *messages]
+            weights, completion = [1, *weights], completion + 1
         variables = self._json(record, "chat_template_kwargs", dict, where) or {}
         if taken := [name for name in _RESERVED if name in variables]:
             raise InvalidConversation(
@@ -270,9 +268,7 @@ class RecordForm:
                     "no text",
                     f"{where}: '{self._path('history')}' must be a list of pairs of texts, a question and its answer.",
                 )
-            messages += [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
-            ]
+            messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         return messages
 
     def _turns(self, turns: Iterable[Any], where: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -296,7 +292,7 @@ class RecordForm:
         return messages, weights
 
     def _more(self, turn: Mapping[str, Any], known: Sequence[str], place: str) -> dict[str, Any]:
-        """What a message has besides role and text: templates may read any of it."""
+        """Collects the fields of a message besides role and text: templates may read any of them."""
         _refuse_media(turn, place)
         found: dict[str, Any] = {}
         for key, value in turn.items():
@@ -333,14 +329,11 @@ class RecordForm:
         return value
 
     def _tools(self, record: Mapping[str, Any], where: str) -> list[Any] | None:
-        key = "tools" if find(record, self._path("tools")) is not _ABSENT else "functions"
+        key = "tools" if find_value(record, self._path("tools")) is not _ABSENT else "functions"
         found = []
         for tool in self._json(record, key, list, where) or []:
             tool = _parsed(tool, f"{where}: a tool of '{self._path(key)}'")
-            inner = tool.get("function") if isinstance(tool, Mapping) else None
-            if isinstance(inner, Mapping):
-                tool = {**tool, "function": _with_object(inner, "parameters", f"{where}: tools")}
-            elif isinstance(tool, Mapping):
+            if isinstance(tool, Mapping):
                 tool = _with_object(tool, "parameters", f"{where}: tools")
             found.append(tool if key == "tools" else {"type": "function", "function": tool})
         return found or None
@@ -362,7 +355,7 @@ class RecordForm:
         if key == "input" and key not in self._paths:
             return None  # a common name, which means this in Alpaca's format only
         path = self._path(key)
-        value = find(record, path)
+        value = find_value(record, path)
         if value is not _ABSENT:
             return value
         if key in _OPTIONAL and key not in self.fields:
@@ -374,22 +367,18 @@ class RecordForm:
         )
 
 
-def without_nulls(record: Any, where: str) -> Any:
+def without_nulls(value: Any, where: str) -> Any:
     """A record without the keys, at any depth, that hold null. Items of lists stay.
 
     Raises:
         InvalidConversation: If it is nested too deeply.
     """
     try:
-        return _without_nulls(record)
+        if isinstance(value, Mapping):
+            return {key: without_nulls(inner, where) for key, inner in value.items() if inner is not None}
+        return [without_nulls(inner, where) for inner in value] if isinstance(value, list) else value
     except RecursionError as error:
         raise InvalidConversation("nested too deeply", f"{where}: the record is nested too deeply.") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_json(value: Any) -> bool:
@@ -401,11 +390,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """What a text in JSON says; anything else as it is.
-
-    Raises:
-        InvalidConversation: If it is not valid JSON.
-    """
+    """Parses a text in JSON; returns anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -417,7 +402,9 @@ def _parsed(value: Any, place: str) -> Any:
 
 
 def _with_object(whole: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
-    """The same with an object at a key, if there is anything, though it may be written as a text in JSON."""
+    """The same with an object at a key of it, or of its `function`, though it may be written as a text in JSON."""
+    if isinstance(inner := whole.get("function"), Mapping):
+        return {**whole, "function": _with_object(inner, key, place)}
     value = _parsed(whole[key], f"{place}, '{key}'") if key in whole else {}
     if not isinstance(value, Mapping):
         raise InvalidConversation(key, f"{place}, '{key}' must be an object, got {kind_of(value)}.")
@@ -429,38 +416,26 @@ def _calls(value: Any, place: str) -> list[Any]:
     calls = _parsed(value, place)
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise InvalidConversation("tool calls", f"{place} must be a list of objects, got {kind_of(calls)}.")
-    found = []
-    for call in calls:
-        inner = call.get("function")
-        if isinstance(inner, Mapping):
-            found.append({**call, "function": _with_object(inner, "arguments", place)})
-        else:
-            found.append(_with_object(call, "arguments", place))
-    return found
+    return [_with_object(call, "arguments", place) for call in calls]
 
 
-def find(record: Any, path: str) -> Any:
-    """What lies at a path such as `instances.0.output`; a mark of its own where nothing does."""
+def find_value(record: Any, path: str) -> Any:
+    """Finds the value at a path such as `instances.0.output`; returns a mark of its own where there is none."""
     if isinstance(record, Mapping) and path in record:
         return record[path]
     head, _, rest = path.partition(".")
     if isinstance(record, Mapping) and rest and head in record:
-        return find(record[head], rest)
+        return find_value(record[head], rest)
     if isinstance(record, list) and head.isdecimal() and int(head) < len(record):
-        return find(record[int(head)], rest) if rest else record[int(head)]
+        return find_value(record[int(head)], rest) if rest else record[int(head)]
     return _ABSENT
 
 
 def _listed(record: Mapping[str, Any], paths: Mapping[str, str]) -> str:
-    """Whether turns are written as ShareGPT has them."""
-    turns = find(record, paths["messages"])
+    """Tells turns that are written as ShareGPT has them from those of role and content."""
+    turns = find_value(record, paths["messages"])
     first = turns[0] if isinstance(turns, list) and turns else {}
     return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
-
-
-def _completion(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The first message behind the last one of the user's."""
-    return max((n + 1 for n, message in enumerate(messages) if message["role"] == "user"), default=0)
 
 
 def _content(value: Any, key: str, turn: Mapping[str, Any], place: str) -> str:
@@ -486,7 +461,7 @@ def _refuse_media(place_of: Mapping[str, Any], place: str) -> None:
 
 
 def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> int:
-    """Whether a turn or a record is learned."""
+    """Returns 1 if a turn or a record is learned, and 0 if not."""
     for key in _OTHER_WEIGHTS if role == "assistant" else ():
         if said.get(key) not in (None, [], ""):
             raise InvalidConversation(
@@ -509,16 +484,6 @@ def _weight(said: Mapping[str, Any], place: str, *, role: str = "assistant") -> 
     return int(next(iter(given.values()), 1))
 
 
-def _written(conversation: Conversation, where: str) -> str:
-    """A conversation as JSON. Formats that are not JSON hold values that it has no form for, such as dates."""
-    try:
-        return conversation.to_json()
-    except (TypeError, RecursionError) as error:
-        raise InvalidConversation(
-            "no JSON", f"{where}: messages or tools hold what JSON cannot: {error}. Write it as text."
-        ) from error
-
-
 def _check(conversation: Conversation, where: str) -> None:
     """Rules that hold for every format."""
     roles = [message["role"] for message in conversation.messages]
@@ -531,9 +496,8 @@ def _check(conversation: Conversation, where: str) -> None:
             "record in two.",
         )
     for number, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True), start=1):
-        if message["role"] != "assistant" or not weight or message.get("tool_calls"):
-            continue
-        if not message["content"].strip():
+        needed = message["role"] == "assistant" and weight and not message.get("tool_calls")
+        if needed and not message["content"].strip():
             raise InvalidConversation(
                 "empty answer",
                 f"{where}, turn {number}: the answer is empty, and a model would learn to say nothing. Remove the "
@@ -557,7 +521,7 @@ def _paths(value: Any, prefix: str) -> Iterator[str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a record is, in JSON's words."""
+    """Names the kind of a record's value, in JSON's words."""
     if value is None:
         return "nothing (null)"
     names = {list: "list", dict: "object", str: "text", int: "number", float: "number"}

@@ -24,7 +24,7 @@ _NONCHARACTERS = [chr(number) for number in range(0xFDD0, 0xFDF0)]
 
 @dataclass(frozen=True)
 class Marks:
-    """What opens and closes a special token that is only characters."""
+    """Characters that open and close a special token which is only text."""
 
     open: str
     close: str
@@ -73,7 +73,7 @@ def alternatives(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def moved(place: int, removed: Int64s) -> int:
-    """Where a place is once marks are removed; `removed` holds where they were, counted without them."""
+    """Moves a place to where it is without marks; `removed` holds where these were, counted without them."""
     # The n-th mark lay at removed[n] + n.
     return place - int(np.searchsorted(removed + np.arange(removed.size), place))
 

@@ -1,4 +1,4 @@
-"""Which parts of a conversation a chat template writes, and in which form it takes the arguments of calls.
+"""Finds the parts of a conversation that a chat template writes, and the form in which it takes arguments of calls.
 
 All parts are marked at once, and a part whose mark is in the text is written. One whose mark is not, because the
 template shortens it or does without it, is replaced alone: it is not written where the text stays as it was.
@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data.chat.chat_templates import Template
 from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
-from finetune.data.chat.special_token_text import Marks, marks_for
+from finetune.data.chat.special_token_text import marks_for
 
 Path = tuple[str | int, ...]
 
@@ -26,16 +26,11 @@ class Part:
     """Something that a conversation says."""
 
     field: str
-    """Of a message, or `tools`."""
+    """A field of messages, or `tools`."""
     turn: int | None
     """Number of the message, from 0."""
     paths: tuple[Path, ...]
-    """Where it lies: one place, or all of a field that templates may do without."""
-
-    @property
-    def needed(self) -> bool:
-        """Whether what is learned is wrong without it."""
-        return self.field in _NEEDED
+    """Its place, or all places of a field that templates may do without."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +38,13 @@ class Writing:
     """A conversation as a template writes it."""
 
     chat: Conversation
-    """With the arguments of calls as the template takes them."""
+    """The conversation, with the arguments of calls as the template takes them."""
     text: str
     missing: tuple[Part, ...]
-    """What the template does not write."""
+    """Parts that the template does not write."""
 
 
-def write(template: Template, chat: Conversation, where: str, *, prompt: bool = False) -> Writing:
+def write_conversation(template: Template, chat: Conversation, where: str, *, prompt: bool = False) -> Writing:
     """Writes a conversation, and finds what of it is not written.
 
     Templates take the arguments of calls as objects, as transformers' own do, or as texts in JSON. Which of the two is
@@ -66,7 +61,7 @@ def write(template: Template, chat: Conversation, where: str, *, prompt: bool = 
     arguments = [call["arguments"] for call in _called(chat) if "arguments" in call]
     if isinstance(objects, Writing) and not (
         any(given and str(given) in objects.text for given in arguments)
-        or any(part.field == "tool_calls" and part.needed for part in objects.missing)
+        or any(part.field == "tool_calls" for part in objects.missing)
     ):
         return objects
     if arguments:
@@ -118,17 +113,14 @@ def _written(template: Template, chat: Conversation, where: str, *, prompt: bool
         except InvalidConversation:
             return False  # it cannot do without
 
-    needed = [number for number, part in enumerate(parts) if part.needed]
+    needed = [number for number, part in enumerate(parts) if part.field in _NEEDED]
     try:
-        seen = _numbers(changed(*needed, alone=False), marks)
+        found = re.findall(f"{marks.open}([0-9]+){marks.close}", changed(*needed, alone=False))
+        seen = set(map(int, found))
     except InvalidConversation:
         seen = set()  # it does not take them as they are then
     missing = (part for number, part in enumerate(parts) if number not in seen and unwritten(number))
     return Writing(chat, text, tuple(missing))
-
-
-def _numbers(text: str, marks: Marks) -> set[int]:
-    return {int(found) for found in re.findall(f"{marks.open}([0-9]+){marks.close}", text)}
 
 
 def _change(tree: Any, path: Path, mark: str, *, alone: bool) -> None:

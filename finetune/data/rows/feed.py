@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +20,9 @@ class Rows(Protocol):
 
     def batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The given rows as CPU tensors, first dimension `B`."""
-        ...
 
     def num_targets(self, rows: np.ndarray) -> int:
         """The number of targets that `loss_sum` sums over for these rows; must be known before the forward pass."""
-        ...
 
     # Rows may also have `num_computed(rows)`: how many tokens the network computes, learned or not, without padding.
 
@@ -52,19 +50,15 @@ class Feed(Protocol):
 
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step."""
-        ...
 
     def epoch(self, step: int) -> float | None:
         """Epochs that all ranks have read before a step; None where nobody knows how many rows an epoch has."""
-        ...
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """State that a checkpoint keeps to go on with a step that was not asked for yet; `position` is in it."""
-        ...
 
     def describe(self, step: int) -> dict[str, Any]:
         """Line of the ledger for a start at a step: `position`, and how rows follow from it."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +81,7 @@ class TokenFileFeed:
     """The number of this rank, or of its group, among them."""
     _ahead: dict[bytes, Future[dict[str, torch.Tensor]]] = field(default_factory=dict, init=False)
     """The micro-batch that is being read ahead, by its rows."""
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "reader"), init=False)
 
     def step(self, step: int) -> Window:
         """Returns what this rank computes in a step, any of the run's."""
@@ -134,10 +129,6 @@ class TokenFileFeed:
                 then = self.micro_batches(step + 1)[0] if last else micro_batches[index + 1]
                 self._ahead[then.tobytes()] = self._thread.submit(self.rows.batch, then)
             yield batch
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="reader")
 
 
 def evaluation_batches(

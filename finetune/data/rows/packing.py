@@ -15,6 +15,7 @@ from finetune.data.tokenization.memmap import Int64s, MaskFile, map_array
 
 LongDocuments = Literal["split", "truncate", "drop"]
 
+ROW_TARGETS = "targets.npy"
 _ARRAYS = ("starts", "lengths", "row_starts")
 _COUNTS = ("empty", "over_long", "truncated", "dropped", "remainder_rows")
 
@@ -106,14 +107,9 @@ def save_rows(packed: PackedRows, folder: Path, mask: MaskFile | None = None) ->
     if mask is not None:
         of_segments = mask.counts(packed.starts, packed.lengths)
         of_rows = np.add.reduceat(of_segments, packed.row_starts[:-1]) if packed.num_rows else of_segments
-        np.save(folder / "targets.npy", of_rows, allow_pickle=False)
+        np.save(folder / ROW_TARGETS, of_rows, allow_pickle=False)
         targets = int(of_rows.sum())
     return {"rows": packed.num_rows, "pairs": pairs, "targets": targets, **counts}
-
-
-def load_row_targets(folder: Path) -> Int64s:
-    """Targets of each row, as `save_rows` has written them."""
-    return map_array(folder / "targets.npy")
 
 
 def load_rows(folder: Path) -> PackedRows:

@@ -21,15 +21,6 @@ IGNORED = -100
 _MULTIPLE = 8
 
 
-@dataclass(frozen=True)
-class RowClasses:
-    """Classes of rows that are a document each."""
-
-    numbers: Int64s
-    """The class of each row: (rows,)."""
-    wrapping: Wrapping
-
-
 @dataclass(frozen=True, eq=False)
 class TokenRows:
     """Rows of tokens, read by position. Reading neither changes nor copies anything but the batch."""
@@ -43,12 +34,14 @@ class TokenRows:
     """True if documents share rows and each counts its positions from 0."""
     fixed: bool
     """True if batches are always T wide; else they are as wide as their longest row, in steps of 8."""
-    classes: RowClasses | None = None
-    """None for language modelling."""
+    wrapping: Wrapping
+    """Tokens around each document of a classifier."""
+    classes: Int64s | None = None
+    """The class of each row, which is one document: (rows,). None for language modelling."""
     mask: MaskFile | None = None
     """True for tokens that are targets; None where all are."""
     row_targets: Int64s | None = None
-    """With a mask: targets of each row, (rows,)."""
+    """Targets of each row, (rows,), where there is a mask."""
 
     def __len__(self) -> int:
         return self.packed.num_rows
@@ -63,8 +56,7 @@ class TokenRows:
 
     def num_computed(self, rows: npt.NDArray[np.integer]) -> int:
         """Tokens that a network computes for `batch(rows)`, without padding."""
-        around = sum(map(len, self.classes.wrapping)) if self.classes is not None else 0
-        return int(self._widths[rows].sum()) + around * int(rows.size)
+        return int(self._widths[rows].sum()) + sum(map(len, self.wrapping)) * int(rows.size)
 
     def batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Reads rows.
@@ -80,7 +72,7 @@ class TokenRows:
             would make models look across documents.
             For classification `input_ids` and `attention_mask`, (B, L) int64, and `targets`, (B,) int64.
         """
-        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes)
+        return self._language_batch(rows) if self.classes is None else self._class_batch(rows, self.classes[rows])
 
     def _language_batch(self, rows: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         widths = self._widths[rows]
@@ -108,8 +100,8 @@ class TokenRows:
             found["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         return found
 
-    def _class_batch(self, rows: npt.NDArray[np.integer], classes: RowClasses) -> dict[str, torch.Tensor]:
-        before, behind = classes.wrapping
+    def _class_batch(self, rows: npt.NDArray[np.integer], targets: Int64s) -> dict[str, torch.Tensor]:
+        before, behind = self.wrapping
         around = len(before) + len(behind)
         width = min(self.row_length, _round_up(int(self._widths[rows].max(initial=1)) + around))
         inputs = np.full((rows.size, width), self.padding_id, np.int64)
@@ -125,7 +117,7 @@ class TokenRows:
         return {
             "input_ids": torch.from_numpy(inputs),
             "attention_mask": torch.from_numpy(mask),
-            "targets": torch.from_numpy(classes.numbers[rows]),
+            "targets": torch.from_numpy(targets),
         }
 
     def longest(self) -> Int64s:

@@ -10,6 +10,7 @@ from finetune.config.recipe_paths import find_files
 from finetune.config.recipe_schema import Source
 from finetune.data.chat.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
+    BATCH_ROWS,
     Document,
     Fields,
     class_names,
@@ -24,15 +25,13 @@ from finetune.utils import json_files
 from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import DataError
 
-_BATCH_ROWS = 1024
-
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents of one source."""
 
     name: str
-    """As people know it, for reports."""
+    """The name that people know it by, for reports."""
     weight: float
     fingerprint: dict[str, Any]
     """Changes when the documents change, and not with where the files lie."""
@@ -41,13 +40,13 @@ class Corpus:
     size: int | None
     """Bytes of its files; None where it has none, or is not read to its end."""
     form: RecordForm | None = None
-    """How records become conversations; None where they are documents."""
+    """The way that records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names of the classes, in order of their numbers, where the source itself gives them."""
     places: tuple[str, ...] = ()
-    """What error messages begin with: its files, in order, or its name."""
+    """Beginnings of error messages: its files, in order, or its name."""
     meter: Meter = field(default_factory=Meter)
-    """How much of `size` has been read."""
+    """The part of `size` that has been read."""
 
     def documents(self) -> Iterator[Document]:
         """Reads from the start, in a fixed order.
@@ -72,37 +71,10 @@ def open_source(source: Source, *, labelled: bool, form: RecordForm | None = Non
     """
     fields = Fields(source.text_field, source.label_field if labelled else None, form)
     if source.sample is not None:
-        name, opened = _open_sample(source.sample, fields)
-    elif source.path is not None:
-        name = source.path
-        opened = _open_path(source, source.path, fields)
-    else:
-        assert source.hub is not None
-        name = source.hub
-        opened = _open_hub(source, source.hub, fields)
-    taken = form.fingerprint() if form else [fields.text, fields.label]
-    fingerprint = {"content": opened.content, "fields": taken, "weight": source.weight, "limit": source.limit}
-    if opened.classes:
-        fingerprint["classes"] = opened.classes
-    size = opened.size if source.limit is None else None
-    places = opened.places or (name,)
-    return Corpus(name, source.weight, fingerprint, opened.read, source.limit, size, form, opened.classes, places)
-
-
-class _Opened(NamedTuple):
-    content: Any
-    """Changes when the documents change."""
-    read: Callable[[Meter], Iterator[Document]]
-    size: int | None
-    """Bytes of the files, where the meter goes forward by them."""
-    classes: tuple[str, ...] = ()
-    """As in `Corpus`."""
-    places: tuple[str, ...] = ()
-    """The files that messages name; empty where they give the source's name."""
-
-
-def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
-    files = find_files(given)
+        return _open_sample(source, source.sample, fields)
+    if source.path is None:
+        return _open_hub(source, fields)
+    files = find_files(source.path)
     if len(files) == 1 and files[0].is_dir():
         return _open_saved(source, files[0], fields)
     content = [[path.suffix.lower(), _hash_file(path)] for path in files]
@@ -110,11 +82,32 @@ def _open_path(source: Source, given: str, fields: Fields) -> _Opened:
     def read(meter: Meter) -> Iterator[Document]:
         return itertools.chain.from_iterable(read_file(path, fields, meter) for path in files)
 
-    named = next(filter(None, (file_classes(path, fields) for path in files)), ())
-    return _Opened(content, read, sum(path.stat().st_size for path in files), named, tuple(map(str, files)))
+    classes = next(filter(None, (file_classes(path, fields) for path in files)), ())
+    size, places = sum(path.stat().st_size for path in files), tuple(map(str, files))
+    return _corpus(source, fields._replace(classes=classes), source.path, content, read, places=places, size=size)
 
 
-def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
+def _corpus(
+    source: Source,
+    fields: Fields,
+    name: str,
+    content: Any,
+    read: Callable[[Meter], Iterator[Document]],
+    *,
+    places: tuple[str, ...] = (),
+    size: int | None = None,
+) -> Corpus:
+    """A source whose `content` changes when the documents change; `size` in bytes, where the meter goes by them."""
+    form, limit, classes = fields.form, source.limit, fields.classes
+    taken = form.fingerprint() if form else [fields.text, fields.label]
+    fingerprint = {"content": content, "fields": taken, "weight": source.weight, "limit": limit}
+    if classes:
+        fingerprint["classes"] = classes
+    size = size if limit is None else None
+    return Corpus(name, source.weight, fingerprint, read, limit, size, form, classes, places or (name,))
+
+
+def _open_saved(source: Source, folder: Path, fields: Fields) -> Corpus:
     """A directory that `save_to_disk` of a data set, or of a dict of splits, has written."""
     inner = folder
     if (folder / "dataset_dict.json").is_file():
@@ -131,7 +124,9 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
             f"glob instead, such as {folder}/*.jsonl."
         )
     content = [[path.name, _hash_file(path)] for path in _arrow_files(inner)]
-    fields = fields._replace(classes=_saved_classes(inner, fields))
+    if fields.label is not None:
+        names = _read_saved(inner, "dataset_info.json", lambda info: class_names(info.get("features"), fields))
+        fields = fields._replace(classes=names)
 
     def read(_: Meter) -> Iterator[Document]:
         import datasets
@@ -139,35 +134,24 @@ def _open_saved(source: Source, folder: Path, fields: Fields) -> _Opened:
         try:
             dataset = datasets.load_from_disk(str(inner))
         except Exception as error:  # Arrow and JSON errors of many kinds: all mean a damaged directory.
-            raise DataError(f"The data set in {inner} cannot be opened: {brief(error)}. Save it again.") from error
+            raise DataError(f"The data set in {inner} cannot be opened: {reason_of(error)}. Save it again.") from error
         return _read_dataset(dataset, fields, str(folder))
 
-    return _Opened(content, read, None, fields.classes, (str(folder),))
+    assert source.path is not None
+    return _corpus(source, fields, source.path, content, read, places=(str(folder),))
 
 
-def _saved_classes(folder: Path, fields: Fields) -> tuple[str, ...]:
-    if fields.label is None:
-        return ()
+def _read_saved(folder: Path, name: str, take: Callable[[Any], Any]) -> Any:
+    """Takes something out of a JSON file of a saved data set."""
     try:
-        return class_names(json_files.read(folder / "dataset_info.json").get("features"), fields)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"The data set in {folder} cannot be opened: its dataset_info.json is damaged. Save it again."
-        ) from error
+        return take(json_files.read(folder / name))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"The data set in {folder} cannot be opened: its {name} is damaged. Save it again.") from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
-    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory.
-
-    Raises:
-        DataError: If the list cannot be read, or names something else.
-    """
-    try:
-        names = [str(file["filename"]) for file in json_files.read(folder / "state.json")["_data_files"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"The data set in {folder} cannot be opened: its state.json is damaged. Save it again."
-        ) from error
+    """The files that a saved data set lists: what is hashed must be what is read, and lie within its directory."""
+    names = _read_saved(folder, "state.json", lambda state: [str(file["filename"]) for file in state["_data_files"]])
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise DataError(
@@ -177,11 +161,12 @@ def _arrow_files(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names)
 
 
-def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
+def _open_hub(source: Source, fields: Fields) -> Corpus:
     import datasets
 
     from finetune.utils.compat.datasets_private import fingerprint
 
+    name = str(source.hub)
     try:
         dataset = datasets.load_dataset(
             name, source.hub_config, revision=source.revision, split=source.split, streaming=False
@@ -189,12 +174,12 @@ def _open_hub(source: Source, name: str, fields: Fields) -> _Opened:
     except Exception as error:  # The hub client raises errors of several HTTP libraries.
         raise DataError(
             f"The data set '{name}' (configuration {source.hub_config or 'default'}, split '{source.split}') cannot be "
-            f"had from the hub: {brief(error)}. Check its name and the network, or download it and give its files as "
-            "`path`."
+            f"had from the hub: {reason_of(error)}. Check its name and the network, or download it and give its files "
+            "as `path`."
         ) from error
     fields = fields._replace(classes=class_names(dataset.features.to_dict(), fields))
     content = {"hub": fingerprint(dataset)}
-    return _Opened(content, lambda _: _read_dataset(dataset, fields, name), None, fields.classes)
+    return _corpus(source, fields, name, content, lambda _: _read_dataset(dataset, fields, name))
 
 
 def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]:
@@ -202,14 +187,14 @@ def _read_dataset(dataset: Any, fields: Fields, name: str) -> Iterator[Document]
     columns = fields.columns or list(dataset.column_names)
     dataset = dataset.with_format(None)  # it may have been saved with one that turns values into arrays
     number = 0
-    for batch in dataset.select_columns(columns).iter(batch_size=_BATCH_ROWS):
+    for batch in dataset.select_columns(columns).iter(batch_size=BATCH_ROWS):
         for values in zip(*(batch[column] for column in columns), strict=True):
             number += 1
             yield document_of(dict(zip(columns, values, strict=True)), fields, f"{name}, row {number}")
 
 
-def _open_sample(count: int, fields: Fields) -> tuple[str, _Opened]:
-    """Its name and documents: conversations, where they are wanted."""
+def _open_sample(source: Source, count: int, fields: Fields) -> Corpus:
+    """Stories; conversations, where they are wanted."""
     content = {"sample": count, "version": story_generator.GENERATOR_VERSION}
     if fields.form is None or fields.form.format == "text":
         made: Callable[[int], Iterator[NamedTuple]] = story_generator.stories
@@ -222,7 +207,7 @@ def _open_sample(count: int, fields: Fields) -> tuple[str, _Opened]:
         for number, item in enumerate(made(count), start=1):
             yield document_of(item._asdict(), fields, f"the built-in sample, {kind} {number}")
 
-    return f"built-in sample ({count} {kinds})", _Opened(content, read, None)
+    return _corpus(source, fields, f"built-in sample ({count} {kinds})", content, read)
 
 
 def _hash_file(path: Path) -> str:
@@ -234,7 +219,7 @@ def _hash_file(path: Path) -> str:
         ) from error
 
 
-def brief(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of a library's message, without what ends it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". :")

@@ -14,7 +14,8 @@ from finetune.utils.file_formats import HTML, PARQUET, format_of, holds_text
 
 END_OF_TEXT = "<|endoftext|>"
 
-_BATCH_ROWS = 1024
+BATCH_ROWS = 1024
+"""Rows of a table that are in memory at once."""
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz", ".lz4": "lz4", ".zip": "zip"}
 
 
@@ -22,7 +23,7 @@ class Document(NamedTuple):
     """A text as it was found."""
 
     text: str
-    """Of a conversation its JSON; empty where a broken one is left out."""
+    """The text, or the JSON of a conversation; empty where a broken one is left out."""
     label: int | str | None
     """None where no label was asked for."""
     where: str
@@ -32,13 +33,13 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What to take from each record."""
+    """Fields to take from each record."""
 
     text: str
     label: str | None
     """None where labels are not wanted."""
     form: RecordForm | None = None
-    """How records become conversations; None where they are documents."""
+    """The way that records become conversations; None where they are documents."""
     classes: tuple[str, ...] = ()
     """Names that the file itself gives to the numbers in `label`, if it does."""
 
@@ -69,12 +70,7 @@ def read_file(path: Path, fields: Fields, meter: Meter | None = None) -> Iterato
 
 
 def _check_format(path: Path) -> None:
-    """Compares what a file's name says that it holds with what it does hold.
-
-    Raises:
-        DataError: If they differ, or it is no format that can be read.
-        OSError: If it cannot be read.
-    """
+    """Compares what a file's name says that it holds with what it does hold."""
     suffix, found = path.suffix.lower(), format_of(path)
     named = suffix in _READERS
     if found == HTML and suffix == ".txt":
@@ -161,7 +157,7 @@ def class_names(features: Any, fields: Fields) -> tuple[str, ...]:
 
 
 def file_classes(path: Path, fields: Fields) -> tuple[str, ...]:
-    """As `class_names`, of a file: `datasets` writes its features into Parquet files.
+    """Reads the `class_names` of a file: `datasets` writes its features into Parquet files.
 
     Raises:
         DataError: If it cannot be read.
@@ -200,18 +196,14 @@ def require_fields(present: Iterable[str], fields: Fields, where: str) -> None:
     if fields.form is not None:
         return
     names = list(present)
+    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
+    or_chat = ", or give the recipe a `chat` section if these are conversations" if spoken else ""
     for key, field in (("text_field", fields.text), ("label_field", fields.label)):
         if field is not None and field not in names:
             raise DataError(
-                f"{where}: there is no field '{field}'; the fields are "
-                f"{', '.join(map(str, names)) or 'none'}. "
-                f"Name one of them as the source's `{key}`{_or_chat(names)}."
+                f"{where}: there is no field '{field}'; the fields are {', '.join(map(str, names)) or 'none'}. Name "
+                f"one of them as the source's `{key}`{or_chat}."
             )
-
-
-def _or_chat(names: Iterable[str]) -> str:
-    spoken = {"messages", "conversations", "instruction", "completion"} & set(names)
-    return ", or give the recipe a `chat` section if these are conversations" if spoken else ""
 
 
 def _read_txt(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
@@ -263,7 +255,7 @@ def _cut_short(line: str, error: ValueError) -> str:
 
 def _read_json(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     with path.open("rb") as file:
-        start = file.read(_BATCH_ROWS).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"{":
         # Many published `.json` files are JSON lines.
         documents = _read_jsonl(path, fields, meter)
@@ -305,8 +297,8 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
                     "quotes around texts that contain commas."
                 )
             record: dict[str, Any] = dict(zip(header, row, strict=True))
-            if fields.label is not None:
-                record[fields.label] = _csv_label(record[fields.label])
+            if fields.label is not None and (label := record[fields.label]).isascii() and label.isdigit():
+                record[fields.label] = int(label)  # CSV knows only text
             yield document_of(record, fields, where)
     except csv.Error as error:
         reason = "its lines end in carriage returns alone" if "new-line character" in str(error) else error
@@ -314,11 +306,7 @@ def _read_csv(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
 
 
 def _require_header(header: list[str], fields: Fields, path: Path) -> None:
-    """Checks the first line of a CSV file.
-
-    Raises:
-        DataError: If a wanted column is missing, or is there twice.
-    """
+    """Checks the first line of a CSV file."""
     for name in fields.columns or header:
         if header.count(name) > 1:
             raise DataError(f"{path}: the header has the column '{name}' more than once. Name each column differently.")
@@ -338,11 +326,6 @@ def _require_header(header: list[str], fields: Fields, path: Path) -> None:
         ) from error
 
 
-def _csv_label(label: str) -> int | str:
-    """CSV knows only text, so a class that is written as a number is one."""
-    return int(label) if label.isascii() and label.isdigit() else label
-
-
 def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
@@ -356,7 +339,7 @@ def _read_parquet(path: Path, fields: Fields, meter: Meter) -> Iterator[Document
         batches = (
             batch
             for group in range(file.num_row_groups)
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=fields.columns)
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=fields.columns)
         )
         for batch in batches:
             for record in batch.to_pylist(maps_as_pydicts="strict"):

@@ -10,9 +10,9 @@ from typing import Any
 from finetune.utils.errors import DataError
 
 MAX_DOCUMENT_BYTES = 1 << 24
-"""Of one text. A tokenizer takes a hundred times as much memory."""
+"""Longest text. A tokenizer takes a hundred times as much memory."""
 MAX_RECORD_BYTES = 1 << 26
-"""Of one line or item of a file, which may hold more than the text, and that in escapes."""
+"""Longest line or item of a file, which may hold more than the text, and that in escapes."""
 
 _CHUNK = 1 << 20
 # Errors of the JSON parser that near the end of what it has can mean that there is more to come.
@@ -21,7 +21,7 @@ _NEAR = 16
 
 @dataclass
 class Meter:
-    """How much of some files has been read."""
+    """Progress of reading some files."""
 
     done: int = 0
     """Bytes."""
@@ -33,7 +33,7 @@ class JsonReader:
     def __init__(self) -> None:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
         self.duplicate_key: str | None = None
-        """Of the last text: a key that one of its objects has more than once."""
+        """A key that an object of the last text has more than once."""
 
     def decode(self, text: str) -> Any:
         """A whole text.

@@ -8,7 +8,7 @@ right: who reads the text finds the same.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from finetune.data.synthetic.story_generator import Dice, Tale, distinct, tell
+from finetune.data.synthetic.story_generator import Dice, Tale, capital, distinct_items, read_story_data, tell_story
 
 GENERATOR_VERSION = 1
 """Part of the cache's key, beside the stories' own: raise it whenever the conversations change."""
@@ -17,30 +17,11 @@ ONE_WORD = "Answer in one word."
 SENTENCE = "Answer in a whole sentence."
 
 
-class _Gist(NamedTuple):
-    """What a plot comes to, and how many of its slots, behind opening and character, show that."""
-
-    about: str
-    lesson: str
-    slots: int
-
-
-_GISTS = {
-    "lost": _Gist("a lost toy", "Friends help each other.", 2),
-    "afraid": _Gist("being afraid", "It is fine to be afraid.", 1),
-    "quarrel": _Gist("a quarrel", "A friend is worth more than a toy.", 2),
-    "broken": _Gist("telling the truth", "It is best to tell the truth.", 3),
-    "rescue": _Gist("a rescue", "Together we are stronger than alone.", 2),
-    "share": _Gist("sharing", "It is nice to share.", 3),
-    "patience": _Gist("waiting", "Good things take time.", 2),
-}
-
-
 class Chat(NamedTuple):
     """A conversation and what kind it is: `story`, `question`, `one_word` or `follow_up`."""
 
     messages: tuple[dict[str, str], ...]
-    """With `role` and `content`."""
+    """Messages with `role` and `content`."""
     label: str
 
 
@@ -58,27 +39,28 @@ def conversations(count: int, seed: int = 0) -> Iterator[Chat]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
-    return distinct(
+    return distinct_items(
         count, lambda number: _chat(Dice(f"conversation/{seed}/{number}")), lambda chat: repr(chat.messages)
     )
 
 
 def _chat(dice: Dice) -> Chat:
     label = dice.pick(("story", "question", "question", "one_word", "follow_up"))
-    tale = tell(dice)
-    gist = _GISTS[tale.label]
+    tale = tell_story(dice)
+    plot = read_story_data()["plots"][tale.label]
     if label == "story":
-        about = dice.pick(("", f"{tale.cast['h'].name} and ")) + gist.about
+        about = dice.pick(("", f"{tale.cast['h'].name} and ")) + plot["about"]
         asked = f"{dice.pick(('Write', 'Tell me'))} a story about {about}."
         return Chat(_messages("", [(asked, tale.text)]), label)
-    passage = " ".join(slot for slot in tale.slots[: 2 + gist.slots] if slot)
+    # The beginning says who the hero is and shows the plot.
+    passage = " ".join(slot for slot in tale.slots[: 2 + plot["passage_slots"]] if slot)
     facts = _facts(tale)
     if label == "one_word":
         fact = dice.pick([fact for fact in facts if fact.word])
         return Chat(_messages(ONE_WORD, [(f"{passage} {fact.question}", f"{fact.word}.")]), label)
     gists = [
-        _Fact("What is this story about?", f"It is about {gist.about}."),
-        _Fact("What does this story teach?", gist.lesson),
+        _Fact("What is this story about?", f"It is about {plot['about']}."),
+        _Fact("What does this story teach?", plot["lesson"]),
     ]
     first = dice.pick(dice.pick((facts, gists)))
     turns = [(f"{passage} {first.question}", first.answer)]
@@ -99,38 +81,13 @@ def _messages(system: str, turns: list[tuple[str, str]]) -> tuple[dict[str, str]
 
 
 def _facts(tale: Tale) -> list[_Fact]:
-    """What can be asked about the beginning of a story. There is always a fact that is one word."""
-    cast, character = tale.cast, tale.slots[1]
-    hero, friend, nature = cast["h"], cast["f"], cast["nature"]
-    facts = [
-        _Fact(f"Where does {hero.name} live?", f"{hero.name} lives {cast['place']}."),
-        _Fact(f"Who is {hero.name}?", f"{hero.name} is {hero.a}."),
-    ]
+    """Lists what can be asked about the beginning of a story. There is always a fact that is one word."""
+    data, character = read_story_data(), tale.slots[1]
+    told = ["home", "hero"]
     friendly = "best friend" in character  # which says as well what the friend is
-    if hero.noun != friend.noun or not friendly:
-        facts.append(_Fact(f"What is the name of the {hero.noun}?", f"{hero.Their} name is {hero.name}.", hero.name))
-    if friendly:
-        what = f"Who is the best friend of {hero.name}?"
-        facts.append(_Fact(what, f"{hero.Their} best friend is {friend.name}.", friend.name))
-    elif character:
-        facts.append(_Fact(f"What is {hero.name} like?", f"{hero.name} is {nature}.", nature.capitalize()))
-    return facts + _of_plot(tale)
-
-
-def _of_plot(tale: Tale) -> list[_Fact]:
-    cast = tale.cast
-    hero, friend, toy, stuck = cast["h"], cast["f"], cast["t"], cast["stuck"]
-    color = _Fact(f"What color is the {toy.noun}?", f"The {toy.noun} is {toy.colour}.", toy.colour.capitalize())
-    match tale.label:
-        case "lost" | "broken":
-            owner = hero if tale.label == "lost" else friend
-            return [color, _Fact(f"Whose {toy.noun} is it?", f"The {toy.noun} belongs to {owner.name}.", owner.name)]
-        case "quarrel":
-            return [color]
-        case "afraid":
-            return [_Fact(f"What is {hero.name} afraid of?", f"{hero.name} is afraid of {cast['fear']}.")]
-        case "rescue":
-            return [_Fact(f"Where is the {stuck.who} stuck?", f"The {stuck.who} is stuck {stuck.where}.")]
-        case "share":
-            return [_Fact(f"What does {hero.name} have?", f"{hero.name} has {cast['food'].a}.")]
-    return []
+    if tale.cast["h"].noun != tale.cast["f"].noun or not friendly:
+        told.append("name")
+    if character:
+        told.append("friend" if friendly else "nature")
+    facts = [*(data["facts"][name] for name in told), *data["plots"][tale.label]["facts"]]
+    return [_Fact(*(capital(text.format(**tale.cast)) for text in fact)) for fact in facts]

@@ -1,21 +1,27 @@
 """The built-in sample: a seeded generator of simple stories, so that everything can be tried without a file.
 
-Each story takes one of seven plots, and its label is the plot's name. People, places and things are drawn
-from word lists, sentences from alternatives that mean the same. A model of a million parameters learns the
-names, the pronouns that go with them, and the course of a plot.
+Each story takes one of the plots of `stories.json`, and its label is the plot's name. People, places and things are
+drawn from word lists, sentences from alternatives that mean the same; an empty alternative leaves a slot out. A model
+of a million parameters learns the names, the pronouns that go with them, and the course of a plot.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from finetune.data.synthetic import story_words
-from finetune.data.synthetic.story_plots import CHARACTER, ENDINGS, OPENINGS, PLOTS
+from finetune.utils import json_files
 
 GENERATOR_VERSION = 1
-"""Part of the cache's key: raise it whenever the stories change."""
+"""Part of the cache's key: raise it whenever the stories or `stories.json` change."""
+
+_PRONOUNS = {
+    True: {"they": "she", "them": "her", "their": "her", "self": "herself"},
+    False: {"they": "he", "them": "him", "their": "his", "self": "himself"},
+}
 
 Item = TypeVar("Item")
 
@@ -32,7 +38,7 @@ class Tale(NamedTuple):
 
     label: str
     cast: dict[str, Any]
-    """Who and what is in it, by the names that `sample_plots` has for them."""
+    """Persons and things in it: `h` is the hero, `f` a friend, `g` a helper, `t` a toy."""
     slots: list[str]
     """Opening, character, the plot's slots, ending. Some are empty."""
 
@@ -46,11 +52,11 @@ def stories(count: int, seed: int = 0) -> Iterator[Story]:
 
     The first `n` are the same whatever `count` is, on every machine and Python version.
     """
-    tales = distinct(count, lambda number: tell(Dice(f"{seed}/{number}")), lambda tale: tale.text)
+    tales = distinct_items(count, lambda number: tell_story(Dice(f"{seed}/{number}")), lambda tale: tale.text)
     return (Story(tale.text, tale.label) for tale in tales)
 
 
-def distinct(count: int, make: Callable[[int], Item], written: Callable[[Item], str]) -> Iterator[Item]:
+def distinct_items(count: int, make: Callable[[int], Item], written: Callable[[Item], str]) -> Iterator[Item]:
     """The first `count` of what `make` makes of 0, 1, 2, …, without those that were written before."""
     seen: set[int] = set()
     number = 0
@@ -61,6 +67,13 @@ def distinct(count: int, make: Callable[[int], Item], written: Callable[[Item], 
         if digest not in seen:
             seen.add(digest)
             yield item
+
+
+@cache
+def read_story_data() -> dict[str, Any]:
+    """Returns the sentences, plots and words of stories and conversations."""
+    found: dict[str, Any] = json_files.read(Path(__file__).with_name("stories.json"))
+    return found
 
 
 class Dice:
@@ -75,100 +88,50 @@ class Dice:
         return items[xxhash.xxh3_64_intdigest(f"{self._key}/{self._drawn}".encode()) % len(items)]
 
 
-@dataclass(frozen=True)
-class _Noun:
-    """Something with an article; a story says `a`, then `the`."""
-
-    phrase: str
-    noun: str
-    colour: str = ""
-
-    @property
-    def a(self) -> str:
-        return f"{'an' if self.phrase[0] in 'aeiou' else 'a'} {self.phrase}"
-
-    @property
-    def the(self) -> str:
-        return f"the {self.phrase}"
-
-    @property
-    def A(self) -> str:
-        return _capital(self.a)
-
-    @property
-    def The(self) -> str:
-        return _capital(self.the)
-
-
-@dataclass(frozen=True)
-class _Person(_Noun):
-    """Somebody with pronouns."""
-
-    name: str = ""
-    they: str = "she"
-    them: str = "her"
-    their: str = "her"
-    self: str = "herself"
-
-    @property
-    def They(self) -> str:
-        return _capital(self.they)
-
-    @property
-    def Their(self) -> str:
-        return _capital(self.their)
-
-
-class _Stuck(NamedTuple):
-    who: str
-    where: str
-    why: str
-
-
-def tell(dice: Dice) -> Tale:
+def tell_story(dice: Dice) -> Tale:
     """Makes one story."""
-    label = dice.pick(tuple(PLOTS))
-    hero = _person(dice, ())
-    friend = _person(dice, (hero.name,))
-    nature, kind = dice.pick(story_words.HELPERS)
-    colour, toy = dice.pick(story_words.COLOURS), dice.pick(story_words.TOYS)
-    food, plant = dice.pick(story_words.FOODS), dice.pick(story_words.PLANTS)
-    fear, deed = dice.pick(story_words.FEARS)
+    data = read_story_data()
+    words = data["words"]
+    label = dice.pick(tuple(data["plots"]))
+    hero = _person(dice, words, taken=())
+    friend = _person(dice, words, taken=(hero.name,))
+    nature, kind = dice.pick(words["helpers"])
+    colour, toy = dice.pick(words["colours"]), dice.pick(words["toys"])
+    food, plant = dice.pick(words["foods"]), dice.pick(words["plants"])
+    fear, deed = dice.pick(words["fears"])
     cast: dict[str, Any] = {
         "h": hero,
         "f": friend,
-        "g": _helper(dice, nature, kind),
-        "t": _Noun(f"{colour} {toy}", toy, colour),
-        "food": _Noun(food, food.split(" of ")[-1].removeprefix("big ")),
-        "plant": _Noun(plant, plant),
-        "stuck": _Stuck(*dice.pick(story_words.STUCK)),
+        "g": _noun(f"{nature} {kind}", kind, **_PRONOUNS[dice.pick((True, False))]),
+        "t": _noun(f"{colour} {toy}", toy, colour=colour),
+        "food": _noun(food, food.split(" of ")[-1].removeprefix("big ")),
+        "plant": _noun(plant, plant),
+        "stuck": SimpleNamespace(**dict(zip(("who", "where", "why"), dice.pick(words["stuck"]), strict=True))),
         "fear": fear,
         "deed": deed,
-        "nature": dice.pick(story_words.NATURES),
-        "place": dice.pick(story_words.PLACES),
-        "hiding": dice.pick(story_words.HIDING),
-        "day": dice.pick(story_words.DAYS),
+        "nature": dice.pick(words["natures"]),
+        "place": dice.pick(words["places"]),
+        "hiding": dice.pick(words["hiding"]),
+        "day": dice.pick(words["days"]),
     }
-    chosen = [dice.pick(slot) for slot in (OPENINGS, CHARACTER, *PLOTS[label], ENDINGS)]
-    return Tale(label, cast, [sentence.format(**cast) for sentence in chosen])
+    slots = (data["openings"], data["character"], *data["plots"][label]["slots"], data["endings"])
+    return Tale(label, cast, [dice.pick(slot).format(**cast) for slot in slots])
 
 
-def _person(dice: Dice, taken: Sequence[str]) -> _Person:
+def _person(dice: Dice, words: dict[str, Any], *, taken: Collection[str]) -> SimpleNamespace:
     girl = dice.pick((True, False))
-    name = dice.pick([name for name in (story_words.GIRLS if girl else story_words.BOYS) if name not in taken])
-    kind = dice.pick((("girl" if girl else "boy"), dice.pick(story_words.ANIMALS)))
-    phrase = f"{dice.pick(story_words.SMALL)} {kind}"
-    if girl:
-        return _Person(phrase, kind, name=name)
-    return _Person(phrase, kind, name=name, they="he", them="him", their="his", self="himself")
+    name = dice.pick([name for name in words["girls" if girl else "boys"] if name not in taken])
+    kind = dice.pick((("girl" if girl else "boy"), dice.pick(words["animals"])))
+    return _noun(f"{dice.pick(words['small'])} {kind}", kind, name=name, **_PRONOUNS[girl])
 
 
-def _helper(dice: Dice, nature: str, kind: str) -> _Person:
-    phrase = f"{nature} {kind}"
-    if dice.pick((True, False)):
-        return _Person(phrase, kind)
-    return _Person(phrase, kind, they="he", them="him", their="his", self="himself")
+def _noun(phrase: str, noun: str, **more: str) -> SimpleNamespace:
+    """Something with an article, and the same with a capital: a story says `a`, then `the`."""
+    forms = {"a": f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}", "the": f"the {phrase}", **more}
+    capitals = {name.capitalize(): capital(form) for name, form in forms.items()}
+    return SimpleNamespace(noun=noun, **forms, **capitals)
 
 
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
+    """Returns a text with a first letter that is a capital."""
     return text[:1].upper() + text[1:]

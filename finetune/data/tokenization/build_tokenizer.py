@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.data.sources.corpus import brief
+from finetune.data.sources.corpus import reason_of
 from finetune.data.sources.readers import END_OF_TEXT
 from finetune.utils import json_files
 from finetune.utils.errors import DataError
@@ -23,10 +23,10 @@ TRAINER_VERSION = 1
 
 
 class Wrapping(NamedTuple):
-    """What a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
+    """Tokens that a tokenizer puts around a single text for classifiers, such as [CLS] and [SEP]."""
 
-    before: tuple[int, ...]
-    behind: tuple[int, ...]
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -51,18 +51,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     except Exception as error:  # Each tokenizer class fails in its own way; all mean that there is none to use.
         _check_files(name)
         raise DataError(
-            f"The tokenizer '{name}' cannot be loaded: {brief(error)}. It must be a directory with a tokenizer's files "
-            "(such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size to "
-            "train one."
+            f"The tokenizer '{name}' cannot be loaded: {reason_of(error)}. It must be a directory with a tokenizer's "
+            "files (such as tokenizer.json) or a name on the hub; correct tokenizer.name, or set tokenizer.vocab_size "
+            "to train one."
         ) from error
 
 
 def _check_files(name: str) -> None:
-    """Opening a tokenizer reads the model's configuration, whose faults are its own; and files may be none of the kind.
-
-    Raises:
-        DataError: Of the first file that is something else than its name says.
-    """
+    """Refuses files that are something else than their names say, and a damaged configuration: it is read as well."""
     folder = Path(name)
     kinds = (".json", ".txt", ".model", ".jinja")
     for file in sorted(path for path in folder.glob("*") if path.suffix in kinds and os.access(path, os.R_OK)):
@@ -107,8 +103,8 @@ def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(max(tokenizer.get_vocab().values(), default=0) + 1, len(tokenizer))
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What decides how text becomes tokens, as JSON: part of the cache's key."""
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Describes all that decides how text becomes tokens, as JSON: part of the cache's key."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         content: Any = json.loads(backend.to_str()) if isinstance(backend, Tokenizer) else None
@@ -122,13 +118,13 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"content": content, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
 
 
-def restore(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def restore_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """A text as its tokens say it. What is lost in them (case, spaces, unknown characters) no model can learn."""
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
+def wrapping_of(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
     """Finds what the tokenizer itself puts before and behind a text.
 
     Raises:
@@ -148,10 +144,7 @@ def wrapping(tokenizer: PreTrainedTokenizerBase) -> Wrapping:
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that fills rows. Nothing is learned from it, so any will do where there is none for it."""
-    for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if number is not None:
-            return int(number)
-    return 0
+    return next((int(n) for n in (tokenizer.pad_token_id, tokenizer.eos_token_id) if n is not None), 0)
 
 
 def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -159,12 +152,8 @@ def _open(name: str, revision: str | None, *, trust_remote_code: bool) -> PreTra
     if folder.is_dir():
         files = {path.name for path in folder.iterdir()}
         # The form that GPT-2 was published in says nowhere which class it belongs to.
-        bare = {"vocab.json", "merges.txt"} <= files and not files & {
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "config.json",
-        }
-        if bare:
+        named = files & {"tokenizer.json", "tokenizer_config.json", "config.json"}
+        if {"vocab.json", "merges.txt"} <= files and not named:
             return transformers.GPT2TokenizerFast.from_pretrained(str(folder))
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     return transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)

@@ -21,7 +21,7 @@ BATCH_DOCUMENTS = 256
 BATCH_BYTES = 1 << 18
 """A tenth of a second's work: at the end the threads wait for the last one no longer than that."""
 BATCHES_AHEAD = 8
-"""Of each thread: enough to keep it busy while a shard goes to the disk, little enough to bound memory."""
+"""Batches of each thread: enough to keep it busy while a shard is written, few enough to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,16 @@ class Encoded:
     numbers: npt.NDArray[np.uint32]
     """Tokens of all, in a row."""
     examples: list[Example] | None = None
-    """Of conversations: the same with masks and facts."""
+    """The same with masks and facts, for conversations."""
 
 
 class Encoder:
     """Turns texts into tokens with one tokenizer, without special tokens."""
 
     def __init__(self, tokenizer: Any, *, num_workers: int | None) -> None:
-        """Takes a transformers tokenizer; one without a fast backend is slow but works, in one thread.
+        """Takes a transformers tokenizer, and a number of threads; None for one a core.
 
-        Args:
-            tokenizer: The tokenizer.
-            num_workers: Threads; None for one a core.
+        A tokenizer without a fast backend is slow but works, in one thread.
         """
         self._tokenizer = tokenizer
         self._num_workers = num_workers or cores()
@@ -95,7 +93,7 @@ def open_tokenizer(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def batched(items: Iterable[Chosen]) -> Iterator[list[Chosen]]:
+def batch_documents(items: Iterable[Chosen]) -> Iterator[list[Chosen]]:
     """Cuts a stream into batches by number of documents and by size, whichever comes first."""
     batch: list[Chosen] = []
     size = 0

@@ -25,13 +25,13 @@ def map_array(path: Path, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
         # A plain view: indexing NumPy's memmap class costs several times as much.
         array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_file(path, str(error)) from error
     if array.dtype != dtype or array.ndim != 1:
-        raise damaged(path, f"it holds {array.dtype} of {array.ndim} dimensions")
+        raise damaged_file(path, f"it holds {array.dtype} of {array.ndim} dimensions")
     return array
 
 
-def damaged(path: Path, why: str) -> DataError:
+def damaged_file(path: Path, why: str) -> DataError:
     """The error for a file in the cache that is not what was written there."""
     return DataError(f"The file {path} of the data cache is damaged: {why}. Delete {path.parent}; it is made again.")
 
@@ -86,14 +86,14 @@ class GrowingArray:
 
 
 class MaskFile:
-    """Which tokens of a token file are targets: one bit each, memory-mapped."""
+    """The tokens of a token file that are targets: one bit each, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         """Opens what `pack_mask` has written."""
         self._bits: npt.NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, mode="r"))
 
     def __getitem__(self, places: Int64s) -> npt.NDArray[np.bool_]:
-        """Whether the tokens at some places are targets."""
+        """Tells which of the tokens at some places are targets."""
         return np.asarray(self._bits[places >> 3] >> (places & 7) & 1, np.bool_)
 
     def counts(self, starts: Int64s, lengths: Int64s) -> Int64s:

@@ -1,7 +1,7 @@
 """Writes one side of the split; its files only grow, so that a killed build can resume."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finetune.data.chat.chat_examples import Example, Facts
+from finetune.data.chat.conversation_formats import RecordForm
 from finetune.data.sources.documents import Chosen
 from finetune.data.text_issues import Issues
 from finetune.data.tokenization.memmap import GrowingArray, Int64s, pack_mask
@@ -29,12 +30,9 @@ class SplitWriter:
         eos: int | None,
         restore: Callable[[str], str],
     ) -> None:
-        """Opens the files in `folder`, or creates them.
+        """Opens the files of a side in `folder`, or creates them.
 
         Args:
-            folder: Where the files lie.
-            name: Of the side.
-            dtype: Of tokens.
             bos: Put before each document, if given.
             eos: Put behind each document, if given.
             restore: Turns a text into tokens and back.
@@ -62,7 +60,7 @@ class SplitWriter:
         self._first = self._first_token = self._first_copy = 0
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON-able values; returns once the files are on the disk."""
+        """Returns what `restore` needs, as JSON-able values, once the files are on the disk."""
         return {
             "files": [(len(file), file.sync()) for file in self._files],
             "facts": vars(self._facts),
@@ -117,20 +115,19 @@ class SplitWriter:
         if examples is not None:
             self._loose.append(np.concatenate([example.mask for example in examples]))
 
-    def repeat(self, form: str, unread: Iterable[str]) -> None:
+    def repeat(self, form: RecordForm | None) -> None:
         """Appends the copies of the source's documents: a whole pass after the first, never side by side.
 
         Args:
-            form: How its conversations are written, if they are any.
-            unread: Fields of its records that hold something and were not read.
+            form: How its records were read, if they are conversations.
         """
         copies = self._copies.view()[self._first_copy :]
         for number in range(1, int(copies.max(initial=1))):
             self._append_again(self._first + np.flatnonzero(copies > number))
-        self._sources[-1]["documents"] = len(self._lengths) - self._first
-        self._sources[-1]["tokens"] = len(self._tokens) - self._first_token
-        self._sources[-1]["format"] = form
-        self._sources[-1]["unread"] = sorted(unread)
+        source = self._sources[-1]
+        source |= {"documents": len(self._lengths) - self._first, "tokens": len(self._tokens) - self._first_token}
+        if form is not None:
+            source |= {"format": form.detected, "unread": sorted(form.unread)}
 
     def finish(self) -> dict[str, Any] | None:
         """Writes what is read later; None where there is no document."""
@@ -203,16 +200,11 @@ def _surround(
     numbers: npt.NDArray[np.uint32], sizes: Int64s, bos: int | None, eos: int | None
 ) -> tuple[npt.NDArray[np.uint32], Int64s]:
     """Puts `bos` before and `eos` behind each document of a concatenation."""
-    extra = (bos is not None) + (eos is not None)
-    grown = sizes + extra
-    ends = np.cumsum(grown)
-    out = np.empty(int(grown.sum()), np.uint32)
-    inner = np.full(out.size, True)
-    if bos is not None:
-        out[ends - grown] = bos
-        inner[ends - grown] = False
-    if eos is not None:
-        out[ends - 1] = eos
-        inner[ends - 1] = False
-    out[inner] = numbers
-    return out, grown
+    ends = np.cumsum(sizes)
+    # The end of a document and the begin of the next go to the same place, in this order.
+    around = [(token, places) for token, places in ((eos, ends), (bos, ends - sizes)) if token is not None]
+    if not around:
+        return numbers, sizes
+    places = np.concatenate([places for _, places in around])
+    tokens = np.repeat([token for token, _ in around], sizes.size)
+    return np.insert(numbers, places, tokens), sizes + len(around)

@@ -11,10 +11,10 @@ from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.conversation_formats import Tolerance
 from finetune.data.progress_bar import Bar
 from finetune.data.sources.corpus import Corpus
-from finetune.data.sources.documents import Rules, choose
+from finetune.data.sources.documents import Rules, choose_texts
 from finetune.data.text_issues import plain_text
-from finetune.data.tokenization.encoding import Encoder, batched
-from finetune.data.tokenization.memmap import Int64s, MaskFile, damaged, map_array
+from finetune.data.tokenization.encoding import Encoder, batch_documents
+from finetune.data.tokenization.memmap import Int64s, MaskFile, damaged_file, map_array
 from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
 from finetune.utils.errors import DataError
@@ -29,13 +29,13 @@ class TokenFile:
     """One side of a finished token folder, memory-mapped."""
 
     def __init__(self, folder: Path, side: str, dtype: str, *, labelled: bool, masked: bool = False) -> None:
-        """Opens what `write` has written.
+        """Opens what `write_tokens` has written.
 
         Raises:
             DataError: If it is something else.
         """
         if dtype not in ("uint16", "uint32"):
-            raise damaged(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
+            raise damaged_file(folder / f"{side}.tokens", f"its tokens are said to be {dtype}")
         self.tokens: Tokens = np.asarray(np.memmap(folder / f"{side}.tokens", dtype=np.dtype(dtype), mode="r"))
         self.offsets: Int64s = map_array(folder / f"{side}.offsets.npy")
         """(documents + 1,)"""
@@ -44,12 +44,12 @@ class TokenFile:
         if labelled:
             self.labels = map_array(folder / f"{side}.labels.npy")
         self.mask = MaskFile(folder / f"{side}.mask") if masked else None
-        """Which tokens are targets; None where all are."""
+        """The tokens that are targets; None where all are."""
         self.digests: npt.NDArray[np.uint64] = map_array(folder / f"{side}.digests.npy", np.uint64)
         """(documents,): of their texts."""
 
 
-def write(
+def write_tokens(
     folder: Path,
     corpora: Sequence[Corpus],
     rules: Rules,
@@ -76,7 +76,7 @@ def write(
         restore: Turns a text into tokens and back, to see whether something is lost.
         tolerance: Of broken conversations; counts what reader and encoder meet.
         bar: Shows how far it is.
-        held_digests: See `choose`.
+        held_digests: See `choose_texts`.
 
     Returns:
         JSON-able counts: `dtype`, `labels`, and for each side that has documents what the report shows.
@@ -89,10 +89,10 @@ def write(
     shards = Shards(folder, corpora, sides, tolerance, bar)
     labels = shards.labels
     for number, corpus in enumerate(corpora):
-        chosen = shards.begin(number, choose(corpus, rules, held_digests))
+        chosen = shards.begin(number, choose_texts(corpus, rules, held_digests))
         if chosen is None:
             continue
-        for batch, encoded in encoder.encode_all(batched(chosen)):
+        for batch, encoded in encoder.encode_all(batch_documents(chosen)):
             lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
             codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))
@@ -108,7 +108,7 @@ def write(
                     )
             shards.advance(batch)
         for side in sides.values():
-            side.repeat(*((corpus.form.detected, corpus.form.unread) if corpus.form else ("", ())))
+            side.repeat(corpus.form)
         shards.end()
     counts = {name: side.finish() for name, side in sides.items()}
     if all(count is None for count in counts.values()):
@@ -124,15 +124,23 @@ def write(
 
 
 def training_texts(
-    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None = None
-) -> Iterator[tuple[str, int]]:
-    """The texts of the training side, each document once; of conversations what is said.
+    corpora: Sequence[Corpus], rules: Rules, held_digests: npt.NDArray[np.uint64] | None, bar: Bar
+) -> Iterator[str]:
+    """Yields the texts of the training side, each document once; of conversations what is said.
 
-    Beside each text comes how many bytes of all files have been read. What `held_digests` are, `choose` says.
+    Raises:
+        DataError: If there is none.
     """
-    before = 0
+    count = before = 0
     for corpus in corpora:
-        for item in choose(corpus, rules, held_digests):
+        for item in choose_texts(corpus, rules, held_digests):
             if item.text and not item.held_out:
-                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8"), before + item.read
+                count += 1
+                bar.advance(1, before + item.read)
+                yield plain_text(item.text) if corpus.form else item.text.decode("utf-8")
         before += corpus.size or 0
+    if not count:
+        raise DataError(
+            "There are no training documents to train a tokenizer on: the sources of data.train hold nothing but "
+            "white space, or everything is held out. Name a source that holds text, or lower data.validation_fraction."
+        )

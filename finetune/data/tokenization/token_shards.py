@@ -22,7 +22,7 @@ from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import DataError
 
 SHARD_BYTES = 1 << 25
-"""Of text, that a killed build tokenises again at most."""
+"""Text that a killed build tokenises again at most."""
 
 
 class Shards:
@@ -46,11 +46,17 @@ class Shards:
                 state = json_files.read(self._path, needed=("digest",))
                 if state.pop("digest") != digest_of(state):
                     raise ValueError
-                self._restore(state)
-            except DataError:
-                raise
+                complete = [side.restore(state["sides"][name]) for name, side in sides.items()]
+                self._source, self._documents = state["source"], state["documents"]
+                self._all_documents = state["all_documents"]
+                self.labels.update({label: number for number, label in enumerate(state["labels"])})
+                self._left = state
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(f"{self._path} is damaged. Start again: it is made anew.") from error
+            if not all(complete):
+                raise DataError(
+                    f"{folder} is damaged: it does not hold what was tokenised. Start again: it is made anew."
+                )
 
     def begin(self, source: int, chosen: Iterator[Chosen]) -> Iterator[Chosen] | None:
         """The documents of a source that are to be tokenised; None if it is done."""
@@ -65,7 +71,13 @@ class Shards:
                 raise DataError(
                     f"{self._corpora[source].name} has changed since a build that was stopped has read it. Start again."
                 )
-            self._tell(read[0].read)
+            done = self._before() + read[0].read
+            sizes = [corpus.size for corpus in self._corpora]
+            share = ""
+            if None not in sizes:
+                share = f" ({done / sum(filter(None, sizes)):.0%} of the text was tokenised before)"
+            self._bar.say(f"Resuming at document {self._all_documents + 1:,}{share}.")
+            self._bar.start(done)
         else:
             for side in self._sides.values():
                 side.begin()
@@ -78,7 +90,19 @@ class Shards:
         self._open += sum(len(item.text) for item in batch)
         self._bar.advance(len(batch), self._before() + batch[-1].read)
         if self._open >= SHARD_BYTES:
-            self._keep(batch[-1].digest)
+            state = {
+                "version": STATE_VERSION,
+                "source": self._source,
+                "documents": self._documents,
+                "all_documents": self._all_documents,
+                "last": batch[-1].digest,
+                "labels": list(self.labels),
+                "broken": dict(self._tolerance.counts),
+                "first_broken": self._tolerance.first,
+                "sides": {name: side.state() for name, side in self._sides.items()},
+            }
+            write_json(self._path, {**state, "digest": digest_of(state)})
+            self._open = 0
 
     def end(self) -> None:
         """Ends a source."""
@@ -90,41 +114,6 @@ class Shards:
         for side in self._sides.values():
             side.clear()
 
-    def _keep(self, last: int) -> None:
-        state = {
-            "version": STATE_VERSION,
-            "source": self._source,
-            "documents": self._documents,
-            "all_documents": self._all_documents,
-            "last": last,
-            "labels": list(self.labels),
-            "broken": dict(self._tolerance.counts),
-            "first_broken": self._tolerance.first,
-            "sides": {name: side.state() for name, side in self._sides.items()},
-        }
-        write_json(self._path, {**state, "digest": digest_of(state)})
-        self._open = 0
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        complete = [side.restore(state["sides"][name]) for name, side in self._sides.items()]
-        if not all(complete):
-            raise DataError(
-                f"{self._path.parent} is damaged: it does not hold what was tokenised. Start again: it is made anew."
-            )
-        self._source, self._documents = state["source"], state["documents"]
-        self._all_documents = state["all_documents"]
-        self.labels.update({label: number for number, label in enumerate(state["labels"])})
-        self._left = state
-
     def _before(self) -> int:
         """Bytes of the sources that are done."""
         return sum(corpus.size or 0 for corpus in self._corpora[: self._source])
-
-    def _tell(self, read: int) -> None:
-        done = self._before() + read
-        sizes = [corpus.size for corpus in self._corpora]
-        share = (
-            f" ({done / sum(filter(None, sizes)):.0%} of the text was tokenised before)" if None not in sizes else ""
-        )
-        self._bar.say(f"Resuming at document {self._all_documents + 1:,}{share}.")
-        self._bar.start(done)
