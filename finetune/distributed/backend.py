@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies.find_strategy import strategy_of
-from finetune.distributed.strategies.strategy import REDUCED, TIMEOUT, LossFunction, Strategy, forward_backward
+from finetune.distributed.strategies.strategy import TIMEOUT, LossFunction, Strategy, forward_backward
 from finetune.distributed.tensor_facts import inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
@@ -47,7 +47,7 @@ class Backend:
     """Micro-batches an optimiser step and process."""
     reduce_dtype: str = "fp32"
     """What gradients are summed over processes in: fp32 or bf16."""
-    model: nn.Module | None = None
+    model: Any = None
     """What `prepare` made of the model, and of the optimiser."""
     optimizer: Any = None
     splits: Splits = UNSPLIT
@@ -105,11 +105,6 @@ class Backend:
         """What matrix products are computed in."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
 
-    @property
-    def casts_weights(self) -> bool:
-        """True if the network's weights are computed with in 16 bit, all of them."""
-        return self.strategy.casts_weights(self)
-
     def facts(self) -> dict[str, Any]:
         """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
         asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
@@ -150,22 +145,10 @@ class Backend:
         packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
         return int(packed if packed is not None else self.splits.size(name, parameter))
 
-    def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
-        """Reads back what runs; see `verify_launch.verify`."""
-        self.strategy.check_prepared(self, model)
-        report = verify_launch.verify(
-            self.strategy,
-            self.accelerator,
-            self.launch,
-            self.precision,
-            model,
-            optimizer,
-            self.accumulation,
-            self.splits,
-            REDUCED[self.reduce_dtype],
-            rehearse,
-        )
-        return replace(report, num_parameters=self.num_weights, num_trained=self.num_trained)
+    def verify(self, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
+        """Reads back what runs; see `verify_launch.verify_runtime`."""
+        self.strategy.check_prepared(self, self.model)
+        return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
         """What this rank holds from step to step; see `held_memory.measure`."""
@@ -208,25 +191,10 @@ class Backend:
 
     def clear(self, optimizer: Any) -> None:
         """Clears the gradients once the optimiser has stepped."""
-        if self.keeps_gradients:
+        if self.strategy.keeps_gradients(self):
             optimizer.zero_grad(set_to_none=False)
         else:
-            optimizer.zero_grad()
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """True if gradients stay in place from step to step."""
-        return self.strategy.keeps_gradients(self)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that gradients may overflow now and then (fp16)."""
-        return self.precision == "fp16"
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """True if the backward pass that ends a window also runs the optimiser."""
-        return self.strategy.steps_in_backward
+            optimizer.zero_grad()  # an optimiser of the user's need not know the argument
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place; every rank must call it."""

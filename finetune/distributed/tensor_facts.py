@@ -84,7 +84,6 @@ def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[st
     whole = {id(p): splits.size(name, p) for name, p in named}
     parameters, masters = [p for _, p in named], master_weights(optimizer)
     facts = {
-        "num_parameters": sum(whole.values()),
         "parameter_fraction": fraction(parameters, whole),
         "optimizer_fraction": fraction(masters, whole),
         "parameter_dtypes": dtypes_of(masters),

@@ -5,18 +5,16 @@ nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devi
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import sequence
 from finetune.distributed.strategies.find_strategy import strategy_of_model
-from finetune.distributed.strategies.strategy import Strategy
+from finetune.distributed.strategies.strategy import REDUCED, Runtime, Strategy
 from finetune.distributed.tensor_facts import off_share, short_dtype
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -112,34 +110,38 @@ class RuntimeReport:
         return said
 
 
-def verify(
-    strategy: Strategy,
-    accelerator: Accelerator,
-    launch: Launch,
-    precision: str,
-    model: nn.Module,
-    optimizer: Any,
-    accumulation: int,
-    splits: Splits,
-    reduced: torch.dtype,
-    rehearse: Callable[[], torch.Tensor],
-) -> RuntimeReport:
+def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
     """Reads back what runs and compares it with the request.
 
     Args:
         strategy: That was asked for.
-        splits: What of the network is split over ranks.
-        reduced: What gradients are to be summed over ranks in.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
         BackendError: With every difference.
     """
-    report = _read(strategy, accelerator, model, optimizer, splits)
-    report = replace(report, output_dtypes=_census(model, rehearse))
-    if (rows := sequence.row_group(model)) is not None:
-        report = replace(report, sequence=rows.parts, exchanges=rows.exchanges)
-    problems = list(_differences(report, launch, accumulation, precision, short_dtype(reduced)))
+    accelerator, launch, model = runtime.accelerator, runtime.launch, runtime.model
+    dtypes = _output_dtypes(model, rehearse)
+    rows = sequence.row_group(model)
+    grouped = torch.distributed.is_initialized()
+    facts: dict[str, Any] = {
+        "world_size": torch.distributed.get_world_size() if grouped else 1,
+        "communication": torch.distributed.get_backend() if grouped else None,
+        "device": accelerator.device.type,
+        "wrapper": type(model).__name__,
+        "num_parameters": runtime.num_weights,
+        "num_trained": runtime.num_trained,
+        "num_threads": torch.get_num_threads(),
+        "gloo_threads": torch_private.gloo_worker_threads(),
+        "accumulation": accelerator.gradient_accumulation_steps,
+        "output_dtypes": dtypes,
+        "sequence": 1 if rows is None else rows.parts,
+        "exchanges": 0 if rows is None else rows.exchanges,
+    }
+    read_back = strategy_of_model(model, strategy).read_back
+    report = RuntimeReport(**{**facts, **read_back(accelerator, model, runtime.optimizer, runtime.splits)})
+    reduced = short_dtype(REDUCED[runtime.reduce_dtype])
+    problems = list(_differences(report, launch, runtime.accumulation, runtime.precision, reduced))
     if problems:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: "
@@ -200,7 +202,7 @@ def _differences(
         )
 
 
-def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
+def _output_dtypes(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
     """The dtype that each kind of module puts out in a forward pass, and that of the loss."""
     seen: dict[str, str] = {}
 
@@ -217,20 +219,3 @@ def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str,
         for hook in hooks:
             hook.remove()
     return {**dict(sorted(seen.items())), "loss": short_dtype(loss.dtype)}
-
-
-def _read(
-    strategy: Strategy, accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Splits
-) -> RuntimeReport:
-    distributed = torch.distributed.is_initialized()
-    common: dict[str, Any] = {
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
-        "communication": torch.distributed.get_backend() if distributed else None,
-        "device": accelerator.device.type,
-        "wrapper": type(model).__name__,
-        "num_threads": torch.get_num_threads(),
-        "gloo_threads": torch_private.gloo_worker_threads(),
-        "accumulation": accelerator.gradient_accumulation_steps,
-    }
-    found = strategy_of_model(model, strategy).read_back(accelerator, model, optimizer, splits)
-    return RuntimeReport(**(common | found))

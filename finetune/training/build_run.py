@@ -221,7 +221,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(backend, model, inputs.task, data))
+    runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, inputs.task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
@@ -352,7 +352,7 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
         build_network.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
-        if backend.casts_weights:
+        if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
         infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
     wrapper = ForwardWrapper(network.train())

@@ -113,16 +113,8 @@ def _plan_gathers_by_training(engine: Any) -> None:
     handle = engine.module.register_forward_pre_hook(forget, prepend=True)
 
 
-def check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
-    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it.
-
-    Args:
-        width: The network's hidden size.
-        sizes: Elements of each of its parameters.
-
-    Raises:
-        BackendError: With the threshold, and one that shards the network.
-    """
+def _check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
+    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it."""
     deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
     if launch.kind == "zero3":
         _check_shards(launch, ds_config, sizes)
@@ -179,10 +171,6 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContex
     if not first_gradients.decays(runtime.optimizer):
         return nullcontext()
     return first_gradients.expect_all(first_gradients.trained_leaves(model), first_gradients.DECAY)
-
-
-def _backward(runtime: Runtime, loss: torch.Tensor) -> None:
-    runtime.accelerator.backward(loss)
 
 
 def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
@@ -295,7 +283,6 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
     return {
         "kind": f"zero{stage}",
         "averaged": engine.dp_world_size,
-        "num_parameters": sum(sizes),
         "parameter_fraction": sum(held) / max(1, sum(sizes)),
         "optimizer_fraction": sum(master_sizes) / max(1, trainable),
         "parameter_dtypes": dtypes_of(masters),
@@ -326,13 +313,13 @@ STRATEGY = Strategy(
     holds=lambda model: hasattr(model, "zero_optimization_stage"),
     accelerator_options=_accelerator_options,
     loading=_loading,
-    check_network=check_network,
+    check_network=_check_network,
     prepare=_prepare,
     check_prepared=_check_prepared,
     casts_weights=_casts_weights,
     autocast=_autocast,
     check_gradients=_check_gradients,
-    backward=_backward,
+    backward=lambda runtime, loss: runtime.accelerator.backward(loss),
     grad_norm=_grad_norm,
     clip_gradients=lambda model, norm, max_norm: None,  # it has clipped by then
     step=lambda runtime, optimizer, norm: optimizer.step(),  # in the backward pass, which has looked at the norm

@@ -60,7 +60,7 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     launch = runtime.launch
     before = sum(len(group["params"]) for group in optimizer.param_groups)
     wrapped: Any
-    with sharding_over_averaging_ranks(runtime):
+    with sharding_over_mesh(runtime):
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
     if len(distinct) != before:
@@ -77,9 +77,9 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     return wrapped, prepared
 
 
-def sharding_over_averaging_ranks(runtime: Runtime) -> AbstractContextManager[None]:
-    """Has Accelerate shard over the ranks that hold the same part of each layer; without split layers these are all."""
-    device_mesh = runtime.mesh.averaging_mesh
+def sharding_over_mesh(runtime: Runtime) -> AbstractContextManager[None]:
+    """Has Accelerate shard over the run's mesh, where that is not simply all ranks."""
+    device_mesh = runtime.mesh.sharding_mesh
     return nullcontext() if device_mesh is None else accelerate_private.sharding_over(runtime.accelerator, device_mesh)
 
 

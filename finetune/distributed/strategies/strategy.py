@@ -42,8 +42,10 @@ class Runtime(Protocol):
     accumulation: int
     reduce_dtype: str
     splits: Splits
-    model: nn.Module | None
+    model: Any
     optimizer: Any
+    num_weights: int
+    num_trained: int
     unverified: bool
 
     @property
@@ -71,24 +73,14 @@ def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.
     }
 
 
-def load_whole(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
-    """The context to build the network in: whole on every rank."""
-    return nullcontext()
-
-
 def prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """Wraps model and optimiser."""
     wrapped, prepared = runtime.accelerator.prepare(model, optimizer)
     return wrapped, prepared
 
 
-def no_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
-    """The context that the network computes in, inside the one that the wrapper provides."""
-    return nullcontext()  # not a disabled autocast, which would switch off the wrapper's
-
-
 def uncached_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
-    """The same where weights are freed after use: casts of them must not be cached for the whole forward pass."""
+    """Autocast where weights are freed after use: casts of them must not be cached for the whole forward pass."""
     if runtime.precision == "fp32":
         return nullcontext()
     return torch.autocast(runtime.device.type, dtype=runtime.dtype, cache_enabled=False)
@@ -98,11 +90,6 @@ def no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
     """The context of a micro-batch that is not a step's last: gradients stay on their rank."""
     context: AbstractContextManager[Any] = runtime.accelerator.no_sync(model)
     return context
-
-
-def check_nothing(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
-    """The context of the first micro-batches of a run, in which gradients are checked."""
-    return nullcontext()
 
 
 def backward(runtime: Runtime, loss: torch.Tensor) -> None:
@@ -192,18 +179,6 @@ def held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
     return sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
 
 
-def check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
-    """Refuses a network that is not there yet, for which the launch's own config is completed in place.
-
-    Args:
-        width: Its hidden size.
-        sizes: Elements of each of its parameters.
-
-    Raises:
-        BackendError: With what it would be refused for.
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """A way of holding a network over ranks; the functions are documented above."""
@@ -213,16 +188,24 @@ class Strategy:
     read_back: Callable[[Any, Any, Any, Splits], dict[str, Any]]
     """Facts of `RuntimeReport`, read off the accelerator, a model and an optimiser that it has prepared."""
     accelerator_options: Callable[[Launch, ResolvedConfig, torch.dtype, bool], dict[str, Any]] = accelerator_options
-    loading: Callable[[Launch, bool], AbstractContextManager[None]] = load_whole
-    check_network: Callable[[Launch, dict[str, Any], int, Sequence[int]], None] = check_network
+    loading: Callable[[Launch, bool], AbstractContextManager[None]] = lambda launch, pretrained: nullcontext()
+    """The context to build the network in: whole on every rank, or sharded as it loads."""
+    check_network: Callable[[Launch, dict[str, Any], int, Sequence[int]], None] = lambda *network: None
+    """Refuses a network that is not there yet, by its hidden size and the elements of each parameter; completes the
+    launch's DeepSpeed config for it in place."""
     prepare: Callable[[Runtime, nn.Module, torch.optim.Optimizer], Prepared] = prepare
     check_prepared: Callable[[Runtime, Any], None] = lambda runtime, model: None
     """Refuses a model that would be held otherwise than was asked, as far as its settings say so."""
     casts_weights: Callable[[Runtime], bool] = lambda runtime: False
     """True if the network's weights are computed with in 16 bit, all of them."""
-    autocast: Callable[[Runtime], AbstractContextManager[Any]] = no_autocast
+    autocast: Callable[[Runtime], AbstractContextManager[Any]] = lambda runtime: nullcontext()
+    """The context that the network computes in, inside the one that the wrapper provides. A disabled autocast would
+    switch off the wrapper's."""
     no_sync: Callable[[Runtime, Any], AbstractContextManager[Any]] = no_sync
-    check_gradients: Callable[[Runtime, Any, bool], AbstractContextManager[Any]] = check_nothing
+    check_gradients: Callable[[Runtime, Any, bool], AbstractContextManager[Any]] = lambda runtime, model, last: (
+        nullcontext()
+    )
+    """The context of the first micro-batches of a run, in which gradients are checked; whether it is a step's last."""
     backward: Callable[[Runtime, torch.Tensor], None] = backward
     grad_norm: Callable[[Runtime, nn.Module], torch.Tensor] = grad_norm
     clip_gradients: Callable[[nn.Module, torch.Tensor, float], None] = clip_gradients
