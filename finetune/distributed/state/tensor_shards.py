@@ -73,11 +73,13 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
     ranks: tuple[int, ...] = ()
     rows = (0, tensor.shape[0] if tensor.ndim else 1)
     if hasattr(tensor, "device_mesh"):
+        from finetune.utils.compat.torch_sharding_private import local_shape_and_offset
+
         mesh, placements = tensor.device_mesh, tensor.placements
         sharded = [index for index, placement in enumerate(placements) if placement.is_shard()]
         if len(sharded) != 1 or placements[sharded[0]].dim != 0:
             raise BackendError(f"A tensor of {tuple(tensor.shape)} is sharded as {placements}, not along its rows.")
-        shape, offset = _place(tensor)
+        shape, offset = local_shape_and_offset(tensor)
         rows = (offset[0], offset[0] + shape[0])
         ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
     elif split is None:
@@ -155,12 +157,6 @@ def from_numbers(numbers: list[int]) -> tuple[Block, ...]:
 
 def _slices(ranges: tuple[Range, ...]) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in ranges)
-
-
-def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from finetune.utils.compat.torch_sharding_private import local_shape_and_offset
-
-    return local_shape_and_offset(tensor)
 
 
 class Exchange:

@@ -14,7 +14,7 @@ from finetune.distributed import deepspeed_config
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.state import tensor_shards, zero_transfer
+from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
@@ -182,7 +182,9 @@ def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
 def _read_state(
     runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    return zero_transfer.read(optimizer, network, parameters_only=parameters_only)
+    from finetune.distributed.state import zero_state
+
+    return zero_state.read_state(optimizer, network, parameters_only=parameters_only)
 
 
 def _write_state(
@@ -192,7 +194,9 @@ def _write_state(
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    zero_transfer.write(optimizer, network, keys, load)
+    from finetune.distributed.state import zero_state
+
+    zero_state.write_state(optimizer, network, keys, load)
 
 
 def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
