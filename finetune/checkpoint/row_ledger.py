@@ -34,13 +34,10 @@ def read_skipped(directory: Path) -> list[Incident]:
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
     """
-    file = directory / INCIDENTS
     try:
         return [Incident.from_line(line) for line in read_incidents(directory).whole]
-    except FileNotFoundError:
-        return []
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{directory / INCIDENTS} cannot be read: {error.strerror or error}.") from error
 
 
 @dataclass(frozen=True)

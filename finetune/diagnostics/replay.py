@@ -226,8 +226,7 @@ def _look(
         if not relative_difference(before, finite[key]) <= limits[key]:
             change = f"{key} is {_number(finite[key])}, and was {_number(before)}"
             differences.append(f"{change} ({limits[key]:.0e} allowed)")
-    incidents = run_facts.read_incidents(directory).whole if (directory / run_facts.INCIDENTS).exists() else []
-    skipped = {line["step"]: line for line in incidents}
+    skipped = {line["step"]: line for line in run_facts.read_incidents(directory).whole}
     if (number in skipped) != (finite["grad_norm"] is None):
         differences.append("the gradient is finite, and was not" if number in skipped else "the gradient is not finite")
     where = [f"rank {index % ranks} of {ranks}, its number {index // ranks + 1}" for index in range(len(grid))]

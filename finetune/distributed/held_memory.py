@@ -1,4 +1,4 @@
-"""What a rank holds from step to step, measured by purpose; activations come on top."""
+"""Measures what a rank holds from step to step, by purpose; activations come on top."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Memory:
     trained: int
     """Weights that are trained, and their fp32 master weights where these are apart."""
     gradients: int
-    """At their largest: while a step's micro-batches add up."""
+    """Gradients at their largest: while a step's micro-batches add up."""
     optimizer: int
-    """As one step on a trial tensor shows."""
+    """Optimiser state, as one step on a trial tensor shows."""
 
     def line(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         weights = self.frozen + self.trained
         unit, size = ("GiB", 2**30) if weights + self.gradients + self.optimizer >= 2**30 else ("MiB", 2**20)
         held = {"weights": weights, "gradients": self.gradients, "optimiser": self.optimizer}
@@ -57,7 +57,7 @@ def measure(strategy: Strategy, launch: Launch, model: nn.Module, accumulation: 
 
 
 def _scales(state: Any) -> Iterator[torch.Tensor]:
-    """What belongs to quantized weights; see bitsandbytes' `QuantState`."""
+    """Yields the tensors beside quantized weights; see bitsandbytes' `QuantState`."""
     if state is not None:
         yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
         yield from _scales(state.state2)

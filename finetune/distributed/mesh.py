@@ -25,11 +25,10 @@ AVERAGE = ("dp_replicate", "dp_shard", "sp")
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that this one differs from in some dimensions only."""
+    """Ranks that differ from this one in some dimensions only."""
 
     size: int
     rank: int
-    """This rank's number among them."""
     handle: Any
     """torch's process group; None for all ranks."""
 
@@ -39,7 +38,7 @@ class Mesh:
     """The ranks of a run by named dimensions, as this rank sees them."""
 
     sizes: Mapping[str, int]
-    """Of each dimension; all of them multiplied are all ranks."""
+    """Ranks in each dimension; their product is the world size."""
     rank: int
     groups: Mapping[str, Group]
     """`sp` and `tp` if they split anything, and `average`."""

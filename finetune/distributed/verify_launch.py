@@ -25,7 +25,7 @@ _MATRIX_MODULES = ("Float8Linear", "Linear", "StoredLinear", "Conv1D", "Linear4b
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """What runs, as read back from the live objects."""
+    """Facts of what runs, read back from the live objects."""
 
     kind: str
     """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
@@ -41,16 +41,16 @@ class RuntimeReport:
     optimizer_fraction: float
     """Share of the optimiser's state that this rank holds."""
     parameter_dtypes: tuple[str, ...]
-    """Of the trainable parameters as the optimiser updates them (the fp32 master weights)."""
+    """Dtypes of the trainable parameters as the optimiser updates them (the fp32 master weights)."""
     model_dtypes: tuple[str, ...]
-    """Of the parameters that the network computes with."""
+    """Dtypes of the parameters that the network computes with."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
     replicas: int = 1
     """Hybrid shard: copies of the sharded model; otherwise 1."""
     reduce_dtype: str = "float32"
-    """What gradients are summed over ranks in."""
+    """Dtype that gradients are summed over ranks in."""
     offload_params: str = "none"
     offload_optimizer: str = "none"
     on_disk: tuple[float, float] = (0.0, 0.0)
@@ -66,7 +66,7 @@ class RuntimeReport:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share that this rank holds of each kind of parameter, such as `q_proj.weight`; torch's own backends."""
     num_trained: int = 0
-    """Of the full model's parameters, those that are trained."""
+    """Trained parameters of the full model."""
     gloo_threads: int = 0
     """Worker threads of a gloo group, the most of any; 0 without such groups."""
     due: tuple[float, float] | None = None
@@ -75,7 +75,7 @@ class RuntimeReport:
     reshards: bool | None = None
     """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What each kind of module put out in a real forward pass, and `loss`."""
+    """Dtype that each kind of module put out in a real forward pass, and that of the `loss`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "mesh": self.mesh}
@@ -89,11 +89,11 @@ class RuntimeReport:
 
     @property
     def compute_dtype(self) -> str | None:
-        """What matrix products came out in; None if the network has none of the known modules."""
+        """Dtype of matrix products; None if the network has none of the known modules."""
         return next((self.output_dtypes[name] for name in _MATRIX_MODULES if name in self.output_dtypes), None)
 
     def line(self) -> str:
-        """Where it runs, in a few words."""
+        """Returns in a few words where it runs."""
         over = f" ({self.communication})" if self.communication else ""
         ranks = f" x {self.world_size}" if self.world_size != 1 else ""
         if self.sequence * self.tensor > 1:
@@ -101,7 +101,7 @@ class RuntimeReport:
         return f"{self.kind}{ranks} on {self.device}{over}"
 
     def offload(self) -> str:
-        """What rests elsewhere than on the device; empty if nothing does."""
+        """Says what rests elsewhere than on the device; empty if nothing does."""
         if (self.offload_params, self.offload_optimizer) == ("none", "none"):
             return ""
         said = f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}"
@@ -154,7 +154,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
 def _differences(
     report: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
 ) -> Iterator[str]:
-    """Each difference between request and reality, as a clause."""
+    """Yields each difference between request and reality, as a clause."""
     for name, asked, runs in (
         ("kind", launch.kind, report.kind),
         ("number of processes", launch.num_processes, report.world_size),
@@ -203,7 +203,7 @@ def _differences(
 
 
 def _output_dtypes(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
-    """The dtype that each kind of module puts out in a forward pass, and that of the loss."""
+    """Returns the dtype that each kind of module puts out in a forward pass, and that of the loss."""
     seen: dict[str, str] = {}
 
     def note(module: nn.Module, _: Any, output: Any) -> None:

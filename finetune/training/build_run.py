@@ -109,7 +109,7 @@ class TrainState:
         return {
             "step": self.step,
             "tokens": int(self.tokens.item()),
-            "best": self.best.to_dict(),
+            "best": asdict(self.best),
             # By one of which the best checkpoint is kept.
             "validation_loss": None,
             **evaluated,

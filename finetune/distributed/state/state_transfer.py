@@ -16,14 +16,14 @@ PARAMETER = "parameter"
 
 
 def sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
-    """Elements of each trainable parameter, whole, by name, in the order of `named_parameters()`."""
+    """Returns the elements of each whole trainable parameter, by name, in the order of `named_parameters()`."""
     return {name: splits.size(name, p) for name, p in _trainable(network)}
 
 
 def read(
     network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, cut: bool, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
+    """Yields this rank's piece of every trainable parameter (its fp32 master) and of its optimiser state.
 
     All ranks run through it, and those that gather do so in step. State that does not exist yet is left out.
 
@@ -92,7 +92,7 @@ def write(
 
 
 def in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """State in the same order on every rank: that of the dictionary is the order in which a resume filled it."""
+    """Sorts state, so that its order is the same on every rank: a dictionary's is that in which a resume filled it."""
     return sorted(held.items())
 
 
@@ -101,12 +101,12 @@ def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimiser inside Accelerate's wrapper."""
+    """Returns the optimiser inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
-    """The names of the state of each parameter."""
+    """Returns the names of the state of each parameter; refuses keys of another model."""
     states: dict[str, list[str]] = {name: [] for name, _ in _trainable(network)}
     missing = [name for name in states if f"{PARAMETER}/{name}" not in keys]
     if missing:
@@ -145,7 +145,7 @@ def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
 def _placed(
     whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
 ) -> Any:
-    """State as an optimiser of torch's holds it for a parameter, of which this rank has a shard."""
+    """Returns state as an optimiser of torch's holds it for a parameter, of which this rank has a shard."""
     if whole.shape == shard.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
@@ -159,7 +159,7 @@ def _placed(
 
 
 def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
-    """A number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
+    """Returns a number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
 
     Source: torch, `Optimizer._process_value_according_to_param_policy`.
     """
@@ -171,7 +171,7 @@ def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.d
 
 
 def as_tensor(value: Any, key: str) -> torch.Tensor:
-    """State as a tensor: Python's numbers in a dtype of 64 bit, by which they are known again."""
+    """Returns state as a tensor: Python's numbers in a dtype of 64 bit, by which they are recognised again."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (int, float)):

@@ -39,11 +39,11 @@ class Part(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     begin: int
-    """Where the part begins in the parameter, both as one dimension."""
+    """Offset of the part in the flattened parameter."""
     place: int
-    """Where it begins in the flat buffer."""
+    """Its offset in the flat buffer."""
     size: int
     """0 if this rank has none of it."""
 
@@ -244,7 +244,7 @@ def _reading(zero: Any, flat: ZeroState) -> Iterator[None]:
 
 @contextmanager
 def _writing(zero: Any, flat: ZeroState) -> Iterator[None]:
-    """Likewise, to be changed: afterwards the network computes with the new weights (on this rank's part)."""
+    """A flat buffer to be changed: afterwards the network computes with the new weights (on this rank's part)."""
     on_disk = _rests_on_disk(zero, flat)
     if on_disk:
         deepspeed_private.swap_in(zero, flat.index)

@@ -39,10 +39,7 @@ def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch
 
 
 def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
-    """Weights are sharded as they load where the launch says so.
-
-    Random weights are always drawn whole: drawn in shards they would differ from every other strategy's.
-    """
+    """Shards weights as they load where the launch says so; random ones, drawn in shards, would be others."""
     if launch.kind != "zero3" or (pretrained and launch.sharded_init):
         return nullcontext()
     from finetune.utils.compat.transformers_private import hidden_deepspeed
@@ -51,7 +48,7 @@ def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
 
 
 def _config(runtime: Runtime) -> dict[str, Any]:
-    """DeepSpeed's config as it has been completed so far."""
+    """Returns DeepSpeed's config as it has been completed so far."""
     config: dict[str, Any] = runtime.accelerator.deepspeed_plugin.deepspeed_config
     return config
 
@@ -121,7 +118,7 @@ def _check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes:
 
 
 def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[int]) -> None:
-    """DeepSpeed keeps parameters of `stage3_param_persistence_threshold` elements or fewer whole on every rank.
+    """Refuses thresholds by which DeepSpeed keeps too many small parameters whole on every rank.
 
     Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
     """
@@ -213,7 +210,7 @@ def _loss_scaler(accelerator: Any) -> Any:
 
 
 def _scaler_state(accelerator: Any) -> dict[str, float | int] | None:
-    """With `hysteresis`, which other scalers do not know."""
+    """Returns `hysteresis` too, which other scalers do not know."""
     scaler = _loss_scaler(accelerator)
     if not scaler.dynamic:
         return None
@@ -232,7 +229,7 @@ def _set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> Non
 
 
 def _held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
-    """Bytes of weights with master weights that lie apart, and elements of the master weights here."""
+    """Returns the bytes of weights and of master weights apart, and the elements of the master weights here."""
     inner = model.optimizer
     # Stages 1 and 2 hold the weights of a group as views of one tensor, padded.
     padded = getattr(inner, "bit16_groups_flat", None)
@@ -241,13 +238,13 @@ def _held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
 
 
 def _masters(inner: Any) -> int:
-    """Elements of the master weights here; those on NVMe are empty between steps."""
+    """Returns the elements of the master weights here; those on NVMe are empty between steps."""
     sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
     return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
 
 
 def _apart(inner: Any) -> int:
-    """Elements of the master weights that are not the weights themselves.
+    """Returns the elements of the master weights that are not the weights themselves.
 
     Stage 3 means to step fp32 weights in place, but deepspeed 0.19 compares a device with its name
     (`_create_fp32_partitions` in `runtime/zero/stage3.py`), so that its masters are copies.
@@ -298,7 +295,7 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
 
 
 def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
-    """Shares of parameters and optimiser state that rest on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
+    """Returns the shares of parameters and optimiser state on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
     shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
     held = sum(size for size, mark in marks if mark == "nvme")

@@ -1,7 +1,6 @@
-"""What a way of holding a network over ranks has to answer, and what most of them answer alike.
+"""The record of functions that a way of holding a network over ranks consists of, and their defaults.
 
-A strategy is a record of functions, made in a module of its own. What it leaves out is as on one device, or as any
-wrapper of torch's has it: the functions below.
+Each strategy is made in a module of its own. The defaults are those of one device, or of any of torch's wrappers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -60,10 +59,10 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """What `Accelerator` is made with, beside accumulation.
+    """Returns the arguments of `Accelerator` beside accumulation.
 
     Args:
-        reduced: What gradients are to be summed over ranks in.
+        reduced: Dtype that gradients are to be summed over ranks in.
         cpu: True on a machine without GPUs.
     """
     return {
@@ -87,13 +86,13 @@ def uncached_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
 
 
 def no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
-    """The context of a micro-batch that is not a step's last: gradients stay on their rank."""
+    """Returns the context of a micro-batch that is not a step's last: gradients stay on their rank."""
     context: AbstractContextManager[Any] = runtime.accelerator.no_sync(model)
     return context
 
 
 def backward(runtime: Runtime, loss: torch.Tensor) -> None:
-    """The backward pass of one of a step's micro-batches, whose gradients are divided by the number of these."""
+    """Runs the backward pass of a micro-batch; gradients are divided by the number of these in a step."""
     if runtime.accelerator.scaler is not None:
         runtime.accelerator.backward(loss)
     else:
@@ -102,7 +101,7 @@ def backward(runtime: Runtime, loss: torch.Tensor) -> None:
 
 
 def grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
-    """The norm of all gradients over all ranks, a scalar in fp32."""
+    """Returns the norm of all gradients over all ranks, a scalar in fp32."""
     runtime.accelerator.unscale_gradients()
     return gradient_norm.total_norm(model, runtime.splits, runtime.device)
 
@@ -126,7 +125,7 @@ def step(runtime: Runtime, optimizer: Any, norm: torch.Tensor) -> None:
 
 
 def _makes_momenta(optimizer: Any) -> bool:
-    """True if a step makes the momenta of torch's fused SGD, from memory as it is found: a skipped one leaves that.
+    """Returns whether this step makes the momenta of torch's fused SGD: skipped, it leaves them uninitialised.
 
     Source: torch 2.13, `torch/optim/sgd.py::_fused_sgd`.
     """
@@ -138,7 +137,7 @@ def _makes_momenta(optimizer: Any) -> bool:
 def read_state(
     runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
+    """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
     cut = runtime.launch.cuts_state
     return state_transfer.read(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
 
@@ -150,17 +149,17 @@ def write_state(
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    """The inverse, into a freshly prepared model and optimiser; see `state_transfer.write`."""
+    """Writes them into a freshly prepared model and optimiser; see `state_transfer.write`."""
     state_transfer.write(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
 
 
 def read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
-    """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
+    """Returns this rank's piece of a frozen parameter, to be copied at once; every rank must call it."""
     return tensor_shards.of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
 
 
 def scaler_state(accelerator: Any) -> dict[str, float | int] | None:
-    """The loss scale and for how many steps it has held: `scale` and `good_steps`; None if losses are not scaled."""
+    """Returns the loss scale and for how many steps it has held, `scale` and `good_steps`; None without scaling."""
     if accelerator.scaler is None or not accelerator.scaler.is_enabled():
         return None
     values = accelerator.scaler.state_dict()
@@ -174,7 +173,7 @@ def set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> None
 
 
 def held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
-    """Bytes of the trained weights that this rank holds, and elements of these that it steps."""
+    """Returns the bytes of the trained weights that this rank holds, and the elements of these that it steps."""
     parts = [local(parameter) for parameter in trained]
     return sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
 
@@ -234,9 +233,10 @@ def forward_backward(
     batches: Iterable[Any],
     scaled: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The window of a step: its micro-batches, forward and backward. Gradients are reduced over ranks when it returns.
+    """Runs the window of a step: its micro-batches, forward and backward.
 
-    They are after the last micro-batch, or after each where the strategy shards them or is told to.
+    Gradients are reduced over ranks after the last micro-batch, or after each where the strategy shards them or is told
+    to.
 
     Args:
         batches: As many as `runtime.accumulation`, each asked for when the one before has been computed.
