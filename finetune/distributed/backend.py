@@ -51,7 +51,7 @@ class Backend:
     """The prepared model; the optimiser likewise."""
     optimizer: Any = None
     splits: Splits = UNSPLIT
-    """Parameters that are split over a tensor-parallel group; set before the optimiser is built and `prepare` called."""
+    """Parameters split over a tensor-parallel group; set before the optimiser is built and `prepare` is called."""
     num_weights: int = 0
     """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
@@ -169,7 +169,7 @@ class Backend:
     def evaluate_batches(
         self, model: nn.Module, function: Callable[..., torch.Tensor], batches: Iterable[Any]
     ) -> Iterator[torch.Tensor]:
-        """Yields `function(network, batch)` of each batch, inside the wrapper's forward pass; all ranks must call it."""
+        """Yields `function(network, batch)` of each batch, inside the wrapper's forward pass; all ranks call it."""
         return (model(function, batch) for batch in batches)
 
     def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:

@@ -121,6 +121,8 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
         BackendError: With every difference.
     """
     accelerator, launch, model = runtime.accelerator, runtime.launch, runtime.model
+    # Before the forward pass, which may leave weights gathered.
+    read_back = strategy_of_model(model, strategy).read_back(accelerator, model, runtime.optimizer, runtime.splits)
     dtypes = _output_dtypes(model, rehearse)
     rows = sequence.row_group(model)
     grouped = torch.distributed.is_initialized()
@@ -138,8 +140,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
         "sequence": 1 if rows is None else rows.parts,
         "exchanges": 0 if rows is None else rows.exchanges,
     }
-    read_back = strategy_of_model(model, strategy).read_back
-    report = RuntimeReport(**{**facts, **read_back(accelerator, model, runtime.optimizer, runtime.splits)})
+    report = RuntimeReport(**{**facts, **read_back})
     reduced = short_dtype(REDUCED[runtime.reduce_dtype])
     problems = list(_differences(report, launch, runtime.accumulation, runtime.precision, reduced))
     if problems:
