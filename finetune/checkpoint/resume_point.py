@@ -213,8 +213,13 @@ def choose_resume_point(
             f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
-    if own is not None:
-        found = _adopt(own, directory, backend)
+    name = sealed_name(found.name)
+    if own is not None and name != own.name:
+        # Whole, though the run ended before it was sealed.
+        directory.on_main(backend, lambda: own.store.seal(own.name))
+        if backend.is_main:
+            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
+        found = replace(own, name=name)
     return ResumePoint(
         found,
         keep_optimizer="optim.name" not in changed,
@@ -222,13 +227,3 @@ def choose_resume_point(
         finished=finished,
         results=before["results"] if finished else found.state["results"],
     )
-
-
-def _adopt(own: Checkpoint, directory: RunDirectory, backend: Backend) -> Checkpoint:
-    """Seals a checkpoint that was found whole and unsealed; any other stays as it is."""
-    name = sealed_name(own.name)
-    if name != own.name:
-        directory.on_main(backend, lambda: own.store.seal(own.name))
-        if backend.is_main:
-            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
-    return replace(own, name=name)
