@@ -289,7 +289,7 @@ class RunDirectory:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
-        """The starts so far, the last of them with how far it came: `_rewind` takes the lines back that tell."""
+        """Returns the starts so far, the last with how far it came: `_rewind` takes the lines back that tell."""
         before = self.previous or {}
         starts: list[dict[str, Any]] = before.get("starts", [])
         file = self.path / run_facts.METRICS
@@ -319,7 +319,14 @@ def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | N
             raise RecipeError(
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
-        _check_deletable(path)
+        # Only what a run of this toolkit has left may be overwritten.
+        left = [name for name in _LEFT if (path / name).exists()]
+        found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
+        if found and not _is_run(path):
+            raise RecipeError(
+                f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
+                "nothing in it is deleted. Choose another output.dir, or remove these yourself."
+            )
         return None
     previous = _read(path)
     if previous is None and (path / "model").exists():
@@ -348,7 +355,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """A directory from elsewhere must not lead what a run writes and deletes to other places."""
+    """Refuses links in a directory: they could lead what a run writes and deletes to other places."""
     for name in (*_LEFT, *_MORE):
         for file in (path / name, path / f"{name}.staging"):
             if file.is_symlink():
@@ -358,32 +365,18 @@ def _check_links(path: Path) -> None:
                 )
 
 
-def _check_deletable(path: Path) -> None:
-    """Only what a run of this toolkit has left may be overwritten."""
-    left = [name for name in _LEFT if (path / name).exists()]
-    found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
-    if found and not _is_run(path):
-        raise RecipeError(
-            f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
-            "nothing in it is deleted. Choose another output.dir, or remove these yourself."
-        )
-
-
 def _is_run(path: Path) -> bool:
     """Returns whether a directory holds a run, by a file that only runs write."""
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
-        try:
-            with (path / name).open("rb") as file:
-                facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
-        except (OSError, ValueError):
-            continue
-        if isinstance(facts, dict) and key in facts:
-            return True
+        with suppress(OSError, ValueError), (path / name).open("rb") as file:
+            facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
+            if isinstance(facts, dict) and key in facts:
+                return True
     return False
 
 
 def _lock_file(path: Path) -> Path:
-    """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
+    """Returns the file to lock: in the directory, or one of this machine where its file system has no locks."""
     try:
         file, reason = lock_file(path, ".lock")
     except OSError as error:
@@ -420,15 +413,8 @@ def _hold(path: Path) -> filelock.BaseFileLock:
 
 
 def _git_commit() -> str | None:
-    """The commit of the working directory, with a mark if files differ from it; None outside a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    """Returns the commit of the working directory, marked if files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    return None

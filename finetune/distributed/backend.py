@@ -18,7 +18,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import held_memory, init_accelerator, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.mesh import Group, Mesh
+from finetune.distributed.mesh import Group, Mesh, gather_parts
 from finetune.distributed.native_ops import native_ops
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import UNSPLIT, Splits
@@ -267,9 +267,7 @@ class Backend:
         """Gathers numbers of all ranks, one row a rank; every rank must call it."""
         if self.world_size == 1:
             return numbers[None]
-        found = torch.empty(self.world_size, len(numbers), dtype=numbers.dtype, device=numbers.device)
-        torch.distributed.all_gather(list(found.unbind()), numbers)
-        return found
+        return torch.stack(gather_parts(numbers, Group(self.world_size, self.rank, None)))
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Returns the elements of each trainable parameter, whole, by name."""

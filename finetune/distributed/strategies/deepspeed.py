@@ -269,8 +269,6 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
             if hasattr(p, "ds_tensor")
         ]
         masters = inner.fp32_partitioned_groups_flat
-        # Not read off the masters themselves: on NVMe they are empty between steps.
-        master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
         swaps = any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
         facts["offload_params"] = _rests(swaps, inner.offload_param)
         facts["offload_optimizer"] = _rests(inner.swap_optimizer, inner.offload_optimizer)
@@ -278,14 +276,13 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
     else:
         held = sizes
         masters = inner.single_partition_of_fp32_groups
-        master_sizes = [m.numel() for m in masters]
         facts["offload_optimizer"] = _rests(False, inner.cpu_offload)
     trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
     return {
         "kind": f"zero{stage}",
         "averaged": engine.dp_world_size,
         "parameter_fraction": sum(held) / max(1, sum(sizes)),
-        "optimizer_fraction": sum(master_sizes) / max(1, trainable),
+        "optimizer_fraction": _masters(inner) / max(1, trainable),
         "parameter_dtypes": dtypes_of(masters),
         "model_dtypes": dtypes_of(parameters),
         "reduce_dtype": short_dtype(engine.communication_data_type),
