@@ -166,7 +166,6 @@ def _used(steps: dict[int, _Line]) -> Iterator[Used]:
 
 
 def _is_line(line: dict[str, Any]) -> bool:
-    """True if a run writes such a line."""
     keys = _START if "start" in line else (_DAMAGED,) if _DAMAGED in line else ("step", "rows")
     if not all(type(line.get(key)) is int and 0 <= line[key] < 1 << 63 for key in keys):
         return False

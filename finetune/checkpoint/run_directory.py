@@ -200,7 +200,6 @@ class RunDirectory:
         return missing
 
     def _put(self, name: str, text: str) -> None:
-        """Writes a file, and remembers it."""
         write_text(self.path / name, text)
         self._written[name] = text
 
@@ -324,8 +323,8 @@ def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | N
         found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
         if found and not _is_run(path):
             raise RecipeError(
-                f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
-                "nothing in it is deleted. Choose another output.dir, or remove these yourself."
+                f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, "
+                "so nothing in it is deleted. Choose another output.dir, or remove these yourself."
             )
         return None
     previous = _read(path)

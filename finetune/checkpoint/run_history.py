@@ -381,8 +381,6 @@ def _outcome(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _Columns(dict[str, "array[float]"]):
-    """Series that grow, by key."""
-
     def __init__(self, keys: Iterable[str]) -> None:
         super().__init__((key, array("d")) for key in keys)
 
@@ -426,7 +424,6 @@ def _checkpoints(store: CheckpointStore) -> Iterator[SavedCheckpoint]:
 
 
 def _last_written(directory: Path) -> float | None:
-    """Returns when the run last wrote something that grows."""
     times = []
     for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
         with suppress(OSError):
@@ -507,7 +504,6 @@ def _starts(
 
 
 def _latest(times: Series) -> float | None:
-    """Returns the latest of times that may have gaps."""
     known = times[np.isfinite(times)]
     return float(known.max()) if len(known) else None
 

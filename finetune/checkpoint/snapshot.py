@@ -132,7 +132,6 @@ class Snapshot:
         return {"files": files, "tensors": tensors}
 
     def _place(self, key: str, owner: int) -> tuple[str, str]:
-        """Returns the file of a tensor, and its name in it."""
         kind, _, name = key.partition("/")
         used = sorted({0, *self._owners.values()})
         number = f"-{used.index(owner) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
@@ -208,7 +207,6 @@ class Snapshot:
 
 
 def _copy(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """Copies a tensor to host memory, in place of an older copy if that has its size."""
     if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
         old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return old.copy_(tensor, non_blocking=True)

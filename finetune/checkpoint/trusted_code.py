@@ -125,7 +125,6 @@ def _origin(name: str) -> list[str]:
 
 
 def _places(name: str) -> list[str]:
-    """Returns what a model's name may stand for: the folder of that name, or one on the hub."""
     folder = str(Path(name).resolve())
     # Of a run that has its weights, the folder that it began from may be gone.
     return [folder] if Path(name).is_dir() else [f"hub:{name}", folder]
@@ -147,7 +146,6 @@ def _shipped_in(folder: Path) -> str | None:
 
 
 def _values_of(key: str, tree: Any) -> list[Any]:
-    """Returns the values of a key, wherever it is."""
     if isinstance(tree, list):
         return [value for item in tree for value in _values_of(key, item)]
     if not isinstance(tree, dict):

@@ -137,7 +137,6 @@ class Backend:
         return wrapped, prepared
 
     def _num_weights(self, name: str, parameter: Any) -> int:
-        """Returns how many weights a whole parameter stands for."""
         split = self.splits.parameters.get(name)
         packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
         return int(packed if packed is not None else self.splits.size(name, parameter))

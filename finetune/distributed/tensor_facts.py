@@ -89,10 +89,14 @@ def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[st
     return facts, whole
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimiser inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def master_weights(optimizer: Any) -> list[Any]:
     """Returns the parameters that an optimiser steps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return [p for group in inner.param_groups for p in group["params"]]
+    return [p for group in inner_optimizer(optimizer).param_groups for p in group["params"]]
 
 
 def _parts(named: list[tuple[str, Any]], splits: Splits) -> int:

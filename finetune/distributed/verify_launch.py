@@ -155,7 +155,6 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
 def _differences(
     report: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
 ) -> Iterator[str]:
-    """Yields each difference between request and reality, as a clause."""
     for name, asked, runs in (
         ("kind", launch.kind, report.kind),
         ("number of processes", launch.num_processes, report.world_size),

@@ -9,7 +9,7 @@ from torch import nn
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.tensor_facts import local
+from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.errors import CheckpointError
 
 PARAMETER = "parameter"
@@ -100,11 +100,6 @@ def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in network.named_parameters() if p.requires_grad)
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """Returns the optimiser inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
     """Returns the names of the state of each parameter; refuses keys of another model."""
     states: dict[str, list[str]] = {name: [] for name, _ in _trainable(network)}
@@ -137,7 +132,6 @@ def loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.T
 
 
 def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
-    """Gives a tensor that is divided as a shard is its part of a whole one."""
     here = local(tensor)
     here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
 
@@ -145,7 +139,6 @@ def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
 def _placed(
     whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
 ) -> Any:
-    """Returns state as an optimiser of torch's holds it for a parameter, of which this rank has a shard."""
     if whole.shape == shard.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)

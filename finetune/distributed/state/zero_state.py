@@ -23,13 +23,13 @@ from finetune.distributed.state.state_transfer import (
     PARAMETER,
     as_tensor,
     in_order,
-    inner_optimizer,
     loaded,
     not_held,
     scalar,
     sort_keys,
 )
 from finetune.distributed.state.tensor_shards import Shard, interval
+from finetune.distributed.tensor_facts import inner_optimizer
 from finetune.utils.compat import deepspeed_private
 from finetune.utils.errors import BackendError, CheckpointError
 
@@ -167,7 +167,6 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
 
 
 def _buffer(flat: ZeroState, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """The buffer of a kind of state, all 0: the one that there is, or a new one."""
     old = flat.state.get(state)
     if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
         return old.zero_()

@@ -48,7 +48,6 @@ def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
 
 
 def _config(runtime: Runtime) -> dict[str, Any]:
-    """Returns DeepSpeed's config as it has been completed so far."""
     config: dict[str, Any] = runtime.accelerator.deepspeed_plugin.deepspeed_config
     return config
 
@@ -152,7 +151,6 @@ def _check_prepared(runtime: Runtime, model: Any) -> None:
 
 
 def _casts_weights(runtime: Runtime) -> bool:
-    """True if DeepSpeed itself turns the network's weights into 16 bit."""
     config = _config(runtime)
     return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
 

@@ -17,7 +17,14 @@ from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import inner_name, local, master_weights, read_parameters, short_dtype
+from finetune.distributed.tensor_facts import (
+    inner_name,
+    inner_optimizer,
+    local,
+    master_weights,
+    read_parameters,
+    short_dtype,
+)
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.compat import torch_sharding_private as sharding
 from finetune.utils.errors import BackendError
@@ -70,7 +77,7 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
             "(`finetune doctor`)."
         )
     if launch.offload_optimizer != "none":
-        torch_private.never_skip_steps(getattr(prepared, "optimizer", prepared))
+        torch_private.never_skip_steps(inner_optimizer(prepared))
     if launch.sync_each_batch:
         # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
         wrapped.set_reduce_scatter_unused_params(True)

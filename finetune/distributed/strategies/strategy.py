@@ -21,7 +21,7 @@ from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import gradient_norm, tensor
-from finetune.distributed.tensor_facts import local
+from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.compat import torch_private
 
 TIMEOUT = timedelta(minutes=30)
@@ -113,7 +113,7 @@ def clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> Non
 
 def step(runtime: Runtime, optimizer: Any, norm: torch.Tensor) -> None:
     """Steps the optimiser, unless the gradient norm is not finite: then nothing of it reaches the weights."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = inner_optimizer(optimizer)
     if runtime.accelerator.scaler is not None:
         optimizer.step()  # loss scaling decides alike by itself
     elif torch_private.skips_nonfinite_steps(inner) and not _makes_momenta(inner):
