@@ -68,7 +68,7 @@ class Backend:
         """
         native_ops.ensure(native_ops.needed_ops(asked), quiet=quiet)
         strategy = strategy_of(asked)
-        accelerator = init_accelerator.start(strategy, asked, recipe, settled)
+        accelerator = init_accelerator.start_accelerator(strategy, asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
@@ -147,9 +147,9 @@ class Backend:
         return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
-        """Measures what this rank holds from step to step; see `held_memory.measure`."""
+        """Measures what this rank holds from step to step; see `held_memory.measure_memory`."""
         self._reshard()
-        return held_memory.measure(self.strategy, self.launch, model, self.accumulation, state_bytes)
+        return held_memory.measure_memory(self.strategy, self, model, state_bytes)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context that the network computes in, inside the one that the wrapper provides."""
@@ -218,7 +218,7 @@ class Backend:
         return json.loads(bytes(self.broadcast(content).tolist()))
 
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
-        """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`.
+        """Yields this rank's shards of trainable parameters and optimiser state; see `state_transfer.read_state`.
 
         Raises:
             BackendError: If what ranks that share layers have in common is not the same on each of them.
@@ -270,7 +270,7 @@ class Backend:
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
         """Returns the elements of each trainable parameter, whole, by name."""
-        return state_transfer.sizes(network, self.splits)
+        return state_transfer.parameter_sizes(network, self.splits)
 
     def read_rest(self, network: nn.Module) -> Iterator[tuple[str, Shard]]:
         """Yields what a network has beside its trainable parameters, one at a time, as `read_state` does.
@@ -283,12 +283,12 @@ class Backend:
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
-                yield f"buffer/{name}", tensor_shards.undivided(buffer)
+                yield f"buffer/{name}", tensor_shards.whole_shard(buffer)
 
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
     ) -> None:
-        """Writes what `read_state` gave into a freshly prepared model and optimiser; see `state_transfer.write`."""
+        """Writes what `read_state` gave into a freshly prepared model and optimiser."""
         self._reshard()
         self.strategy.write_state(self, network, optimizer, keys, load)
 

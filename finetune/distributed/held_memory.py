@@ -34,7 +34,9 @@ class Memory:
         return f"{shown} {unit} a rank"
 
 
-def measure(strategy: Strategy, launch: Launch, model: nn.Module, accumulation: int, state_bytes: float) -> Memory:
+def measure_memory(
+    strategy: Strategy, launch: Launch, model: nn.Module, accumulation: int, state_bytes: float
+) -> Memory:
     """Adds up what the prepared objects hold.
 
     Args:

@@ -15,12 +15,12 @@ from finetune.utils.errors import CheckpointError
 PARAMETER = "parameter"
 
 
-def sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
+def parameter_sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
     """Returns the elements of each whole trainable parameter, by name, in the order of `named_parameters()`."""
     return {name: splits.size(name, p) for name, p in _trainable(network)}
 
 
-def read(
+def read_state(
     network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, cut: bool, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """Yields this rank's piece of every trainable parameter (its fp32 master) and of its optimiser state.
@@ -42,17 +42,17 @@ def read(
     inner = inner_optimizer(optimizer)
     for name, parameter in _trainable(network):
         split = splits.parameters.get(name)
-        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split, splits.group)
+        yield f"{PARAMETER}/{name}", tensor_shards.shard_of(parameter, split, splits.group)
         for key, value in in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
             tensor = as_tensor(value, f"{key}/{name}")
             if cut and tensor.ndim and tensor.shape != parameter.shape:
                 raise not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None, splits.group)
+            yield f"{key}/{name}", tensor_shards.shard_of(tensor, split if tensor.ndim else None, splits.group)
 
 
-def write(
+def write_state(
     network: nn.Module,
     optimizer: Any,
     keys: Collection[str],
@@ -82,8 +82,8 @@ def write(
     if any(states.values()):
         inner.state.clear()
     for name, parameter in _trainable(network):
-        shard = tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
-        whole = loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
+        shard = tensor_shards.shard_of(parameter, splits.parameters.get(name), splits.group)
+        whole = load_parameter(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
@@ -121,7 +121,7 @@ def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]
     return states
 
 
-def loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
+def load_parameter(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
     whole = load(key)
     if whole.shape != shape or whole.dtype != torch.float32:
         raise CheckpointError(
@@ -145,13 +145,13 @@ def _placed(
         _fill(like, whole, shard)
         return like
     if whole.ndim == 0:
-        return scalar(whole, key, group, parameter.device)
+        return place_number(whole, key, group, parameter.device)
     if divided:
         raise not_held(f"{key}/{name}", whole.shape, shard.shape)
     return whole.to(parameter.device, copy=True)
 
 
-def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
+def place_number(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
     """Returns a number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
 
     Source: torch, `Optimizer._process_value_according_to_param_policy`.

@@ -49,18 +49,18 @@ class Shard:
     """Returns the whole tensor, on the device; all of these ranks must call it."""
 
 
-def interval(begin: int, size: int) -> tuple[Block, ...]:
+def flat_block(begin: int, size: int) -> tuple[Block, ...]:
     """Returns a part of a flattened tensor."""
     return (Block(((begin, begin + size),), ((0, size),)),) if size else ()
 
 
-def undivided(tensor: torch.Tensor) -> Shard:
+def whole_shard(tensor: torch.Tensor) -> Shard:
     """Returns a tensor that each rank has all of."""
     whole = tensor.detach()
-    return Shard(tuple(whole.shape), whole.reshape(-1), interval(0, whole.numel()), (), lambda: whole)
+    return Shard(tuple(whole.shape), whole.reshape(-1), flat_block(0, whole.numel()), (), lambda: whole)
 
 
-def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
+def shard_of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
     """Returns the piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
 
     Args:
@@ -80,7 +80,7 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
         rows = (offset[0], offset[0] + shape[0])
         ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
     elif split is None:
-        return undivided(tensor)
+        return whole_shard(tensor)
     here = local(tensor.detach())
 
     def part() -> torch.Tensor:
@@ -93,7 +93,7 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
     if split is None:
         row = tensor.numel() // max(1, tensor.shape[0])
         begin, size = rows[0] * row, here.numel()
-        return Shard(tuple(tensor.shape), here.reshape(-1), interval(begin, size), ranks, part)
+        return Shard(tuple(tensor.shape), here.reshape(-1), flat_block(begin, size), ranks, part)
     assert group is not None
 
     def gather() -> torch.Tensor:

@@ -23,18 +23,18 @@ from finetune.distributed.state.state_transfer import (
     PARAMETER,
     as_tensor,
     in_order,
-    loaded,
+    load_parameter,
     not_held,
-    scalar,
+    place_number,
     sort_keys,
 )
-from finetune.distributed.state.tensor_shards import Shard, interval
+from finetune.distributed.state.tensor_shards import Shard, flat_block
 from finetune.distributed.tensor_facts import inner_optimizer
 from finetune.utils.compat import deepspeed_private
 from finetune.utils.errors import BackendError, CheckpointError
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """This rank's part of a parameter."""
 
     name: str
@@ -60,7 +60,7 @@ class ZeroState:
     """The optimiser's settings for it."""
     ranks: Any
     """The processes that it is sharded over."""
-    parts: list[Part]
+    parts: list[FlatPart]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class ZeroState:
         """True if its optimiser is DeepSpeed's Adam for the CPU, which keeps the step as a number of Python's."""
         return isinstance(self.optimizer, DeepSpeedCPUAdam)
 
-    def piece(self, part: Part, buffer: torch.Tensor) -> Shard:
+    def piece(self, part: FlatPart, buffer: torch.Tensor) -> Shard:
         """Returns what lies in such a buffer of one parameter."""
         ranks = tuple(distributed.get_process_group_ranks(self.ranks))
-        here, blocks = buffer.detach().narrow(0, part.place, part.size), interval(part.begin, part.size)
+        here, blocks = buffer.detach().narrow(0, part.place, part.size), flat_block(part.begin, part.size)
 
         def gather() -> torch.Tensor:
             whole = torch.zeros(part.shape, dtype=buffer.dtype, device=get_accelerator().current_device_name())
@@ -89,14 +89,14 @@ class ZeroState:
 
         return Shard(part.shape, here, blocks, ranks, gather)
 
-    def fill(self, part: Part, buffer: torch.Tensor, whole: torch.Tensor) -> None:
+    def fill(self, part: FlatPart, buffer: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of a whole tensor into such a buffer."""
         piece = self.piece(part, buffer)
         piece.local.copy_(tensor_shards.part_of(whole, piece))
 
 
 def read_state(optimizer: Any, network: nn.Module, *, parameters_only: bool = False) -> Iterator[tuple[str, Shard]]:
-    """`state_transfer.read`, of flat buffers."""
+    """`state_transfer.read_state`, of flat buffers."""
     zero = inner_optimizer(optimizer)
     for flat in zero_states(zero, network):
         with _reading(zero, flat):
@@ -113,18 +113,18 @@ def read_state(optimizer: Any, network: nn.Module, *, parameters_only: bool = Fa
                     if tensor.ndim:
                         raise not_held(key, tensor.shape, flat.master.shape)
                     counted = state == "step" and flat.counts_steps
-                    yield key, tensor_shards.undivided(tensor.float() if counted else tensor)
+                    yield key, tensor_shards.whole_shard(tensor.float() if counted else tensor)
 
 
 def write_state(optimizer: Any, network: nn.Module, keys: Collection[str], load: Callable[[str], torch.Tensor]) -> None:
-    """`state_transfer.write`, into flat buffers."""
+    """`state_transfer.write_state`, into flat buffers."""
     zero, states = inner_optimizer(optimizer), sort_keys(network, keys)
     steps: dict[Any, int] = {}
     with _changing(zero):
         for flat in zero_states(zero, network):
             with _writing(zero, flat):
                 for part in flat.parts:
-                    flat.fill(part, flat.master, loaded(load, f"{PARAMETER}/{part.name}", part.shape))
+                    flat.fill(part, flat.master, load_parameter(load, f"{PARAMETER}/{part.name}", part.shape))
                 if any(states[part.name] for part in flat.parts):
                     flat.optimizer.state[flat.master] = _flat_state(flat, states, load)
                     if flat.counts_steps:
@@ -161,7 +161,7 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
                 )
     device = flat.master.device
     return buffers | {
-        state: int(whole) if state == "step" and flat.counts_steps else scalar(whole, state, flat.group, device)
+        state: int(whole) if state == "step" and flat.counts_steps else place_number(whole, state, flat.group, device)
         for state, (whole, _) in numbers.items()
     }
 
@@ -200,7 +200,7 @@ def _stage_1_and_2(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
             first, last = max(offset, low), min(offset + parameter.numel(), low + size)
             here = max(0, last - first)
             begin, place = (first - offset, first - low) if here else (0, 0)
-            parts.append(Part(names[id(parameter)], tuple(parameter.shape), begin, place, here))
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.shape), begin, place, here))
         inner = zero.optimizer
         yield ZeroState(
             index, zero.single_partition_of_fp32_groups[index], inner, inner.param_groups[index], ranks, parts
@@ -216,7 +216,7 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
             begin = distributed.get_rank(ranks) * size
             # The last ranks' parts are padded.
             here = max(0, min(size, parameter.ds_numel - begin))
-            parts.append(Part(names[id(parameter)], tuple(parameter.ds_shape), begin, place, here))
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.ds_shape), begin, place, here))
         # With offload of a share of the optimiser, another one steps the rest.
         elsewhere = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
         inner = zero.backup_optimizer if elsewhere else zero.optimizer

@@ -196,11 +196,11 @@ def _write_state(
 
 def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
     if runtime.launch.kind != "zero3":
-        return tensor_shards.undivided(parameter)
+        return tensor_shards.whole_shard(parameter)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        return tensor_shards.undivided(parameter.detach().clone())
+        return tensor_shards.whole_shard(parameter.detach().clone())
 
 
 def _loss_scaler(accelerator: Any) -> Any:

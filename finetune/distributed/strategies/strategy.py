@@ -137,9 +137,9 @@ def _makes_momenta(optimizer: Any) -> bool:
 def read_state(
     runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
+    """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read_state`."""
     cut = runtime.launch.cuts_state
-    return state_transfer.read(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
+    return state_transfer.read_state(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
 
 
 def write_state(
@@ -149,13 +149,13 @@ def write_state(
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    """Writes them into a freshly prepared model and optimiser; see `state_transfer.write`."""
-    state_transfer.write(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
+    """Writes them into a freshly prepared model and optimiser; see `state_transfer.write_state`."""
+    state_transfer.write_state(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
 
 
 def read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
     """Returns this rank's piece of a frozen parameter, to be copied at once; every rank must call it."""
-    return tensor_shards.of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
+    return tensor_shards.shard_of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
 
 
 def scaler_state(accelerator: Any) -> dict[str, float | int] | None:
