@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.strategies.strategy import Strategy
+from finetune.distributed.strategies.strategy import Runtime, Strategy
 from finetune.distributed.tensor_facts import held_bytes, local
 
 
@@ -34,20 +33,13 @@ class Memory:
         return f"{shown} {unit} a rank"
 
 
-def measure_memory(
-    strategy: Strategy, launch: Launch, model: nn.Module, accumulation: int, state_bytes: float
-) -> Memory:
-    """Adds up what the prepared objects hold.
-
-    Args:
-        accumulation: Micro-batches a step and process.
-        state_bytes: That the optimiser keeps for an element.
-    """
+def measure_memory(strategy: Strategy, runtime: Runtime, model: nn.Module, state_bytes: float) -> Memory:
+    """Adds up what the prepared objects hold, with so many bytes of state that the optimiser keeps for an element."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     held, elements = strategy.held_weights(model, trained)
     # Until their last micro-batch.
-    whole = launch.holds_whole_gradients(accumulation)
+    whole = runtime.launch.holds_whole_gradients(runtime.accumulation)
     return Memory(
         frozen=sum(held_bytes(p) for p in parameters if not p.requires_grad)
         + sum(local(b).nbytes for b in model.buffers())

@@ -61,7 +61,7 @@ def write_state(
     *,
     cut: bool,
 ) -> None:
-    """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
+    """Writes what `read_state` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
     All ranks must call it. Nothing is gathered: of each tensor a rank copies its own part.
 
@@ -70,8 +70,8 @@ def write_state(
         optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
-        splits: As `read` has it.
-        cut: As `read` has it.
+        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        cut: True where a tensor may lie on several ranks in parts.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.
