@@ -11,7 +11,7 @@ from finetune.checkpoint import row_ledger, run_facts, save_checkpoint
 from finetune.checkpoint.checkpoint_store import step_of
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import CheckpointSection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import StepSync
@@ -24,7 +24,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        recipe: Recipe,
+        section: CheckpointSection,
         backend: Backend,
         directory: RunDirectory,
         reporter: Reporter,
@@ -41,7 +41,6 @@ class CheckpointManager:
             describe: Writes what belongs beside the weights into a folder.
             infinite: Buffers that may hold infinities, such as causal masks.
         """
-        section = recipe.checkpoint
         self._section, self._backend, self._reporter = section, backend, reporter
         self._directory, store = directory, directory.checkpoints
         if backend.is_main:

@@ -91,13 +91,12 @@ class ResumePoint:
         return lines
 
 
-def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
-    """Refuses what can be seen before data is read or processes have met.
+def check_resume(mode: str, directory: RunDirectory) -> None:
+    """Refuses a `resume.mode` that cannot be followed, before data is read or processes have met.
 
     Raises:
         RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
     """
-    mode = recipe.resume.mode
     own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
@@ -134,8 +133,8 @@ def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
         )
 
 
-def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
-    """Refuses to resume a run whose mathematics differ, before a network is built.
+def compare_with_previous(allow: list[str], directory: RunDirectory, now: dict[str, Any]) -> None:
+    """Refuses to resume a run whose mathematics differ in other keys than `allow`, before a network is built.
 
     Raises:
         RecipeError: With the differences.
@@ -144,13 +143,13 @@ def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str
     if saved is not None:
         # Whether the size of micro-batches matters is known once the network is built, and compared then.
         known = {key: value for key, value in saved.items() if key != run_fingerprint.MICRO_SIZE}
-        allowed = [name for name in recipe.resume.allow if name != run_fingerprint.MICRO_SIZE]
+        allowed = [name for name in allow if name != run_fingerprint.MICRO_SIZE]
         run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
-def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
+def kept_micro_size(allow: list[str], directory: RunDirectory) -> int | None:
     """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
-    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
+    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
     return None if saved is None else int(saved)
 

@@ -205,7 +205,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     float8.check(recipe)
     inputs = _prepare_inputs(recipe, quiet)
     data, length, directory, identity = inputs.data, inputs.length, inputs.directory, inputs.identity
-    begun = resume_point.micro_size(recipe, directory)
+    begun = resume_point.kept_micro_size(recipe.resume.allow, directory)
     micro = micro_batch_search.resolve_micro_size(recipe, launch, data.digest, begun=begun, quiet=quiet)
     if micro.facts is not None:
         recipe, config = micro.recipe, resolve_config(micro.recipe, launch)
@@ -295,7 +295,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         reporter=reporter,
         resume=resume,
         checkpoints=CheckpointManager(
-            recipe,
+            recipe.checkpoint,
             backend,
             directory,
             reporter,
@@ -323,7 +323,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     """
     task = find_task(recipe)
     directory = RunDirectory.check(recipe)
-    resume_point.check_resume(recipe, directory)
+    resume_point.check_resume(recipe.resume.mode, directory)
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
@@ -337,7 +337,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identity_of(recipe, order, base)
-    resume_point.compare_with_previous(recipe, directory, identity)
+    resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
     return _Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 
