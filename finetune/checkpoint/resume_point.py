@@ -133,7 +133,7 @@ def check_resume(mode: str, directory: RunDirectory) -> None:
         )
 
 
-def compare_with_previous(allow: list[str], directory: RunDirectory, now: dict[str, Any]) -> None:
+def compare_with_previous(allow: tuple[str, ...], directory: RunDirectory, now: dict[str, Any]) -> None:
     """Refuses to resume a run whose mathematics differ in other keys than `allow`, before a network is built.
 
     Raises:
@@ -147,7 +147,7 @@ def compare_with_previous(allow: list[str], directory: RunDirectory, now: dict[s
         run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
-def kept_micro_size(allow: list[str], directory: RunDirectory) -> int | None:
+def kept_micro_size(allow: tuple[str, ...], directory: RunDirectory) -> int | None:
     """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
     free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
