@@ -11,12 +11,13 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import distributed, nn
 
 from finetune.distributed.mesh import Group
+from finetune.distributed.strategies.tensor import apply_passes
 from finetune.utils.errors import BackendError
 
 
@@ -101,31 +102,22 @@ def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
             f"The launch file splits rows over {size} ranks (sp_size), each of which attends whole rows with a "
             f"part of the {heads} attention heads. Set sp_size to a number that divides them: {sizes}."
         )
-    found: torch.Tensor = _Exchange.apply(part, rows, 1, 2)  # type: ignore[no-untyped-call]
+    found = _exchange(part, rows)
     rows.parts = found.shape[2] // part.shape[2]
     return found
 
 
 def gather_heads(found: torch.Tensor, rows: RowGroup) -> torch.Tensor:
     """Exchanges some heads of whole rows, (B, T, H / N, E), for all heads of a part of each row, (B, T / N, H, E)."""
-    part: torch.Tensor = _Exchange.apply(found, rows, 1, 2)  # type: ignore[no-untyped-call]
-    return part
+    return _exchange(found, rows)
 
 
-class _Exchange(torch.autograd.Function):
-    """Splits one dimension over the group, and joins another one."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
-        ctx.rows, ctx.split, ctx.join = rows, split, join
-        return _exchange(values, rows, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _exchange(gradients[0], ctx.rows, ctx.join, ctx.split), None, None, None
+def _exchange(values: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+    """Splits the second dimension over the group, and joins the third; gradients go the other way."""
+    return apply_passes(values, partial(_all_to_all, rows, 1, 2), partial(_all_to_all, rows, 2, 1))
 
 
-def _exchange(values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
+def _all_to_all(rows: RowGroup, split: int, join: int, values: torch.Tensor) -> torch.Tensor:
     sent = torch.stack(values.chunk(rows.group.size, split))
     received = torch.empty_like(sent)
     distributed.all_to_all_single(received, sent, group=rows.group.handle)

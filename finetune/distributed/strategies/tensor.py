@@ -83,22 +83,22 @@ def sum_partial(gradients: Sequence[torch.Tensor], group: Group) -> None:
 
 def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the same values, whose gradients are summed over the group's ranks."""
-    return _apply(values, _same, partial(_sum, group))
+    return apply_passes(values, _same, partial(_sum, group))
 
 
 def sum_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the sum over the group's ranks, on each of them."""
-    return _apply(part, partial(_sum, group), _same)
+    return apply_passes(part, partial(_sum, group), _same)
 
 
 def gather_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
     """Joins the parts of the group's ranks, (..., h / N), to (..., h), on each of them."""
-    return _apply(part, partial(_join, group), partial(_own, group))
+    return apply_passes(part, partial(_join, group), partial(_own, group))
 
 
 def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns this rank's part, (..., h / N), of values that each has, (..., h)."""
-    return _apply(whole, partial(_own, group), partial(_join, group))
+    return apply_passes(whole, partial(_own, group), partial(_join, group))
 
 
 def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
@@ -110,7 +110,7 @@ def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
         distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
         return joined[:tokens]
 
-    return _apply(whole, partial(part_of_tokens, group=group), join)
+    return apply_passes(whole, partial(part_of_tokens, group=group), join)
 
 
 def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
@@ -123,7 +123,7 @@ def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch
 
 def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Returns the same values, (B, T, h); of gradients each rank has those of its tokens, and else zeros."""
-    return _apply(values, _same, partial(_of_own_tokens, group))
+    return apply_passes(values, _same, partial(_of_own_tokens, group))
 
 
 def _of_own_tokens(group: Group, gradients: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _own_tokens(tokens: int, group: Group) -> tuple[int, int]:
 Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _apply(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
+def apply_passes(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
     """Returns `forward(values)`, whose gradients go through `backward`."""
     found: torch.Tensor = _Collective.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return found
