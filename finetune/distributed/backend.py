@@ -233,7 +233,7 @@ class Backend:
         bits = torch.zeros(1, dtype=torch.int64, device=self.device)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and name not in self.splits.parameters:
-                bits += local(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
+                bits += weight_digests.digest_weight(local(parameter), self.device)
         most = torch.cat((bits, -bits))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.handle)
         if self.all_reduce_max((most.sum(0, keepdim=True) != 0).float()).item():
