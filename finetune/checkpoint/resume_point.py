@@ -87,7 +87,7 @@ class ResumePoint:
         if self.changed:
             lines.append(f"changed since then, as resume.allow says: {', '.join(self.changed)}")
         if not self.keep_optimizer:
-            lines.append("the optimiser is another, and starts without a memory")
+            lines.append("optim.name differs: the optimiser starts without its state")
         return lines
 
 

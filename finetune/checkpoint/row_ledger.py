@@ -129,7 +129,7 @@ class _Line(NamedTuple):
 
 
 def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
-    """The first step, counted from 0 as in the file, and the line of each step that counts."""
+    """Returns the first step, counted from 0 as in the file, and the line of each step that counts."""
     steps: dict[int, _Line] = {}
     first, start, sure = 0, None, True
     torn = set(lines.before)
@@ -317,7 +317,7 @@ def audit_ledger(directory: Path) -> Audit:
 
 
 def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:
-    """Steps that the run has taken, as `run.json` and its checkpoints say, and the ledger has not; None if none."""
+    """Returns a sentence on steps that `run.json` and checkpoints know and the ledger does not; None without any."""
     try:
         facts = read_facts(directory)
         starts = facts["starts"]
