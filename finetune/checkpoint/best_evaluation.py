@@ -1,7 +1,7 @@
-"""What evaluation is the best so far, and whether a run ends because none has been better for a while."""
+"""The best evaluation so far, and the end of a run in which none has been better for a while."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.recipe_schema import Recipe, ranking
@@ -17,11 +17,11 @@ class BestEvaluation:
     step: int | None = None
     value: float | None = None
     evaluations: int = 0
-    """That followed, and were no better."""
+    """How many followed that were no better."""
 
     @classmethod
     def resumed(cls, recipe: Recipe, saved: dict[str, Any] | None) -> "BestEvaluation":
-        """Where a checkpoint left it; anew if the recipe names another key by now."""
+        """Returns it as a checkpoint left it; a new one if the recipe names another key by now."""
         by = recipe.checkpoint.keep_best_by
         return cls(**saved) if saved is not None and saved["by"] == by else cls(by)
 
@@ -37,22 +37,18 @@ class BestEvaluation:
             self.evaluations += 1
 
     def ends_run(self, recipe: Recipe) -> bool:
-        """Whether the run's patience is at its end."""
+        """Returns whether the run's patience is at its end."""
         return recipe.eval.patience is not None and self.evaluations >= recipe.eval.patience
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 def still_ended(recipe: Recipe, results: dict[str, Any]) -> bool:
-    """Whether a finished run that ended early, as its results say, is at its end under this recipe too."""
+    """Returns whether a finished run that ended early, as its results say, is at its end under this recipe too."""
     ended = results.get("ended_early")
     return ended is None or BestEvaluation.resumed(recipe, ended["best"]).ends_run(recipe)
 
 
 def early_stop_sentence(ended: dict[str, Any]) -> str:
-    """Why a run ended early, for people; of the results' `ended_early`."""
+    """Returns why a run ended early, for people, from the results' `ended_early`."""
     best = BestEvaluation(**ended["best"])
     key = ranking(best.by or "")[0]
     than = f"than {best.value:.4f} at step {best.step:,}" if best.value is not None else "so far"

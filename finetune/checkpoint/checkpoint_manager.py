@@ -11,7 +11,7 @@ from finetune.checkpoint import row_ledger, run_facts, save_checkpoint
 from finetune.checkpoint.checkpoint_store import step_of
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.save_checkpoint import CheckpointWriter, SaveOutcome
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import CheckpointSection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import StepSync
@@ -24,7 +24,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        recipe: Recipe,
+        section: CheckpointSection,
         backend: Backend,
         directory: RunDirectory,
         reporter: Reporter,
@@ -41,7 +41,6 @@ class CheckpointManager:
             describe: Writes what belongs beside the weights into a folder.
             infinite: Buffers that may hold infinities, such as causal masks.
         """
-        section = recipe.checkpoint
         self._section, self._backend, self._reporter = section, backend, reporter
         self._directory, store = directory, directory.checkpoints
         if backend.is_main:
@@ -68,18 +67,14 @@ class CheckpointManager:
             order: `Feed.describe` of that step.
         """
         if self._backend.is_main:
-            if step:
-                self._mend_ledger(step)
+            try:
+                for line in row_ledger.mend_ledger(self._directory.path, step) if step else ():
+                    self._reporter.warn(line)
+            except CheckpointError as error:
+                self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
+            except OSError as error:
+                self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
             self._warn(self._ledger.write({"start": step, **order}))
-
-    def _mend_ledger(self, step: int) -> None:
-        try:
-            for line in row_ledger.mend_ledger(self._directory.path, step):
-                self._reporter.warn(line)
-        except CheckpointError as error:
-            self._reporter.warn(f"{error} The run goes on; `finetune audit` will say the same.")
-        except OSError as error:
-            self._reporter.warn(f"{self._directory.path / row_ledger.LEDGER}: {error.strerror or error}.")
 
     def sync_flags(self) -> dict[str, float]:
         """Returns what this rank has to tell the others at the beginning of a step."""
@@ -124,15 +119,27 @@ class CheckpointManager:
             self._warn(self._ledger.flush(to_disk=True))
         self._saved_at = time.monotonic()
         self._saver.start(network, optimizer, state)
-        if must or not self._section.asynchronous:
+        if self._section.asynchronous and not must:
+            return
+        outcome = self._saver.finish()
+        assert outcome is not None
+        if must and outcome.error is not None and self._directory.make_again(self._backend):
+            # It was deleted while the checkpoint was written.
+            self._saver.start(network, optimizer, state)
             outcome = self._saver.finish()
-            if must and outcome is not None and outcome.error is not None and self._directory.make_again(self._backend):
-                # It was deleted while the checkpoint was written.
-                self._saver.start(network, optimizer, state)
-                outcome = self._saver.finish()
-            if must and outcome is not None and outcome.error is not None:
-                raise self._failure(outcome)
-            self._report(outcome)
+            assert outcome is not None
+        if must and outcome.error is not None:
+            advice = "Make room or mend the file system, and start the same command again."
+            if outcome.error == save_checkpoint.NOT_FINITE:
+                advice = (
+                    "The warning above names the tensor. Take a lower optim.lr or optim.clip_norm, or more precision; "
+                    "from the same weights the same command fails again."
+                )
+            raise CheckpointError(
+                f"The checkpoint of step {outcome.step} cannot be written below "
+                f"{self._directory.checkpoints.address()}: {outcome.error}. Older checkpoints are untouched. {advice}"
+            )
+        self._report(outcome)
 
     def finish(self) -> None:
         """Waits for a save under way, and puts the journals on the disk."""
@@ -160,18 +167,6 @@ class CheckpointManager:
     def _warn(self, reason: str | None) -> None:
         if reason is not None:
             self._reporter.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
-
-    def _failure(self, outcome: SaveOutcome) -> CheckpointError:
-        advice = "Make room or mend the file system, and start the same command again."
-        if outcome.error == save_checkpoint.NOT_FINITE:
-            advice = (
-                "The warning above names the tensor. Take a lower optim.lr or optim.clip_norm, or more precision; "
-                "from the same weights the same command fails again."
-            )
-        return CheckpointError(
-            f"The checkpoint of step {outcome.step} cannot be written below {self._directory.checkpoints.address()}: "
-            f"{outcome.error}. Older checkpoints are untouched. {advice}"
-        )
 
     def _report(self, outcome: SaveOutcome | None) -> None:
         if outcome is None or not self._backend.is_main:

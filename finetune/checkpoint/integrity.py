@@ -28,8 +28,10 @@ from finetune.utils.errors import CheckpointError
 
 FORMAT = 1
 STATE = "state.json"
+_MANIFEST_SHAPE: dict[str, json_files.Shape] = {"format": int, "step": int, "files": dict}
+_FILE_SHAPE: dict[str, json_files.Shape] = {"bytes": int, "xxh3_128": str}
 # What a resume reads of `state.json`.
-_STATE_KEYS: dict[str, type] = {
+_STATE_SHAPE: dict[str, json_files.Shape] = {
     "step": int,
     "position": int,
     "tokens": int,
@@ -39,7 +41,9 @@ _STATE_KEYS: dict[str, type] = {
     "backend": str,
     "processes": int,
     "precision": str,
+    "tensors": dict,
 }
+_TENSOR_SHAPE: dict[str, json_files.Shape] = {"file": str, "name": str, "shape": [int]}
 
 Files = dict[str, dict[str, Any]]
 """Size and digest of each file, by its path in the checkpoint, as manifests have them."""
@@ -137,18 +141,26 @@ def read_manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
     """
     file = store.address(name, MANIFEST)
     unfinished = f"{store.address(name)} has no {MANIFEST}, so it was never finished"
-    with checkpoint_errors(file, missing=unfinished), store.open_file(name, MANIFEST) as opened:
-        manifest = json_files.parse(opened.read())
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{file} is not the manifest of a checkpoint")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{file} has format {manifest.get('format')!r}; this version reads format {FORMAT}")
+    manifest = _read_json(store, name, MANIFEST, _MANIFEST_SHAPE, missing=unfinished)
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{file} has format {manifest['format']}; this version reads format {FORMAT}")
     claimed = manifest.pop("digest", None)
     if claimed != digest_of(manifest):
         raise CheckpointError(f"{file} was changed after it was written: its own digest does not match")
-    if step_of(sealed_name(name)) not in (None, manifest.get("step")):
-        raise CheckpointError(f"{file} speaks of step {manifest.get('step')}, not of the step in the folder's name")
+    if step_of(sealed_name(name)) not in (None, manifest["step"]):
+        raise CheckpointError(f"{file} speaks of step {manifest['step']}, not of the step in the folder's name")
     return manifest
+
+
+def _read_json(
+    store: CheckpointStore, name: str, file: str, shape: dict[str, json_files.Shape], *, missing: str
+) -> dict[str, Any]:
+    """Returns the object in a file, which has all keys of a shape."""
+    with checkpoint_errors(store.address(name, file), missing=missing), store.open_file(name, file) as opened:
+        value: dict[str, Any] = json_files.parse(opened.read())
+        if (problem := json_files.shape_mismatch(value, shape, needed=shape)) is not None:
+            raise ValueError(problem)
+    return value
 
 
 def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> None:
@@ -164,8 +176,7 @@ def _check_files(store: CheckpointStore, name: str, files: dict[str, Any]) -> No
         path, address, found = PurePosixPath(file), store.address(name, file), there.get(file)
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(f"{manifest} lists {file}, which is not inside the checkpoint")
-        known = isinstance(facts, dict) and isinstance(facts.get("bytes"), int)
-        if not known or not isinstance(facts.get("xxh3_128"), str):
+        if json_files.shape_mismatch(facts, _FILE_SHAPE, needed=_FILE_SHAPE) is not None:
             raise CheckpointError(f"{manifest} has no size and digest for {file}")
         for parent in map(str, path.parents):
             kind = there.get(parent, FOLDER)
@@ -225,20 +236,11 @@ def read_state(store: CheckpointStore, name: str) -> dict[str, Any]:
         CheckpointError: If it cannot be read, or contradicts the manifest.
     """
     file, manifest = store.address(name, STATE), read_manifest(store, name)
-    with checkpoint_errors(file, missing=f"{file} is missing"), store.open_file(name, STATE) as opened:
-        state: dict[str, Any] = json_files.parse(opened.read())
-    if not isinstance(state, dict) or not isinstance(state.get("tensors"), dict):
-        raise CheckpointError(f"{file} is not the state of a checkpoint")
-    missing = [key for key in _STATE_KEYS if key not in state]
-    if missing:
-        raise CheckpointError(f"{file} does not say {', '.join(missing)}")
-    wrong = [key for key, kind in _STATE_KEYS.items() if type(state[key]) is not kind]
-    if wrong:
-        raise CheckpointError(f"{file} has values of another kind for {', '.join(wrong)}")
+    state = _read_json(store, name, STATE, _STATE_SHAPE, missing=f"{file} is missing")
     if state["step"] != manifest["step"]:
         raise CheckpointError(f"{file} speaks of step {state['step']}, the manifest of step {manifest['step']}")
     for key, place in state["tensors"].items():
-        if not isinstance(place, dict) or [type(place.get(k)) for k in ("file", "name", "shape")] != [str, str, list]:
+        if json_files.shape_mismatch(place, _TENSOR_SHAPE, needed=_TENSOR_SHAPE) is not None:
             raise CheckpointError(f"{file} does not say where {key} is")
         if place["file"] not in manifest["files"]:
             raise CheckpointError(f"{file} needs {place['file']} for {key}, which the manifest does not list")

@@ -103,11 +103,8 @@ def restore_checkpoint(
     places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
     with checkpoint.held:
         load = _open_tensors(checkpoint)
-        wanted = [
-            key
-            for key in places
-            if not key.startswith(("frozen/", "buffer/")) and (with_optimizer or key.startswith("parameter/"))
-        ]
+        state = [key for key in places if not key.startswith(("frozen/", "buffer/"))]
+        wanted = [key for key in state if with_optimizer or key.startswith("parameter/")]
         backend.write_state(network, optimizer, wanted, load)
         buffers = dict(network.named_buffers())
         for key in places:
@@ -119,23 +116,20 @@ def restore_checkpoint(
 
 
 def _open_tensors(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """Returns a function that reads a tensor by its key."""
+    """Returns a function that reads a tensor by its key; files are opened as they are needed."""
     places: dict[str, dict[str, Any]] = checkpoint.state["tensors"]
     files: dict[str, TensorReader] = {}
-    for name in sorted({place["file"] for place in places.values()}):
-        try:
-            files[name] = TensorReader(checkpoint.store.open_file(checkpoint.name, name))
-        except (OSError, ValueError) as error:
-            address = checkpoint.store.address(checkpoint.name, name)
-            raise CheckpointError(f"{address} cannot be opened: {error}") from error
 
     def load(key: str) -> torch.Tensor:
         place = places[key]
+        file = place["file"]
         try:
-            tensor = files[place["file"]].read(place["name"])
+            if file not in files:
+                files[file] = TensorReader(checkpoint.store.open_file(checkpoint.name, file))
+            tensor = files[file].read(place["name"])
         except (OSError, ValueError, LookupError, TypeError) as error:
-            address = checkpoint.store.address(checkpoint.name, place["file"])
-            raise CheckpointError(f"{address} has no tensor {place['name']}") from error
+            address = checkpoint.store.address(checkpoint.name, file)
+            raise CheckpointError(f"{address}: the tensor {place['name']} cannot be read: {error}") from error
         if list(tensor.shape) != place["shape"]:
             raise CheckpointError(f"{checkpoint.address}: {key} has shape {list(tensor.shape)}, not {place['shape']}")
         return tensor

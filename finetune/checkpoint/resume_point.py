@@ -87,17 +87,16 @@ class ResumePoint:
         if self.changed:
             lines.append(f"changed since then, as resume.allow says: {', '.join(self.changed)}")
         if not self.keep_optimizer:
-            lines.append("the optimiser is another, and starts without a memory")
+            lines.append("optim.name differs: the optimiser starts without its state")
         return lines
 
 
-def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
-    """Refuses what can be seen before data is read or processes have met.
+def check_resume(mode: str, directory: RunDirectory) -> None:
+    """Refuses a `resume.mode` that cannot be followed, before data is read or processes have met.
 
     Raises:
         RecipeError: If there is nothing to resume from, or the directory holds a run begun elsewhere.
     """
-    mode = recipe.resume.mode
     own = bool(integrity.list_resumable(directory.checkpoints))
     if mode == "must" and not own:
         raise RecipeError(
@@ -134,8 +133,8 @@ def check_resume(recipe: Recipe, directory: RunDirectory) -> None:
         )
 
 
-def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str, Any]) -> None:
-    """Refuses to resume a run whose mathematics differ, before a network is built.
+def compare_with_previous(allow: tuple[str, ...], directory: RunDirectory, now: dict[str, Any]) -> None:
+    """Refuses to resume a run whose mathematics differ in other keys than `allow`, before a network is built.
 
     Raises:
         RecipeError: With the differences.
@@ -144,13 +143,13 @@ def compare_with_previous(recipe: Recipe, directory: RunDirectory, now: dict[str
     if saved is not None:
         # Whether the size of micro-batches matters is known once the network is built, and compared then.
         known = {key: value for key, value in saved.items() if key != run_fingerprint.MICRO_SIZE}
-        allowed = [name for name in recipe.resume.allow if name != run_fingerprint.MICRO_SIZE]
+        allowed = [name for name in allow if name != run_fingerprint.MICRO_SIZE]
         run_fingerprint.compare_identities(known, now, allowed, place=str(directory.path))
 
 
-def micro_size(recipe: Recipe, directory: RunDirectory) -> int | None:
+def kept_micro_size(allow: tuple[str, ...], directory: RunDirectory) -> int | None:
     """Returns the size of micro-batches that a resumed run has to keep; None if it is free to choose."""
-    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(recipe.resume.allow)
+    free = {run_fingerprint.MICRO_SIZE, "batch"}.intersection(allow)
     saved = None if free else (directory.previous or {}).get("identity", {}).get(run_fingerprint.MICRO_SIZE)
     return None if saved is None else int(saved)
 
@@ -213,8 +212,13 @@ def choose_resume_point(
             f"{found.address} is at step {found.state['step']}, but this recipe ends at step {num_steps}. Raise the "
             "recipe's length, or choose another output.dir."
         )
-    if own is not None:
-        found = _adopt(own, directory, backend)
+    name = sealed_name(found.name)
+    if own is not None and name != own.name:
+        # Whole, though the run ended before it was sealed.
+        directory.on_main(backend, lambda: own.store.seal(own.name))
+        if backend.is_main:
+            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
+        found = replace(own, name=name)
     return ResumePoint(
         found,
         keep_optimizer="optim.name" not in changed,
@@ -222,13 +226,3 @@ def choose_resume_point(
         finished=finished,
         results=before["results"] if finished else found.state["results"],
     )
-
-
-def _adopt(own: Checkpoint, directory: RunDirectory, backend: Backend) -> Checkpoint:
-    """Seals a checkpoint that was found whole and unsealed; any other stays as it is."""
-    name = sealed_name(own.name)
-    if name != own.name:
-        directory.on_main(backend, lambda: own.store.seal(own.name))
-        if backend.is_main:
-            warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
-    return replace(own, name=name)

@@ -34,13 +34,10 @@ def read_skipped(directory: Path) -> list[Incident]:
     Raises:
         CheckpointError: If `incidents.jsonl` cannot be read.
     """
-    file = directory / INCIDENTS
     try:
         return [Incident.from_line(line) for line in read_incidents(directory).whole]
-    except FileNotFoundError:
-        return []
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(f"{directory / INCIDENTS} cannot be read: {error.strerror or error}.") from error
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class _Line(NamedTuple):
 
 
 def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, _Line]]:
-    """The first step, counted from 0 as in the file, and the line of each step that counts."""
+    """Returns the first step, counted from 0 as in the file, and the line of each step that counts."""
     steps: dict[int, _Line] = {}
     first, start, sure = 0, None, True
     torn = set(lines.before)
@@ -169,7 +166,6 @@ def _used(steps: dict[int, _Line]) -> Iterator[Used]:
 
 
 def _is_line(line: dict[str, Any]) -> bool:
-    """True if a run writes such a line."""
     keys = _START if "start" in line else (_DAMAGED,) if _DAMAGED in line else ("step", "rows")
     if not all(type(line.get(key)) is int and 0 <= line[key] < 1 << 63 for key in keys):
         return False
@@ -321,7 +317,7 @@ def audit_ledger(directory: Path) -> Audit:
 
 
 def _lost(directory: Path, lines: Lines, first: int, last: int) -> str | None:
-    """Steps that the run has taken, as `run.json` and its checkpoints say, and the ledger has not; None if none."""
+    """Returns a sentence on steps that `run.json` and checkpoints know and the ledger does not; None without any."""
     try:
         facts = read_facts(directory)
         starts = facts["starts"]

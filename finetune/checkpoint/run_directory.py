@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ class RunDirectory:
         return "first_checkpoint" in before or "stopped" in before or max(steps) > steps[0]
 
     def facts(self) -> dict[str, Any]:
-        """`run.json` as it is now."""
+        """Returns `run.json` as it is now."""
         return run_facts.read_facts(self.path)
 
     def note_checkpoint(self, step: int) -> None:
@@ -153,12 +154,9 @@ class RunDirectory:
         """
         missing: list[str] | None = []
         if backend.is_main:
-            try:
+            # If it fails, what is written next fails as well, and says why.
+            with suppress(OSError, ValueError):
                 missing = self._make_again()
-            except (filelock.Timeout, _TakenError):
-                missing = None
-            except (OSError, ValueError):
-                pass  # What is written next fails as well, and says why.
         missing = backend.broadcast_object(missing)
         if missing is None:
             raise CheckpointError(
@@ -172,8 +170,8 @@ class RunDirectory:
             )
         return bool(missing)
 
-    def _make_again(self) -> list[str]:
-        """Makes it on rank 0; returns what was missing."""
+    def _make_again(self) -> list[str] | None:
+        """Makes it on rank 0; returns what was missing, and None if another run has begun there."""
         missing = [name for name in (*self._written, "checkpoints") if not (self.path / name).exists()]
         assert self._lock is not None
         assert self._lock_file is not None
@@ -185,13 +183,16 @@ class RunDirectory:
         if not locked:
             # The lock that is held is that of a file which is gone.
             lock = filelock.FileLock(file)
-            lock.acquire(timeout=0)
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                return None
             self._lock, self._lock_file = lock, file.stat()
         if (
             "run.json" not in missing
-            and self.facts().get("starts") != json_files.parse(self._written["run.json"])["starts"]
+            and self.facts()["starts"] != json_files.parse(self._written["run.json"])["starts"]
         ):
-            raise _TakenError
+            return None
         (self.path / "checkpoints").mkdir(exist_ok=True)
         for name, text in self._written.items():
             if name in missing:
@@ -199,7 +200,6 @@ class RunDirectory:
         return missing
 
     def _put(self, name: str, text: str) -> None:
-        """Writes a file, and remembers it."""
         write_text(self.path / name, text)
         self._written[name] = text
 
@@ -215,10 +215,16 @@ class RunDirectory:
         """
         backend.barrier()
         self.on_main(backend, lambda: self._write(backend.world_size, recipe, facts, begin))
-        self._check_shared(backend)
+        # Each rank writes its part of a checkpoint there.
+        blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
+        if backend.all_reduce_sum(blind).item():
+            raise CheckpointError(
+                f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
+                "share."
+            )
 
     def _write(self, processes: int, recipe: Recipe, facts: dict[str, Any], begin: dict[str, Any]) -> None:
-        starts = self._earlier_starts()
+        before, starts = self.previous or {}, self._earlier_starts()
         if self._overwrite:
             for name in _LEFT:
                 remove_path(self.path / name)
@@ -235,8 +241,8 @@ class RunDirectory:
         }
         versions = {"python": sys.version.split()[0], **{name: installed(name) for name in _LIBRARIES}}
         known: dict[str, Any] = {"command": sys.argv, "versions": versions, "git_commit": _git_commit()}
-        if self.previous is not None and "first_checkpoint" in self.previous:
-            known["first_checkpoint"] = self.previous["first_checkpoint"]
+        if "first_checkpoint" in before:
+            known["first_checkpoint"] = before["first_checkpoint"]
         if code := trusted_code.sign_code(self.path, recipe):
             known["code"] = code
         self._put("run.json", json_text({"starts": [*starts, now], **facts, **known}))
@@ -282,42 +288,27 @@ class RunDirectory:
             raise CheckpointError(f"{problem} Make room or mend the file system, and start the same command again.")
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
-        """The starts so far, the last of them with how far it came: `_rewind` takes the lines back that tell."""
-        starts: list[dict[str, Any]] = (self.previous or {}).get("starts", [])
-        file = self.path / "metrics.jsonl"
+        """Returns the starts so far, the last with how far it came: `_rewind` takes the lines back that tell."""
+        before = self.previous or {}
+        starts: list[dict[str, Any]] = before.get("starts", [])
+        file = self.path / run_facts.METRICS
         lines = run_facts.read_metrics(self.path).whole if starts and file.exists() else []
         if not lines or lines[-1]["step"] < starts[-1]["from_step"]:
             return starts
-        before = self.previous or {}
         ended = before.get("finished", before.get("stopped"))
         reached = {"to_step": lines[-1]["step"], "last_logged": lines[-1].get("time"), "ended": ended}
         return [*starts[:-1], {**starts[-1], **reached}]
 
     def _rewind(self, step: int) -> None:
         """Takes back the metrics and incidents of steps that will be taken again, and sets damaged lines aside."""
-        for name, read in (
-            (run_facts.METRICS, run_facts.read_metrics),
-            (run_facts.INCIDENTS, run_facts.read_incidents),
-        ):
+        readers = {run_facts.METRICS: run_facts.read_metrics, run_facts.INCIDENTS: run_facts.read_incidents}
+        for name, read in readers.items():
             file = self.path / name
             if file.exists():
                 lines = read(self.path)
                 if (moved := set_damaged_lines_aside(file, lines)) is not None:
                     warn(f"{moved}. The run is resumed without them: what they said is missing from reports.")
                 rewrite_lines(file, [line for line in lines.whole if line["step"] <= step])
-
-    def _check_shared(self, backend: Backend) -> None:
-        """All machines must see the same folder, since each rank writes its part of a checkpoint there."""
-        blind = torch.tensor([float(not (self.path / "run.json").exists())], device=backend.device)
-        if backend.all_reduce_sum(blind).item():
-            raise CheckpointError(
-                f"output.dir: {self.path} is not the same folder on all machines. Put it on a file system that they "
-                "share."
-            )
-
-
-class _TakenError(Exception):
-    """Another run has begun in the directory."""
 
 
 def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | None:
@@ -327,7 +318,14 @@ def _find_previous(path: Path, mode: str, overwrite: bool) -> dict[str, Any] | N
             raise RecipeError(
                 f"output.overwrite deletes what {path} holds, but resume is '{mode}'. Take one of the two out."
             )
-        _check_deletable(path)
+        # Only what a run of this toolkit has left may be overwritten.
+        left = [name for name in _LEFT if (path / name).exists()]
+        found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
+        if found and not _is_run(path):
+            raise RecipeError(
+                f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, "
+                "so nothing in it is deleted. Choose another output.dir, or remove these yourself."
+            )
         return None
     previous = _read(path)
     if previous is None and (path / "model").exists():
@@ -356,7 +354,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """A directory from elsewhere must not lead what a run writes and deletes to other places."""
+    """Refuses links in a directory: they could lead what a run writes and deletes to other places."""
     for name in (*_LEFT, *_MORE):
         for file in (path / name, path / f"{name}.staging"):
             if file.is_symlink():
@@ -366,32 +364,18 @@ def _check_links(path: Path) -> None:
                 )
 
 
-def _check_deletable(path: Path) -> None:
-    """Only what a run of this toolkit has left may be overwritten."""
-    left = [name for name in _LEFT if (path / name).exists()]
-    found = [name for name in left if not (path / name).is_dir() or any((path / name).iterdir())]
-    if found and not _is_run(path):
-        raise RecipeError(
-            f"output.overwrite: {path} holds {', '.join(found)}, but no run.json or ledger.jsonl of this toolkit, so "
-            "nothing in it is deleted. Choose another output.dir, or remove these yourself."
-        )
-
-
 def _is_run(path: Path) -> bool:
     """Returns whether a directory holds a run, by a file that only runs write."""
     for name, key in (("run.json", "starts"), ("ledger.jsonl", "start")):
-        try:
-            with (path / name).open("rb") as file:
-                facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
-        except (OSError, ValueError):
-            continue
-        if isinstance(facts, dict) and key in facts:
-            return True
+        with suppress(OSError, ValueError), (path / name).open("rb") as file:
+            facts = json_files.parse(file.readline() if name.endswith("l") else file.read())
+            if isinstance(facts, dict) and key in facts:
+                return True
     return False
 
 
 def _lock_file(path: Path) -> Path:
-    """The file to lock: in the directory, or one of this machine where the directory's file system has no locks."""
+    """Returns the file to lock: in the directory, or one of this machine where its file system has no locks."""
     try:
         file, reason = lock_file(path, ".lock")
     except OSError as error:
@@ -428,15 +412,8 @@ def _hold(path: Path) -> filelock.BaseFileLock:
 
 
 def _git_commit() -> str | None:
-    """The commit of the working directory, with a mark if files differ from it; None outside a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    """Returns the commit of the working directory, marked if files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    return None

@@ -89,7 +89,7 @@ class Incident:
     """`nonfinite`: a loss or gradient was not finite; `overflow`: fp16's loss scale was too large."""
     in_a_row: int
     fatal: bool
-    """Whether the run ended by it."""
+    """True if the run ended by it."""
     grad_norm: str
     rows: tuple[int, ...]
     """Rows that it read, in the order of positions."""
@@ -122,12 +122,15 @@ def read_metrics(directory: Path) -> Lines:
 
 
 def read_incidents(directory: Path) -> Lines:
-    """Returns the lines of the steps that a run has skipped.
+    """Returns the lines of the steps that a run has skipped; none without such a file.
 
     Raises:
-        OSError: If there is no such file.
+        OSError: If it cannot be read.
     """
-    return read_whole_lines(directory / INCIDENTS, is_incident)
+    try:
+        return read_whole_lines(directory / INCIDENTS, is_incident)
+    except FileNotFoundError:
+        return Lines([], {}, [])
 
 
 def is_incident(line: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ _SETTLED_NS = 5 * 10**9
 
 
 def depends_on_micro_size(network: nn.Module) -> bool:
-    """Whether what is learned depends on which rows share a forward pass.
+    """Returns whether training depends on which rows share a forward pass.
 
     A micro-batch's dropout masks are drawn from one stream of random numbers, and batch norms see all of its rows.
     """
@@ -49,17 +49,17 @@ def depends_on_micro_size(network: nn.Module) -> bool:
 
 
 def _drops(values: dict[str, Any]) -> bool:
-    """Whether one of these settings is a rate of dropout, or of the noise that experts are chosen with."""
+    """Returns whether one of these settings is a rate of dropout, or of the noise that experts are chosen with."""
     rates = [value for name, value in values.items() if "drop" in name or "jitter" in name]
     return any(isinstance(rate, int | float) and not isinstance(rate, bool) and rate for rate in rates)
 
 
 def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The identity of a run.
+    """Returns the identity of a run.
 
     Args:
-        order: Of the training rows.
-        base: Of the pretrained model, as `base_of` gives it.
+        order: Order of the training rows.
+        base: The pretrained model, as `base_of` gives it.
     """
     tree = recipe.model_dump(mode="json")
     facts: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def identity_of(recipe: Recipe, order: RowOrder, base: dict[str, Any] | None) ->
 
 
 def base_of(recipe: Recipe) -> dict[str, Any] | None:
-    """Name, revision and digest of the pretrained model that a run starts from; None if it starts from nothing.
+    """Returns name, revision and digest of the pretrained model that a run starts from; None without one.
 
     A model on the hub is told by its commit, a directory by its content. Digests of files are remembered in
     `data.cache_dir`.
@@ -105,13 +105,10 @@ def base_of(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _digest(file: Path, cache: Path) -> str:
-    """A file's digest, from an earlier look at it if it has not changed since.
+    """Returns a file's digest, remembered from an earlier start if the file has not changed since.
 
     Size and time of change can be as they were though the content is not (`rsync --times`, `touch -r`). The time of
     the last change to the inode cannot be set, so it counts as well.
-
-    Raises:
-        OSError: If the file cannot be read.
     """
     kept = cache / f"{digest_of(str(file.resolve()))}.json"
     before = _facts(file)
@@ -129,14 +126,14 @@ def _digest(file: Path, cache: Path) -> str:
 
 
 def _facts(file: Path) -> list[int]:
-    """What tells a file from any other, and from itself once it has changed."""
+    """Returns what tells a file from any other, and from itself once it has changed."""
     with file.open("rb") as opened:  # network file systems look anew when a file is opened
         facts = os.fstat(opened.fileno())
     return [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
 
 
 def _commit(recipe: Recipe) -> str:
-    """The commit of a hub model, by which the local cache names its folder; configurations do not say it."""
+    """Returns the commit of a hub model: the name of its folder in the local cache; configurations do not say it."""
     from huggingface_hub import try_to_load_from_cache
 
     section = recipe.model
@@ -152,7 +149,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def compare_identities(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str], *, place: str) -> list[str]:
-    """The keys that differ and may.
+    """Returns the keys that differ and may.
 
     Args:
         allowed: Keys, or sections such as `optim`, that may differ.

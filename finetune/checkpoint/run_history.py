@@ -3,6 +3,7 @@
 Everything that looks back at a run, finished or under way, reads it here. No torch: this starts at once.
 """
 
+import itertools
 import re
 import socket
 import time
@@ -125,10 +126,10 @@ class RunHistory:
     incidents: tuple[Incident, ...]
     starts: tuple[Start, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
-    """In the order of steps."""
+    """Checkpoints in the order of steps."""
     status: Status
     damaged_lines: int
-    """Of `metrics.jsonl` and `incidents.jsonl` that cannot be read, but for a last one that is being written."""
+    """Lines of `metrics.jsonl` and `incidents.jsonl` that cannot be read, but for a last one that is being written."""
     read_at: float
 
     @property
@@ -146,8 +147,8 @@ class RunHistory:
     @property
     def num_steps(self) -> int | None:
         """Steps of the whole run."""
-        found = self.facts.get("length", {}).get("num_steps")
-        return int(found) if isinstance(found, int) else None
+        found: int | None = self.facts.get("length", {}).get("num_steps")
+        return found
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -161,8 +162,8 @@ class RunHistory:
     @property
     def ended_early(self) -> dict[str, Any] | None:
         """Step and best evaluation of a run that `eval.patience` ended, as `run.json` has them."""
-        found = self.facts.get("results", {}).get("ended_early") if self.status == "finished" else None
-        return found if isinstance(found, dict) else None
+        found: dict[str, Any] | None = self.facts.get("results", {}).get("ended_early")
+        return found if self.status == "finished" else None
 
     @property
     def best_by(self) -> str:
@@ -252,8 +253,7 @@ class RunReader:
     def __init__(self, directory: Path, *, only_outcome: bool = False) -> None:
         """
         Args:
-            only_outcome: Of the metrics read the evaluations, the training line before each, and the newest, which is
-                fast for any number of lines.
+            only_outcome: Read the evaluations, the training line before each, and the newest one: fast for any run.
         """
         self._directory, self._only_outcome = directory, only_outcome
         self._metrics, self._incidents = _Lines(directory / METRICS), _Lines(directory / INCIDENTS)
@@ -289,7 +289,7 @@ class RunReader:
             samples=tuple(self._samples),
             incidents=tuple(self._skipped),
             starts=_starts(facts, training, status, last_written),
-            checkpoints=_checkpoints(open_store(directory)),
+            checkpoints=tuple(_checkpoints(open_store(directory))),
             status=status,
             damaged_lines=self._metrics.damaged + self._incidents.damaged,
             read_at=now,
@@ -320,15 +320,7 @@ class RunReader:
 
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
-    """A run as its directory has it now.
-
-    Args:
-        only_outcome: As `RunReader` has it.
-
-    Raises:
-        RecipeError: If there is none.
-        CheckpointError: If it cannot be read.
-    """
+    """Returns a run as its directory has it now; see `RunReader`."""
     return RunReader(directory, only_outcome=only_outcome).read()
 
 
@@ -366,37 +358,29 @@ class _Lines:
 
     def _new(self) -> Iterator[bytes]:
         """Yields lines since the last time; one that is being written is left for the next."""
-        if self._which is None:
-            return
-        with self._file.open("rb") as handle:
-            handle.seek(self._offset)
-            for line in handle:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                yield line
+        if self._which is not None:
+            with self._file.open("rb") as handle:
+                handle.seek(self._offset)
+                for line in itertools.takewhile(lambda line: line.endswith(b"\n"), handle):
+                    self._offset += len(line)
+                    yield line
 
 
 def _outcome(lines: Iterator[bytes]) -> Iterator[bytes]:
     """Yields evaluations, and the newest training line before each of them and at the end."""
-    newest = None
+    newest: list[bytes] = []
     for line in lines:
         if b'"validation_' in line:
-            if newest is not None:
-                yield newest
-            yield line
-            newest = None
+            yield from (*newest, line)
+            newest = []
         elif not (line.startswith(b"{") and line.endswith(b"}\n")):
             yield line  # damaged, and counted as that
         elif b'"grad_norm"' in line:
-            newest = line
-    if newest is not None:
-        yield newest
+            newest = [line]
+    yield from newest
 
 
 class _Columns(dict[str, "array[float]"]):
-    """Series that grow, by key."""
-
     def __init__(self, keys: Iterable[str]) -> None:
         super().__init__((key, array("d")) for key in keys)
 
@@ -433,17 +417,13 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _checkpoints(store: CheckpointStore) -> tuple[SavedCheckpoint, ...]:
-    found = []
+def _checkpoints(store: CheckpointStore) -> Iterator[SavedCheckpoint]:
     for name in reversed(store.list_names()):
-        # Without a manifest it is none.
-        with suppress(OSError):
-            found.append(SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name))))
-    return tuple(found)
+        with suppress(OSError):  # without a manifest it is none
+            yield SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name)))
 
 
 def _last_written(directory: Path) -> float | None:
-    """Returns when the run last wrote something that grows."""
     times = []
     for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
         with suppress(OSError):
@@ -524,13 +504,12 @@ def _starts(
 
 
 def _latest(times: Series) -> float | None:
-    """Returns the latest of times that may have gaps."""
     known = times[np.isfinite(times)]
     return float(known.max()) if len(known) else None
 
 
 def _seconds(text: Any) -> float | None:
-    """Seconds since 1970 of a local time with its offset, as `run.json` has them."""
+    """Returns the seconds since 1970 of a local time with its offset, as `run.json` has them."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except (TypeError, ValueError):

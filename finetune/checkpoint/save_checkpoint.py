@@ -165,7 +165,6 @@ class CheckpointWriter:
         return name_of(self._step) + UNSEALED
 
     def _write(self) -> None:
-        """Writes this rank's share, and for rank 0 what it is."""
         content = json_text(self._snapshot.write(self._store, self._name))
         put_file(self._store, self._name, f"part-{self._backend.rank}.json", content.encode())
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,9 @@ class Snapshot:
     def __init__(
         self, backend: Backend, adapter_keys: dict[str, str] | None, infinite: Collection[str] = frozenset()
     ) -> None:
-        """
-        Args:
-            infinite: Buffers that may hold infinities.
-        """
-        self._backend, self._adapter_keys, self._infinite = backend, adapter_keys, infinite
+        self._backend, self._adapter_keys = backend, adapter_keys
+        # Buffers that may hold infinities.
+        self._infinite = infinite
         # The rank that keeps each trained tensor, by parameter name, and what belongs to it; the same on every rank.
         self._owners: dict[str, int] = {}
         self._entries: list[_Entry] = []
@@ -66,7 +65,12 @@ class Snapshot:
         if not self._owners:
             # PEFT opens a single file only, so adapters, which are small, all stay on rank 0.
             ranks = backend.world_size if self._adapter_keys is None else 1
-            self._owners = _divide(backend.sizes(network), ranks)
+            sizes = backend.sizes(network)
+            load = [0] * ranks
+            # The largest tensors first, each to the rank with the least so far.
+            for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+                self._owners[name] = load.index(min(load))
+                load[self._owners[name]] += max(1, sizes[name])
         old = {entry.key: entry.copy for entry in self._entries}
         self._entries = []
         blocks: dict[str, tuple[Block, ...]] = {}
@@ -92,42 +96,42 @@ class Snapshot:
             OSError: If a file cannot be written, or a tensor is not finite (`EDOM`).
         """
         rank = self._backend.rank
-        problem: OSError | None = None
-        room = max((entry.nbytes for entry in self._entries if entry.owner == rank and entry.ranks), default=0)
-        scratch = torch.empty(room, dtype=torch.uint8)
+        own = [entry for entry in self._entries if entry.owner == rank]
+        scratch = torch.empty(max((entry.nbytes for entry in own if entry.ranks), default=0), dtype=torch.uint8)
         files: Files = {}
+        problems: list[OSError] = []
+
+        @contextmanager
+        def noted() -> Iterator[None]:
+            try:
+                yield
+            except OSError as error:
+                problems.append(error)
+
         for _, group in itertools.groupby(
             sorted(self._entries, key=self._order), key=lambda entry: self._order(entry)[0]
         ):
             entries = list(group)
             target: TensorFile | None = None
             mine = {entry.place[1]: (entry.copy.dtype, entry.shape) for entry in entries if entry.owner == rank}
-            try:
-                if mine and problem is None:
+            with noted():
+                if mine and not problems:
                     path = next(entry.place[0] for entry in entries if entry.owner == rank)
                     target = TensorFile(NewFile(store, name, path), mine)
-            except OSError as error:
-                problem = error
             for entry in entries:
                 whole = self._put_together(entry, scratch)
-                try:
-                    if target is not None and whole is not None and problem is None:
+                with noted():
+                    if target is not None and whole is not None and not problems:
                         self._check_finite(entry.key, whole)
                         target.append(whole)
-                except OSError as error:
-                    problem = error
-            try:
+            with noted():
                 files |= target.close() if target is not None else {}
-            except OSError as error:
-                problem = problem or error
-        if problem is not None:
-            raise problem
-        listed = [entry for entry in self._entries if entry.owner == rank]
-        tensors = {e.key: {"file": e.place[0], "name": e.place[1], "shape": list(e.shape)} for e in listed}
+        if problems:
+            raise problems[0]
+        tensors = {e.key: {"file": e.place[0], "name": e.place[1], "shape": list(e.shape)} for e in own}
         return {"files": files, "tensors": tensors}
 
     def _place(self, key: str, owner: int) -> tuple[str, str]:
-        """Returns the file of a tensor, and its name in it."""
         kind, _, name = key.partition("/")
         used = sorted({0, *self._owners.values()})
         number = f"-{used.index(owner) + 1:05d}-of-{len(used):05d}" if len(used) > 1 else ""
@@ -160,8 +164,7 @@ class Snapshot:
         self._blocks = {
             key: [tensor_shards.from_numbers(rank) for rank in ranks] for key, ranks in zip(blocks, found, strict=True)
         }
-        if self._exchange is None:
-            self._exchange = Exchange()
+        self._exchange = self._exchange or Exchange()
 
     @staticmethod
     def _order(entry: _Entry) -> tuple[bool, tuple[int, str]]:
@@ -203,17 +206,7 @@ class Snapshot:
         return whole
 
 
-def _divide(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Gives the largest tensors out first, each to the rank with the least so far; returns the rank of each."""
-    load, owners = [0] * ranks, {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += max(1, sizes[name])
-    return owners
-
-
 def _copy(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
-    """A copy in host memory, in place of an older one if that has its size."""
     if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
         old = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return old.copy_(tensor, non_blocking=True)

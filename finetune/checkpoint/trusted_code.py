@@ -1,4 +1,4 @@
-"""Which Python code a run's directory may lead to: such as the person at the keyboard vouches for.
+"""Refuses Python code that a run's directory leads to, unless the person at the keyboard vouches for it.
 
 A run directory may be a download, and its recipe may name files and modules or let code run that ships with the model.
 A recipe that a person names is their word; one that lies in a run directory is not, unless this user started that run
@@ -15,12 +15,12 @@ import os
 import secrets
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.utils import json_files
 from finetune.utils.errors import RecipeError
@@ -32,25 +32,16 @@ NAMED = ("task.name", "task.loss", "optim.name", "eval.metrics")
 _KEY_BYTES = 32
 
 
-def read_run_recipe(run: Path, runs: Iterable[str], *, trusted: bool, weights: Path | None = None) -> Recipe:
-    """The recipe in a run's directory, if the code that it leads to may run.
+def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | None = None) -> None:
+    """Refuses a run's recipe that leads to code which this user did not run here.
 
     Args:
-        runs: Those of `SHIPPED` and `NAMED` that the caller runs.
-        trusted: Whether the person at the keyboard says that it may.
+        runs: Keys of `SHIPPED` and `NAMED` whose code the caller runs.
         weights: A folder of the run's that is opened: its own code is that of `SHIPPED` as well.
 
     Raises:
-        RecipeError: If the recipe cannot be read, or names code that nobody vouches for.
+        RecipeError: With the code that nobody vouches for.
     """
-    recipe = load_recipe(run / "recipe.yaml")
-    if not trusted:
-        check_code(run, recipe, runs, weights)
-    return recipe
-
-
-def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | None = None) -> None:
-    """Raises a `RecipeError` if a run's recipe leads to code that this user did not run here."""
     named = _code_of(recipe)
     if weights is not None and SHIPPED in named and (content := _shipped_in(weights)) is not None:
         named[SHIPPED] = {**named[SHIPPED], f"the files in {weights}": [content]}
@@ -72,7 +63,7 @@ def check_code(run: Path, recipe: Recipe, runs: Iterable[str], weights: Path | N
 
 
 def sign_code(run: Path, recipe: Recipe) -> dict[str, list[str]]:
-    """What `run.json` is to say of the code that a recipe leads to; nothing if the home cannot be written.
+    """Returns the signatures of the code that a recipe leads to, for `run.json`; none if the home cannot be written.
 
     Args:
         run: Its directory, whose checkpoints may be there from earlier starts.
@@ -88,7 +79,7 @@ def sign_code(run: Path, recipe: Recipe) -> dict[str, list[str]]:
 
 
 def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, list[str]]:
-    """What `run.json` is to say once this run has written its weights, and maybe code beside them, to a folder.
+    """Returns the signatures once this run has written its weights, and maybe code beside them, to a folder.
 
     Raises:
         OSError: If that cannot be read.
@@ -99,7 +90,7 @@ def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, lis
 
 
 def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
-    """By key of the recipe and by what would run, for people: the texts that may stand for it, the likeliest first."""
+    """Returns, by key of the recipe and name of the code, the texts that may stand for it, the likeliest first."""
     named: dict[str, dict[str, list[str]]] = {}
     values = {
         "task.name": ([recipe.task.name], recipe.task.args),
@@ -123,7 +114,7 @@ def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
 
 
 def _origin(name: str) -> list[str]:
-    """Where the code lies that a name such as `file.py:object` or `package.module:object` stands for."""
+    """Returns a name such as `file.py:object` or `package.module:object`, and where its code lies."""
     place, _, _ = name.rpartition(":")
     if place.endswith(".py"):
         return [name, str(Path(place).resolve())]
@@ -134,14 +125,13 @@ def _origin(name: str) -> list[str]:
 
 
 def _places(name: str) -> list[str]:
-    """What a model's name may stand for: the folder of that name, or one on the hub."""
     folder = str(Path(name).resolve())
     # Of a run that has its weights, the folder that it began from may be gone.
     return [folder] if Path(name).is_dir() else [f"hub:{name}", folder]
 
 
 def _shipped_in(folder: Path) -> str | None:
-    """The Python code in a folder with weights, and what its JSON files say of code; None without any."""
+    """Returns the Python code in a folder with weights, and what its JSON files say of code; None without any."""
     found: dict[str, Any] = {}
     for file in sorted(folder.rglob("*.py")):
         found[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -156,7 +146,6 @@ def _shipped_in(folder: Path) -> str | None:
 
 
 def _values_of(key: str, tree: Any) -> list[Any]:
-    """What a key has, wherever it is."""
     if isinstance(tree, list):
         return [value for item in tree for value in _values_of(key, item)]
     if not isinstance(tree, dict):
@@ -178,7 +167,7 @@ def _sign(secret: bytes, key: str, text: str) -> str:
 
 
 def _machine() -> str:
-    """The machine's own number, where it has one: a home may be shared by several."""
+    """Returns the machine's own number, where it has one: a home may be shared by several."""
     try:
         return Path("/etc/machine-id").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -186,23 +175,19 @@ def _machine() -> str:
 
 
 def _secret(*, create: bool = False) -> bytes | None:
-    """This user's secret, if it is theirs alone; None if there is none, or it cannot be made."""
+    """Returns this user's secret, if it is theirs alone; None if there is none, or it cannot be made."""
     try:
         state = os.environ.get("XDG_STATE_HOME", "")
         folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "finetune"
         file = folder / "run-key"
         if create and not file.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            mine = folder / f".run-key.{os.getpid()}.{secrets.token_hex(4)}"
-            try:
-                with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as made:
-                    made.write(secrets.token_bytes(_KEY_BYTES))
-                    made.flush()
-                    os.fsync(made.fileno())
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".run-key.") as made:  # readable by this user alone
+                made.write(secrets.token_bytes(_KEY_BYTES))
+                made.flush()
+                os.fsync(made.fileno())
                 with contextlib.suppress(FileExistsError):  # of two runs that start at once, one makes it
-                    os.link(mine, file)
-            finally:
-                mine.unlink(missing_ok=True)
+                    os.link(made.name, file)
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
             facts, found = os.fstat(opened.fileno()), opened.read(_KEY_BYTES + 1)
     except (OSError, RuntimeError):

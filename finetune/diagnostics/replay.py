@@ -16,6 +16,7 @@ from rich.console import Console
 
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
+from finetune.config.recipe import load_recipe
 from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.monitoring.step_all_reduce import StepOutput
@@ -111,7 +112,9 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
             begin from nothing.
     """
     facts = run_facts.read_facts(directory)
-    ran = trusted_code.read_run_recipe(directory, _RUNS, trusted=trust_remote_code)
+    ran = load_recipe(directory / "recipe.yaml")
+    if not trust_remote_code:
+        trusted_code.check_code(directory, ran, _RUNS)
     entry = _ledger_entry(directory, number)
     start = _nearest_checkpoint(directory, facts, number - 1)
     with temporary_folder() as folder:

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import held_memory, init_accelerator, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.mesh import Group, Mesh
+from finetune.distributed.mesh import Group, Mesh, gather_parts
 from finetune.distributed.native_ops import native_ops
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies.find_strategy import strategy_of
-from finetune.distributed.strategies.strategy import REDUCED, TIMEOUT, LossFunction, Strategy, forward_backward
+from finetune.distributed.strategies.strategy import TIMEOUT, LossFunction, Strategy, forward_backward
 from finetune.distributed.tensor_facts import inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
@@ -42,23 +42,22 @@ class Backend:
     strategy: Strategy
     mesh: Mesh
     precision: str
-    """What the network computes in: fp32, bf16 or fp16."""
+    """Dtype that the network computes in: fp32, bf16 or fp16."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
     reduce_dtype: str = "fp32"
-    """What gradients are summed over processes in: fp32 or bf16."""
-    model: nn.Module | None = None
-    """What `prepare` made of the model, and of the optimiser."""
+    """Dtype that gradients are summed over processes in: fp32 or bf16."""
+    model: Any = None
+    """The prepared model; the optimiser likewise."""
     optimizer: Any = None
     splits: Splits = UNSPLIT
-    """What of the network is split over the ranks of a tensor-parallel group; to be set before the optimiser is built
-    and `prepare` is called."""
+    """Parameters split over a tensor-parallel group; set before the optimiser is built and `prepare` is called."""
     num_weights: int = 0
-    """Of the prepared model, each packed one counted."""
+    """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
-    """Of these, those that are trained."""
+    """Those of them that are trained."""
     unverified: bool = True
-    """Whether nobody has looked yet at the gradients of a micro-batch."""
+    """True until the gradients of a first step have been checked."""
 
     @classmethod
     def start(cls, recipe: Recipe, asked: Launch, settled: ResolvedConfig, *, quiet: bool = False) -> "Backend":
@@ -69,7 +68,7 @@ class Backend:
         """
         native_ops.ensure(native_ops.needed_ops(asked), quiet=quiet)
         strategy = strategy_of(asked)
-        accelerator = init_accelerator.start(strategy, asked, recipe, settled)
+        accelerator = init_accelerator.start_accelerator(strategy, asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
@@ -88,12 +87,10 @@ class Backend:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
         return int(self.accelerator.num_processes)
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
         return int(self.accelerator.process_index)
 
     @property
@@ -102,21 +99,16 @@ class Backend:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What matrix products are computed in."""
+        """Dtype of matrix products."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
 
-    @property
-    def casts_weights(self) -> bool:
-        """True if the network's weights are computed with in 16 bit, all of them."""
-        return self.strategy.casts_weights(self)
-
     def facts(self) -> dict[str, Any]:
-        """What was asked for, for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
+        """Returns the request for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
         asked = {key: value for key, value in asdict(self.launch).items() if key != "ds_config"}
         return {"launch": asked, "ds_config": getattr(self.accelerator, "deepspeed_config", None)}
 
     def loading(self, pretrained: bool) -> AbstractContextManager[None]:
-        """The context to build the network in: whole on every rank, or sharded as it loads."""
+        """Returns the context to build the network in: whole on every rank, or sharded as it loads."""
         return self.strategy.loading(self.launch, pretrained)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -145,35 +137,22 @@ class Backend:
         return wrapped, prepared
 
     def _num_weights(self, name: str, parameter: Any) -> int:
-        """Weights that a whole parameter stands for."""
         split = self.splits.parameters.get(name)
         packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
         return int(packed if packed is not None else self.splits.size(name, parameter))
 
-    def verify(self, model: nn.Module, optimizer: Any, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
-        """Reads back what runs; see `verify_launch.verify`."""
-        self.strategy.check_prepared(self, model)
-        report = verify_launch.verify(
-            self.strategy,
-            self.accelerator,
-            self.launch,
-            self.precision,
-            model,
-            optimizer,
-            self.accumulation,
-            self.splits,
-            REDUCED[self.reduce_dtype],
-            rehearse,
-        )
-        return replace(report, num_parameters=self.num_weights, num_trained=self.num_trained)
+    def verify(self, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
+        """Reads back what runs; see `verify_launch.verify_runtime`."""
+        self.strategy.check_prepared(self, self.model)
+        return verify_launch.verify_runtime(self, self.strategy, rehearse)
 
     def memory(self, model: nn.Module, state_bytes: float) -> Memory:
-        """What this rank holds from step to step; see `held_memory.measure`."""
+        """Measures what this rank holds from step to step; see `held_memory.measure_memory`."""
         self._reshard()
-        return held_memory.measure(self.strategy, self.launch, model, self.accumulation, state_bytes)
+        return held_memory.measure_memory(self.strategy, self, model, state_bytes)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context that the network computes in, inside the one that the wrapper provides."""
+        """Returns the context that the network computes in, inside the one that the wrapper provides."""
         return self.strategy.autocast(self)
 
     def forward_backward(
@@ -183,13 +162,13 @@ class Backend:
         batches: Iterable[Any],
         scaled: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The forward and backward passes of a step; see `strategy.forward_backward`."""
+        """Runs the forward and backward passes of a step; see `strategy.forward_backward`."""
         return forward_backward(self.strategy, self, model, loss_sum, batches, scaled)
 
     def evaluate_batches(
         self, model: nn.Module, function: Callable[..., torch.Tensor], batches: Iterable[Any]
     ) -> Iterator[torch.Tensor]:
-        """`function(network, batch)` of each batch, inside the wrapper's forward pass; every rank must call it."""
+        """Yields `function(network, batch)` of each batch, inside the wrapper's forward pass; all ranks call it."""
         return (model(function, batch) for batch in batches)
 
     def clip(self, model: nn.Module, max_norm: float | None) -> torch.Tensor:
@@ -208,53 +187,38 @@ class Backend:
 
     def clear(self, optimizer: Any) -> None:
         """Clears the gradients once the optimiser has stepped."""
-        if self.keeps_gradients:
+        if self.strategy.keeps_gradients(self):
             optimizer.zero_grad(set_to_none=False)
         else:
-            optimizer.zero_grad()
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """True if gradients stay in place from step to step."""
-        return self.strategy.keeps_gradients(self)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that gradients may overflow now and then (fp16)."""
-        return self.precision == "fp16"
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """True if the backward pass that ends a window also runs the optimiser."""
-        return self.strategy.steps_in_backward
+            optimizer.zero_grad()  # an optimiser of the user's need not know the argument
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place; every rank must call it."""
+        """Sums over all ranks, in place; every rank must call it."""
         if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
     def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest over all ranks, in place; every rank must call it."""
+        """Takes the largest over all ranks, in place; every rank must call it."""
         if self.world_size > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return values
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, in place; every rank must call it."""
+        """Takes rank 0's values, in place; every rank must call it."""
         if self.world_size > 1:
             torch.distributed.broadcast(values, src=0)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, as JSON has it, on every rank; every rank must call it."""
+        """Returns rank 0's value, as JSON has it; every rank must call it."""
         text = json.dumps(value).encode()
         size = int(self.broadcast(torch.tensor([len(text)], device=self.device)).item())
         content = torch.tensor(list(text) if self.is_main else [0] * size, dtype=torch.uint8, device=self.device)
         return json.loads(bytes(self.broadcast(content).tolist()))
 
     def read_state(self, network: nn.Module, optimizer: Any) -> Iterator[tuple[str, Shard]]:
-        """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`.
+        """Yields this rank's shards of trainable parameters and optimiser state; see `state_transfer.read_state`.
 
         Raises:
             BackendError: If what ranks that share layers have in common is not the same on each of them.
@@ -265,11 +229,11 @@ class Backend:
         return self.strategy.read_state(self, network, optimizer)
 
     def _check_copies(self, network: nn.Module, group: Group) -> None:
-        """Compares the bits of what each of the ranks that share layers has all of: nothing else shows a drift."""
+        """Compares the bits of parameters that all ranks sharing layers hold whole: nothing else shows a drift."""
         bits = torch.zeros(1, dtype=torch.int64, device=self.device)
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and name not in self.splits.parameters:
-                bits += local(parameter.detach()).view(torch.int32).sum(dtype=torch.int64)
+                bits += weight_digests.digest_weight(local(parameter), self.device)
         most = torch.cat((bits, -bits))
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.handle)
         if self.all_reduce_max((most.sum(0, keepdim=True) != 0).float()).item():
@@ -280,7 +244,7 @@ class Backend:
             )
 
     def weight_digests(self, network: nn.Module) -> tuple[list[Held], torch.Tensor]:
-        """The weights that this rank holds, and a number for the bits of each on each rank; see `weight_digests`.
+        """Returns the weights that this rank holds, and a number for the bits of each on each rank.
 
         Every rank must call it; nothing is read from the device.
         """
@@ -299,19 +263,17 @@ class Backend:
         return [held for held, _ in found], self.gather_numbers(torch.stack([number for _, number in found]))
 
     def gather_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers of all ranks, one row a rank; every rank must call it."""
+        """Gathers numbers of all ranks, one row a rank; every rank must call it."""
         if self.world_size == 1:
             return numbers[None]
-        found = torch.empty(self.world_size, len(numbers), dtype=numbers.dtype, device=numbers.device)
-        torch.distributed.all_gather(list(found.unbind()), numbers)
-        return found
+        return torch.stack(gather_parts(numbers, Group(self.world_size, self.rank, None)))
 
     def sizes(self, network: nn.Module) -> dict[str, int]:
-        """Elements of each trainable parameter, whole, by name."""
-        return state_transfer.sizes(network, self.splits)
+        """Returns the elements of each trainable parameter, whole, by name."""
+        return state_transfer.parameter_sizes(network, self.splits)
 
     def read_rest(self, network: nn.Module) -> Iterator[tuple[str, Shard]]:
-        """What a network has beside its trainable parameters, one at a time, as `read_state` gives it.
+        """Yields what a network has beside its trainable parameters, one at a time, as `read_state` does.
 
         Keys are `frozen/NAME` and, for buffers that belong to the weights, `buffer/NAME`.
         """
@@ -321,21 +283,21 @@ class Backend:
         kept = network.state_dict().keys()
         for name, buffer in network.named_buffers():
             if name in kept:
-                yield f"buffer/{name}", tensor_shards.undivided(buffer)
+                yield f"buffer/{name}", tensor_shards.whole_shard(buffer)
 
     def write_state(
         self, network: nn.Module, optimizer: Any, keys: Collection[str], load: Callable[[str], torch.Tensor]
     ) -> None:
-        """The inverse, into a freshly prepared model and optimiser; see `state_transfer.write`."""
+        """Writes what `read_state` gave into a freshly prepared model and optimiser."""
         self._reshard()
         self.strategy.write_state(self, network, optimizer, keys, load)
 
     def scaler_state(self) -> dict[str, float | int] | None:
-        """The loss scale and how long it has held; None where the loss is not scaled."""
+        """Returns the loss scale and how long it has held; None where the loss is not scaled."""
         return self.strategy.scaler_state(self.accelerator)
 
     def set_scaler_state(self, saved: dict[str, float | int] | None) -> None:
-        """The inverse of `scaler_state`, from any backend; nothing where either side does not scale losses."""
+        """Takes up a `scaler_state` of any backend, if both sides scale losses."""
         if saved is not None and self.scaler_state() is not None:
             self.strategy.set_scaler_state(self.accelerator, saved)
 
@@ -346,7 +308,7 @@ class Backend:
     def full_parameters(
         self, network: nn.Module, *, trained_only: bool = False
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
+        """Yields each parameter whole, one at a time: on rank 0 an fp32 (if trainable) CPU copy, elsewhere None.
 
         Every rank must run through it, in step.
 

@@ -53,9 +53,6 @@ def environment(launch: Launch) -> dict[str, str]:
     env |= predict_environment(launch.file, {}, {}).exported
     env |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    if launch.replicate > 1:
-        env["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(launch.replicate)
-        env["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(launch.num_processes // launch.replicate)
     return env
 
 

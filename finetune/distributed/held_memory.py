@@ -1,4 +1,4 @@
-"""What a rank holds from step to step, measured by purpose; activations come on top."""
+"""Measures what a rank holds from step to step, by purpose; activations come on top."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.strategies.strategy import Strategy
+from finetune.distributed.strategies.strategy import Runtime, Strategy
 from finetune.distributed.tensor_facts import held_bytes, local
 
 
@@ -21,12 +20,12 @@ class Memory:
     trained: int
     """Weights that are trained, and their fp32 master weights where these are apart."""
     gradients: int
-    """At their largest: while a step's micro-batches add up."""
+    """Gradients at their largest: while a step's micro-batches add up."""
     optimizer: int
-    """As one step on a trial tensor shows."""
+    """Optimiser state, as one step on a trial tensor shows."""
 
     def line(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         weights = self.frozen + self.trained
         unit, size = ("GiB", 2**30) if weights + self.gradients + self.optimizer >= 2**30 else ("MiB", 2**20)
         held = {"weights": weights, "gradients": self.gradients, "optimiser": self.optimizer}
@@ -34,18 +33,13 @@ class Memory:
         return f"{shown} {unit} a rank"
 
 
-def measure(strategy: Strategy, launch: Launch, model: nn.Module, accumulation: int, state_bytes: float) -> Memory:
-    """Adds up what the prepared objects hold.
-
-    Args:
-        accumulation: Micro-batches a step and process.
-        state_bytes: That the optimiser keeps for an element.
-    """
+def measure_memory(strategy: Strategy, runtime: Runtime, model: nn.Module, state_bytes: float) -> Memory:
+    """Adds up what the prepared objects hold, with so many bytes of state that the optimiser keeps for an element."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     held, elements = strategy.held_weights(model, trained)
     # Until their last micro-batch.
-    whole = launch.holds_whole_gradients(accumulation)
+    whole = runtime.launch.holds_whole_gradients(runtime.accumulation)
     return Memory(
         frozen=sum(held_bytes(p) for p in parameters if not p.requires_grad)
         + sum(local(b).nbytes for b in model.buffers())
@@ -57,7 +51,7 @@ def measure(strategy: Strategy, launch: Launch, model: nn.Module, accumulation: 
 
 
 def _scales(state: Any) -> Iterator[torch.Tensor]:
-    """What belongs to quantized weights; see bitsandbytes' `QuantState`."""
+    """Yields the tensors beside quantized weights; see bitsandbytes' `QuantState`."""
     if state is not None:
         yield from (t for t in (state.absmax, state.code, state.offset) if t is not None)
         yield from _scales(state.state2)

@@ -15,7 +15,7 @@ from finetune.distributed.strategies.strategy import REDUCED, Strategy
 from finetune.utils.compat import torch_private
 
 
-def start(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerator:
+def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerator:
     """Starts the process group and the `Accelerator`."""
     # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
@@ -23,7 +23,7 @@ def start(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedC
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
     torch_private.start_gloo_with_one_worker()
-    with _meeting_anew(), _split_by_us(launch):
+    with _meeting_anew(), _without_parallelism():
         options = strategy.accelerator_options(launch, settled, REDUCED[recipe.optim.reduce_dtype], cpu)
         accelerator = Accelerator(
             gradient_accumulation_steps=settled.accumulation, dataloader_config=DataLoaderConfiguration(), **options
@@ -46,14 +46,14 @@ def _meeting_anew() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _split_by_us(launch: Launch) -> Iterator[None]:
-    """Keeps sequence and tensor parallelism from Accelerate.
+def _without_parallelism() -> Iterator[None]:
+    """Keeps the section parallelism_config from Accelerate: FSDP2 is given the run's own mesh (`mesh.py`).
 
-    Its sequence parallelism is DeepSpeed's and runs under DeepSpeed alone; its tensor parallelism imports a name that
-    transformers 5.23 no longer has.
+    Accelerate's sequence parallelism is DeepSpeed's and runs under DeepSpeed alone; its tensor parallelism imports a
+    name that transformers 5.23 no longer has.
     """
     flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
-    before = os.environ.pop(flag, None) if launch.sequence * launch.tensor > 1 else None
+    before = os.environ.pop(flag, None)
     try:
         yield
     finally:

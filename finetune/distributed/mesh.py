@@ -25,11 +25,10 @@ AVERAGE = ("dp_replicate", "dp_shard", "sp")
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that this one differs from in some dimensions only."""
+    """Ranks that differ from this one in some dimensions only."""
 
     size: int
     rank: int
-    """This rank's number among them."""
     handle: Any
     """torch's process group; None for all ranks."""
 
@@ -39,12 +38,13 @@ class Mesh:
     """The ranks of a run by named dimensions, as this rank sees them."""
 
     sizes: Mapping[str, int]
-    """Of each dimension; all of them multiplied are all ranks."""
+    """Ranks in each dimension; their product is the world size."""
     rank: int
     groups: Mapping[str, Group]
     """`sp` and `tp` if they split anything, and `average`."""
-    averaging_mesh: DeviceMesh | None = None
-    """torch's mesh of the ranks that gradients are averaged over; None where these are all ranks."""
+    sharding_mesh: DeviceMesh | None = None
+    """torch's mesh of the ranks that hold the same part of each layer, copies by shards where there are copies; None
+    where these are all ranks, and the network is sharded over all of them."""
 
     @classmethod
     def of_launch(cls, launch: Launch, rank: int, device_type: str, timeout: timedelta) -> "Mesh":
@@ -65,10 +65,15 @@ class Mesh:
         groups = {name: mesh.make_group((name,), timeout) for name in ("tp", "sp") if sizes[name] > 1}
         # Without tensor parallelism these are all ranks, which have a group already.
         groups["average"] = Group(launch.num_processes, rank, None)
-        if launch.tensor == 1:
-            return cls(sizes, rank, groups)
-        groups["average"] = mesh.make_group(AVERAGE, timeout)
-        return cls(sizes, rank, groups, DeviceMesh.from_group(groups["average"].handle, device_type))
+        sharding = None
+        if launch.tensor > 1:
+            groups["average"] = mesh.make_group(AVERAGE, timeout)
+            sharding = DeviceMesh.from_group(groups["average"].handle, device_type)
+        elif launch.replicate > 1:
+            handles = [mesh.make_group((name,), timeout).handle for name in ("dp_replicate", "dp_shard")]
+            ranks = torch.arange(launch.num_processes).view(launch.replicate, -1)
+            sharding = DeviceMesh.from_group(handles, device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
+        return cls(sizes, rank, groups, sharding)
 
     def make_group(self, dimensions: tuple[str, ...], timeout: timedelta) -> Group:
         """Makes the group of this rank over some dimensions; every rank must call it."""

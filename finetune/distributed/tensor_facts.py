@@ -11,13 +11,13 @@ from finetune.distributed.split_parameters import Splits
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, in place."""
+    """Returns this rank's part of a tensor, in place."""
     here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return here
 
 
 def width_of(model: Any) -> int:
-    """The hidden size of a model: what it says, or the largest matrix side of a model that says nothing."""
+    """Returns the hidden size of a model: from its config, else the largest side of its matrices."""
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
     if width is not None:
@@ -27,17 +27,17 @@ def width_of(model: Any) -> int:
 
 
 def inner_name(name: str) -> str:
-    """A parameter's name in the network inside a prepared model."""
+    """Returns a parameter's name in the network inside a prepared model."""
     return name.partition("network.")[2] or name
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """A dtype's name without torch's."""
+    """Returns a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtypes_of(tensors: Iterable[Any]) -> tuple[str, ...]:
-    """The names of the dtypes of some tensors."""
+    """Returns the names of the dtypes of some tensors."""
     return tuple(sorted({short_dtype(tensor.dtype) for tensor in tensors}))
 
 
@@ -46,7 +46,7 @@ SHARD_SLACK = 0.03
 
 
 def off_share(num_parameters: int, want: float, have: float) -> bool:
-    """True if a rank's share is not the one that was asked for.
+    """Returns whether a rank's share is not the one that was asked for.
 
     A model of a few thousand parameters cannot be sharded evenly; it must only not be held whole.
     """
@@ -55,7 +55,7 @@ def off_share(num_parameters: int, want: float, have: float) -> bool:
 
 
 def held_bytes(parameter: Any) -> int:
-    """Bytes that this rank holds of a parameter: its part, or DeepSpeed's shard and what of it is whole."""
+    """Returns the bytes that this rank holds of a parameter: its part, or DeepSpeed's shard and whole copy."""
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
         return local(parameter).nbytes
@@ -65,26 +65,20 @@ def held_bytes(parameter: Any) -> int:
 
 
 def fraction(tensors: list[Any], whole: Mapping[int, int]) -> float:
-    """The share of some parameters that lies here.
-
-    Args:
-        whole: Elements of each whole parameter, by its identity.
-    """
+    """Returns the share of some parameters that lies here, by the elements of each whole one, by its identity."""
     here: int = sum(local(t).numel() for t in tensors)
     return here / max(1, sum(whole[id(t)] for t in tensors))
 
 
 def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[str, Any], dict[int, int]]:
-    """What `RuntimeReport` says of parameters and master weights that torch's own wrappers hold.
+    """Returns facts of `RuntimeReport`, read off parameters and master weights that torch's own wrappers hold.
 
-    Returns:
-        The facts, and the elements of each whole parameter, by its identity.
+    Beside them, the elements of each whole parameter, by its identity.
     """
     named = [(inner_name(name), p) for name, p in model.named_parameters()]
     whole = {id(p): splits.size(name, p) for name, p in named}
     parameters, masters = [p for _, p in named], master_weights(optimizer)
     facts = {
-        "num_parameters": sum(whole.values()),
         "parameter_fraction": fraction(parameters, whole),
         "optimizer_fraction": fraction(masters, whole),
         "parameter_dtypes": dtypes_of(masters),
@@ -95,20 +89,24 @@ def read_parameters(model: Any, optimizer: Any, splits: Splits) -> tuple[dict[st
     return facts, whole
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimiser inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def master_weights(optimizer: Any) -> list[Any]:
-    """The parameters that an optimiser steps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return [p for group in inner.param_groups for p in group["params"]]
+    """Returns the parameters that an optimiser steps."""
+    return [p for group in inner_optimizer(optimizer).param_groups for p in group["params"]]
 
 
 def _parts(named: list[tuple[str, Any]], splits: Splits) -> int:
-    """How many times as large as here split parameters are; 1 if none is split, or not all alike."""
+    """Returns how many times larger whole split parameters are than here; 1 if none is split, or not all alike."""
     found = {math.prod(splits.parameters[name].shape) / p.numel() for name, p in named if name in splits.parameters}
     return int(found.pop()) if len(found) == 1 else 1
 
 
 def _shares(named: list[tuple[str, Any]], whole: Mapping[int, int]) -> dict[str, float]:
-    """The share that lies here, by the last two words of parameters' names."""
+    """Returns the share that lies here, by the last two words of parameters' names."""
     kinds: dict[str, list[Any]] = defaultdict(list)
     for name, parameter in named:
         kinds[".".join(name.split(".")[-2:])].append(parameter)

@@ -5,18 +5,16 @@ nothing here trusts configuration: wrapper classes, shard sizes, dtypes and devi
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import sequence
 from finetune.distributed.strategies.find_strategy import strategy_of_model
-from finetune.distributed.strategies.strategy import Strategy
+from finetune.distributed.strategies.strategy import REDUCED, Runtime, Strategy
 from finetune.distributed.tensor_facts import off_share, short_dtype
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -27,7 +25,7 @@ _MATRIX_MODULES = ("Float8Linear", "Linear", "StoredLinear", "Conv1D", "Linear4b
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """What runs, as read back from the live objects."""
+    """Facts of what runs, read back from the live objects."""
 
     kind: str
     """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
@@ -43,16 +41,16 @@ class RuntimeReport:
     optimizer_fraction: float
     """Share of the optimiser's state that this rank holds."""
     parameter_dtypes: tuple[str, ...]
-    """Of the trainable parameters as the optimiser updates them (the fp32 master weights)."""
+    """Dtypes of the trainable parameters as the optimiser updates them (the fp32 master weights)."""
     model_dtypes: tuple[str, ...]
-    """Of the parameters that the network computes with."""
+    """Dtypes of the parameters that the network computes with."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
     num_threads: int
     replicas: int = 1
     """Hybrid shard: copies of the sharded model; otherwise 1."""
     reduce_dtype: str = "float32"
-    """What gradients are summed over ranks in."""
+    """Dtype that gradients are summed over ranks in."""
     offload_params: str = "none"
     offload_optimizer: str = "none"
     on_disk: tuple[float, float] = (0.0, 0.0)
@@ -68,7 +66,7 @@ class RuntimeReport:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share that this rank holds of each kind of parameter, such as `q_proj.weight`; torch's own backends."""
     num_trained: int = 0
-    """Of the full model's parameters, those that are trained."""
+    """Trained parameters of the full model."""
     gloo_threads: int = 0
     """Worker threads of a gloo group, the most of any; 0 without such groups."""
     due: tuple[float, float] | None = None
@@ -77,7 +75,7 @@ class RuntimeReport:
     reshards: bool | None = None
     """FSDP2: whether layers free their weights after the forward pass; None where there are no separate layers."""
     output_dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What each kind of module put out in a real forward pass, and `loss`."""
+    """Dtype that each kind of module put out in a real forward pass, and that of the `loss`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "mesh": self.mesh}
@@ -91,11 +89,11 @@ class RuntimeReport:
 
     @property
     def compute_dtype(self) -> str | None:
-        """What matrix products came out in; None if the network has none of the known modules."""
+        """Dtype of matrix products; None if the network has none of the known modules."""
         return next((self.output_dtypes[name] for name in _MATRIX_MODULES if name in self.output_dtypes), None)
 
     def line(self) -> str:
-        """Where it runs, in a few words."""
+        """Returns in a few words where it runs."""
         over = f" ({self.communication})" if self.communication else ""
         ranks = f" x {self.world_size}" if self.world_size != 1 else ""
         if self.sequence * self.tensor > 1:
@@ -103,7 +101,7 @@ class RuntimeReport:
         return f"{self.kind}{ranks} on {self.device}{over}"
 
     def offload(self) -> str:
-        """What rests elsewhere than on the device; empty if nothing does."""
+        """Says what rests elsewhere than on the device; empty if nothing does."""
         if (self.offload_params, self.offload_optimizer) == ("none", "none"):
             return ""
         said = f"offload: parameters {self.offload_params}, optimiser {self.offload_optimizer}"
@@ -112,34 +110,39 @@ class RuntimeReport:
         return said
 
 
-def verify(
-    strategy: Strategy,
-    accelerator: Accelerator,
-    launch: Launch,
-    precision: str,
-    model: nn.Module,
-    optimizer: Any,
-    accumulation: int,
-    splits: Splits,
-    reduced: torch.dtype,
-    rehearse: Callable[[], torch.Tensor],
-) -> RuntimeReport:
+def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
     """Reads back what runs and compares it with the request.
 
     Args:
         strategy: That was asked for.
-        splits: What of the network is split over ranks.
-        reduced: What gradients are to be summed over ranks in.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:
         BackendError: With every difference.
     """
-    report = _read(strategy, accelerator, model, optimizer, splits)
-    report = replace(report, output_dtypes=_census(model, rehearse))
-    if (rows := sequence.row_group(model)) is not None:
-        report = replace(report, sequence=rows.parts, exchanges=rows.exchanges)
-    problems = list(_differences(report, launch, accumulation, precision, short_dtype(reduced)))
+    accelerator, launch, model = runtime.accelerator, runtime.launch, runtime.model
+    # Before the forward pass, which may leave weights gathered.
+    read_back = strategy_of_model(model, strategy).read_back(accelerator, model, runtime.optimizer, runtime.splits)
+    dtypes = _output_dtypes(model, rehearse)
+    rows = sequence.row_group(model)
+    grouped = torch.distributed.is_initialized()
+    facts: dict[str, Any] = {
+        "world_size": torch.distributed.get_world_size() if grouped else 1,
+        "communication": torch.distributed.get_backend() if grouped else None,
+        "device": accelerator.device.type,
+        "wrapper": type(model).__name__,
+        "num_parameters": runtime.num_weights,
+        "num_trained": runtime.num_trained,
+        "num_threads": torch.get_num_threads(),
+        "gloo_threads": torch_private.gloo_worker_threads(),
+        "accumulation": accelerator.gradient_accumulation_steps,
+        "output_dtypes": dtypes,
+        "sequence": 1 if rows is None else rows.parts,
+        "exchanges": 0 if rows is None else rows.exchanges,
+    }
+    report = RuntimeReport(**{**facts, **read_back})
+    reduced = short_dtype(REDUCED[runtime.reduce_dtype])
+    problems = list(_differences(report, launch, runtime.accumulation, runtime.precision, reduced))
     if problems:
         raise BackendError(
             f"What runs is not what {launch.file or 'the launch environment'} asks for: "
@@ -152,7 +155,6 @@ def verify(
 def _differences(
     report: RuntimeReport, launch: Launch, accumulation: int, precision: str, reduced: str
 ) -> Iterator[str]:
-    """Each difference between request and reality, as a clause."""
     for name, asked, runs in (
         ("kind", launch.kind, report.kind),
         ("number of processes", launch.num_processes, report.world_size),
@@ -200,8 +202,8 @@ def _differences(
         )
 
 
-def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
-    """The dtype that each kind of module puts out in a forward pass, and that of the loss."""
+def _output_dtypes(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str, str]:
+    """Returns the dtype that each kind of module puts out in a forward pass, and that of the loss."""
     seen: dict[str, str] = {}
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
@@ -217,20 +219,3 @@ def _census(model: nn.Module, rehearse: Callable[[], torch.Tensor]) -> dict[str,
         for hook in hooks:
             hook.remove()
     return {**dict(sorted(seen.items())), "loss": short_dtype(loss.dtype)}
-
-
-def _read(
-    strategy: Strategy, accelerator: Accelerator, model: nn.Module, optimizer: Any, splits: Splits
-) -> RuntimeReport:
-    distributed = torch.distributed.is_initialized()
-    common: dict[str, Any] = {
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
-        "communication": torch.distributed.get_backend() if distributed else None,
-        "device": accelerator.device.type,
-        "wrapper": type(model).__name__,
-        "num_threads": torch.get_num_threads(),
-        "gloo_threads": torch_private.gloo_worker_threads(),
-        "accumulation": accelerator.gradient_accumulation_steps,
-    }
-    found = strategy_of_model(model, strategy).read_back(accelerator, model, optimizer, splits)
-    return RuntimeReport(**(common | found))

@@ -26,16 +26,16 @@ class Held:
     name: str
     trained: bool
     place: int
-    """Which part of the whole tensor, as a number: ranks with the same one hold the same part."""
+    """A number for the part of the whole tensor: ranks with the same one hold the same part."""
 
 
 def held_weights(
     trained: Iterable[tuple[str, Shard]], network: nn.Module, splits: Splits, rank: int, *, copies: bool
 ) -> Iterator[tuple[Held, torch.Tensor]]:
-    """What this rank holds of each weight, one at a time, in the same order on every rank: trained ones as masters in
-    fp32, and where ZeRO-1 and 2 compute with copies of them, these too.
+    """Yields what this rank holds of each weight, in the same order on every rank.
 
-    Frozen weights that rest on the disk are left out.
+    Trained ones come as fp32 masters, and where the network computes with copies of them, as these too. Frozen weights
+    that rest on the disk are left out.
 
     Args:
         trained: Shards of the trained parameters, as strategies read them.
@@ -57,7 +57,7 @@ def held_weights(
 
 
 def _sharded_at(parameter: Any) -> list[int]:
-    """This rank's position in each dimension of the mesh along which a parameter is sharded."""
+    """Returns this rank's position in each mesh dimension along which a parameter is sharded."""
     if not hasattr(parameter, "device_mesh"):
         return []
     position = parameter.device_mesh.get_coordinate() or ()
@@ -70,5 +70,5 @@ def _number(parts: Any) -> int:
 
 @torch.no_grad()
 def digest_weight(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number for the bits of a tensor, a scalar in int64 on the device."""
+    """Returns a number for the bits of a tensor, a scalar in int64 on the device."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64).to(device)

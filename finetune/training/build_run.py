@@ -109,7 +109,7 @@ class TrainState:
         return {
             "step": self.step,
             "tokens": int(self.tokens.item()),
-            "best": self.best.to_dict(),
+            "best": asdict(self.best),
             # By one of which the best checkpoint is kept.
             "validation_loss": None,
             **evaluated,
@@ -205,7 +205,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     float8.check(recipe)
     inputs = _prepare_inputs(recipe, quiet)
     data, length, directory, identity = inputs.data, inputs.length, inputs.directory, inputs.identity
-    begun = resume_point.micro_size(recipe, directory)
+    begun = resume_point.kept_micro_size(recipe.resume.allow, directory)
     micro = micro_batch_search.resolve_micro_size(recipe, launch, data.digest, begun=begun, quiet=quiet)
     if micro.facts is not None:
         recipe, config = micro.recipe, resolve_config(micro.recipe, launch)
@@ -221,7 +221,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     model, optimizer = backend.prepare(
         network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
     )
-    runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(backend, model, inputs.task, data))
+    runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, inputs.task, data))
     if whole_loss is not None:
         preflight.check_layers(backend, model, inputs.task, data, whole_loss)
     kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
@@ -295,7 +295,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         reporter=reporter,
         resume=resume,
         checkpoints=CheckpointManager(
-            recipe,
+            recipe.checkpoint,
             backend,
             directory,
             reporter,
@@ -323,7 +323,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     """
     task = find_task(recipe)
     directory = RunDirectory.check(recipe)
-    resume_point.check_resume(recipe, directory)
+    resume_point.check_resume(recipe.resume.mode, directory)
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
@@ -337,7 +337,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     # Rank 0 alone reads the base's files, which may be many gigabytes.
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identity_of(recipe, order, base)
-    resume_point.compare_with_previous(recipe, directory, identity)
+    resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
     return _Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 
@@ -352,7 +352,7 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
         build_network.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
-        if backend.casts_weights:
+        if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
         infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
     wrapper = ForwardWrapper(network.train())

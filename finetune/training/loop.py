@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def _say_stopped(run: Run) -> None:
 
 def _end_early(run: Run) -> None:
     best = run.state.best
-    ended = run.results["ended_early"] = {"step": run.state.step, "best": best.to_dict()}
+    ended = run.results["ended_early"] = {"step": run.state.step, "best": asdict(best)}
     store, name = run.directory.checkpoints, name_of(best.step or 0)
     saved = name in store.list_names()
     where = f"The best checkpoint is {store.address(name)}" if saved else "No checkpoint was saved at the best step"

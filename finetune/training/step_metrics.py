@@ -78,7 +78,7 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
         "data_s": per_step("data"),
         "forward_backward_s": per_step("forward", "backward"),
         # Where the backend steps inside the backward pass, this is in forward_backward_s.
-        "optimizer_s": None if backend.steps_in_backward else per_step("optimizer"),
+        "optimizer_s": None if backend.strategy.steps_in_backward else per_step("optimizer"),
         "peak_memory_gib": peak_memory_gib(backend.device),
         "mfu": None if peak is None or rate is None else flops / (seconds * peak),
         "skipped_steps": run.nonfinite.counts["nonfinite"],

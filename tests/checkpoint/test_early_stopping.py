@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_which_way_is_better(by: str, step: int) -> None:
 
 
 def test_another_key_counts_anew() -> None:
-    saved = BestEvaluation("validation_loss", 4, 0.5, 2).to_dict()
+    saved = asdict(BestEvaluation("validation_loss", 4, 0.5, 2))
     assert BestEvaluation.resumed(recipe(), json.loads(json.dumps(saved))).evaluations == 2
     other = recipe(checkpoint={"keep_best_by": "validation_other"})
     assert BestEvaluation.resumed(other, saved) == BestEvaluation("validation_other")

@@ -177,7 +177,7 @@ def test_differences_are_listed_and_allowed_by_name(stopped: Path, tmp_path: Pat
 def test_another_optimiser_starts_without_a_memory(stopped: Path, tmp_path: Path) -> None:
     tree = mlp(copy(stopped, tmp_path / "run"), optim={"name": "SGD", "lr": 0.001}, resume={"allow": ["optim"]})
     done = run_here(tree)
-    assert "the optimiser is another, and starts without a memory" in done.said
+    assert "optim.name differs: the optimiser starts without its state" in done.said
     assert done.steps == list(range(1, 21))
 
 

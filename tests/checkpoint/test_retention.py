@@ -26,7 +26,7 @@ def make(root: Path, step: int, loss: float | None = None) -> Path:
     """A small whole checkpoint."""
     root.mkdir(exist_ok=True)
     store, name = LocalCheckpointStore(root), name_of(step) + UNSEALED
-    state = {key: kind() for key, kind in integrity._STATE_KEYS.items()} | {
+    state = {key: kind() for key, kind in integrity._STATE_SHAPE.items()} | {
         "step": step,
         "tensors": {},
         "validation_loss": loss,

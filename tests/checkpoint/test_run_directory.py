@@ -330,7 +330,7 @@ STRANGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "a tensor in a list": (tensor_in(lambda _: ["state.json"]), "does not say where exp_avg/0.weight is"),
     "a step in words": (
         lambda folder, _: forge_state(folder, lambda state: state.update(position="80; rm -rf /")),
-        "has values of another kind for position",
+        "position is a text, not a whole number",
     ),
 }
 

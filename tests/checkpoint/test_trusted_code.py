@@ -17,7 +17,7 @@ from ranks import CONFIG, MODEL, lines
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_history import read_run
 from finetune.cli import main
-from finetune.config.recipe import RECIPE_FIELDS
+from finetune.config.recipe import RECIPE_FIELDS, load_recipe
 from finetune.diagnostics.run_report.memory_prediction import predict_peak
 from finetune.training.api import Run
 from finetune.utils.errors import RecipeError
@@ -231,15 +231,19 @@ def test_a_signature_vouches_for_no_other_code(home: Path, monkeypatch: pytest.M
     ran = write_code(place / "mine.py", NAMED)
     monkeypatch.chdir(place)
     with pytest.raises(RecipeError, match=r"task\.loss: mine\.py:loss"):
-        trusted_code.read_run_recipe(place, ["task.loss"], trusted=False)
+        check_recipe(place, ["task.loss"])
     assert not ran.exists()
+
+
+def check_recipe(run: Path, keys: list[str]) -> None:
+    trusted_code.check_code(run, load_recipe(run / "recipe.yaml"), keys)
 
 
 def test_a_secret_that_is_not_ones_own_vouches_for_nothing(home: Path) -> None:
     run = run_here(mlp(home / "run")).directory
     key = home / "state" / "finetune" / "run-key"
     assert key.stat().st_mode & 0o777 == 0o600
-    trusted_code.read_run_recipe(run, ["task.name"], trusted=False)
+    check_recipe(run, ["task.name"])
     secret = key.read_bytes()
     for spoil in (
         lambda: key.chmod(0o644),
@@ -250,12 +254,12 @@ def test_a_secret_that_is_not_ones_own_vouches_for_nothing(home: Path) -> None:
     ):
         spoil()
         with pytest.raises(RecipeError, match=r"task\.name: own_task:mlp"):
-            trusted_code.read_run_recipe(run, ["task.name"], trusted=False)
+            check_recipe(run, ["task.name"])
         key.unlink(missing_ok=True)
         key.with_name("moved").unlink(missing_ok=True)
         key.write_bytes(secret)
         key.chmod(0o600)
-        trusted_code.read_run_recipe(run, ["task.name"], trusted=False)
+        check_recipe(run, ["task.name"])
 
 
 def test_a_home_that_cannot_be_written_costs_the_signature_only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +269,7 @@ def test_a_home_that_cannot_be_written_costs_the_signature_only(home: Path, monk
         run = run_here(mlp(home / "run", output={"overwrite": True, "dir": str(home / "run")})).directory
         assert "code" not in json.loads((run / "run.json").read_text())
         with pytest.raises(RecipeError, match=r"task\.name"):
-            trusted_code.read_run_recipe(run, ["task.name"], trusted=False)
+            check_recipe(run, ["task.name"])
 
 
 @pytest.mark.parametrize("code", ["text", [], {"task.name": "text"}, {"task.name": [1, None]}, 7])
@@ -274,7 +278,7 @@ def test_what_is_no_signature_vouches_for_nothing(home: Path, code: Any) -> None
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**facts, "code": code}))
     with pytest.raises(RecipeError, match=r"task\.name"):
-        trusted_code.read_run_recipe(run, ["task.name"], trusted=False)
+        check_recipe(run, ["task.name"])
 
 
 def test_every_key_that_names_code_is_known() -> None:

@@ -219,7 +219,7 @@ FALLBACKS = {
     # Plain DDP of whole layers,
     "tp": "from finetune.models import split_layers as s\ns.split = lambda network, group: s.Splits()",
     # and gradients averaged over ranks that hold different parts of a layer.
-    "fsdp_tp": "from contextlib import nullcontext\nfsdp.sharding_over_averaging_ranks = lambda runtime: nullcontext()",
+    "fsdp_tp": "from contextlib import nullcontext\nfsdp.sharding_over_mesh = lambda runtime: nullcontext()",
 }
 
 

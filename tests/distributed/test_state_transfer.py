@@ -206,16 +206,16 @@ def small(optimizer: type[torch.optim.Optimizer], **arguments: Any) -> tuple[nn.
 
 
 def copied(network: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    return {key: piece.gather().clone() for key, piece in state_transfer.read(network, optimizer, cut=False)}
+    return {key: piece.gather().clone() for key, piece in state_transfer.read_state(network, optimizer, cut=False)}
 
 
 def test_numbers_come_back_as_what_they_were() -> None:
     network, optimizer = small(Counting)
     have = copied(network, optimizer)
-    assert list(state_transfer.sizes(network).values()) == [6, 2, 2]
+    assert list(state_transfer.parameter_sizes(network).values()) == [6, 2, 2]
     assert {key.partition("/")[0] for key in have} == {"parameter", "step", "decay", "table"}
     network, optimizer = small(Counting, lr=0.3)
-    state_transfer.write(network, optimizer, list(have), have.__getitem__, cut=False)
+    state_transfer.write_state(network, optimizer, list(have), have.__getitem__, cut=False)
     held = optimizer.state[network[0].weight]
     assert (type(held["step"]), held["step"], type(held["decay"])) == (int, 2, float)
     assert held["decay"] == 1.0 * 0.1 * 0.1
@@ -228,20 +228,20 @@ def test_the_order_is_no_matter_of_how_state_was_filled() -> None:
     """Ranks send each other pieces by it, and each of them may have read a checkpoint's keys in its own order."""
     network, optimizer = small(torch.optim.AdamW)
     have = copied(network, optimizer)
-    state_transfer.write(network, optimizer, list(have)[::-1], have.__getitem__, cut=False)
+    state_transfer.write_state(network, optimizer, list(have)[::-1], have.__getitem__, cut=False)
     assert list(copied(network, optimizer)) == list(have)
 
 
 def test_what_is_read_is_live_and_what_is_written_is_a_copy() -> None:
     network, optimizer = small(torch.optim.AdamW)
-    live = dict(state_transfer.read(network, optimizer, cut=False))["parameter/0.weight"].local
+    live = dict(state_transfer.read_state(network, optimizer, cut=False))["parameter/0.weight"].local
     assert live.data_ptr() == network[0].weight.data_ptr()
     assert not live.requires_grad
     have = copied(network, optimizer)
-    state_transfer.write(network, optimizer, list(have), have.__getitem__, cut=False)
+    state_transfer.write_state(network, optimizer, list(have), have.__getitem__, cut=False)
     for tensor in have.values():
         tensor.fill_(7)
-    assert not any((piece.local == 7).any() for _, piece in state_transfer.read(network, optimizer, cut=False))
+    assert not any((piece.local == 7).any() for _, piece in state_transfer.read_state(network, optimizer, cut=False))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -250,7 +250,7 @@ def test_without_state_the_optimiser_stays_as_it_is(fused: bool) -> None:
     have = copied(network, optimizer)
     assert have["step/0.weight"].dtype == torch.float32
     parameters = [key for key in have if key.startswith("parameter/")]
-    state_transfer.write(network, optimizer, parameters, have.__getitem__, cut=False)
+    state_transfer.write_state(network, optimizer, parameters, have.__getitem__, cut=False)
     after = copied(network, optimizer)
     assert all(torch.equal(have[key], after[key]) for key in have)
 

@@ -205,7 +205,7 @@ def test_steps_that_are_taken_again_are_written_down_once(tmp_path: Path, monkey
 class Scaled(OneRank):
     """A backend that scales losses, as fp16 needs."""
 
-    scales_loss = True
+    precision = "fp16"
 
 
 def taken(step: int, *, loss: float, norm: float) -> StepOutput:
@@ -246,7 +246,7 @@ def test_a_good_step_between_begins_the_count_anew() -> None:
 
 
 class OneRankUnscaled(OneRank):
-    scales_loss = False
+    precision = "bf16"
 
 
 # ---------------------------------------------------------------- over restarts

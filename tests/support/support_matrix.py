@@ -137,7 +137,7 @@ def _rows() -> Iterator[tuple[str, ...]]:
     sums = "training/test_gradient_sums.py::test_both_ways_take_the_single_process_path[{}-4]"
     yield sums, "hsdp", "accumulation SGD all documents fp32"
     halves = "training/test_gradient_sums.py::test_sums_in_bf16_are_near_those_in_fp32[{}]"
-    yield halves, "single ddp fsdp zero3 tp", "bf16_sums SGD all documents fp32"
+    yield halves, "single ddp fsdp zero1 zero2 zero3 tp", "bf16_sums SGD all documents fp32"
     adapters = "models/test_lora.py::test_same_path_on_every_backend[{}-%s]"
     yield adapters % "plain", _MOST, f"lora {_PLAIN} sampling", "SOME.plain"
     yield adapters % "dora", _MOST, f"dora dropout checkpointing {_PLAIN}", "SOME.dora"

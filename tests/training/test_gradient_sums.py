@@ -89,7 +89,7 @@ def test_both_ways_take_the_single_process_path(
 HALVES = {**PARITY["sgd"], "optim": {**PARITY["sgd"]["optim"], "reduce_dtype": "bf16"}, "length": {"steps": 4}}
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero3", "tp"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp"])
 def test_sums_in_bf16_are_near_those_in_fp32(launcher: Launcher, config: str) -> None:
     single = launcher.one("single", HALVES).check()
     run = launcher.one(config, HALVES).check()

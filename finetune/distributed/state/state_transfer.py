@@ -9,21 +9,21 @@ from torch import nn
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.tensor_facts import local
+from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.errors import CheckpointError
 
 PARAMETER = "parameter"
 
 
-def sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
-    """Elements of each trainable parameter, whole, by name, in the order of `named_parameters()`."""
+def parameter_sizes(network: nn.Module, splits: Splits = UNSPLIT) -> dict[str, int]:
+    """Returns the elements of each whole trainable parameter, by name, in the order of `named_parameters()`."""
     return {name: splits.size(name, p) for name, p in _trainable(network)}
 
 
-def read(
+def read_state(
     network: nn.Module, optimizer: Any, splits: Splits = UNSPLIT, *, cut: bool, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """This rank's piece of every trainable parameter (its fp32 master) and of its optimiser state, one at a time.
+    """Yields this rank's piece of every trainable parameter (its fp32 master) and of its optimiser state.
 
     All ranks run through it, and those that gather do so in step. State that does not exist yet is left out.
 
@@ -42,17 +42,17 @@ def read(
     inner = inner_optimizer(optimizer)
     for name, parameter in _trainable(network):
         split = splits.parameters.get(name)
-        yield f"{PARAMETER}/{name}", tensor_shards.of(parameter, split, splits.group)
+        yield f"{PARAMETER}/{name}", tensor_shards.shard_of(parameter, split, splits.group)
         for key, value in in_order(inner.state.get(parameter, {})):
             if value is None or parameters_only:
                 continue
             tensor = as_tensor(value, f"{key}/{name}")
             if cut and tensor.ndim and tensor.shape != parameter.shape:
                 raise not_held(f"{key}/{name}", tensor.shape, parameter.shape)
-            yield f"{key}/{name}", tensor_shards.of(tensor, split if tensor.ndim else None, splits.group)
+            yield f"{key}/{name}", tensor_shards.shard_of(tensor, split if tensor.ndim else None, splits.group)
 
 
-def write(
+def write_state(
     network: nn.Module,
     optimizer: Any,
     keys: Collection[str],
@@ -61,7 +61,7 @@ def write(
     *,
     cut: bool,
 ) -> None:
-    """Writes what `read` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
+    """Writes what `read_state` gave into a freshly prepared model and optimiser, on any backend and number of ranks.
 
     All ranks must call it. Nothing is gathered: of each tensor a rank copies its own part.
 
@@ -70,8 +70,8 @@ def write(
         optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
-        splits: As `read` has it.
-        cut: As `read` has it.
+        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        cut: True where a tensor may lie on several ranks in parts.
 
     Raises:
         CheckpointError: If a tensor is missing, unexpected, of another shape, or cannot be held here, naming it.
@@ -82,8 +82,8 @@ def write(
     if any(states.values()):
         inner.state.clear()
     for name, parameter in _trainable(network):
-        shard = tensor_shards.of(parameter, splits.parameters.get(name), splits.group)
-        whole = loaded(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
+        shard = tensor_shards.shard_of(parameter, splits.parameters.get(name), splits.group)
+        whole = load_parameter(load, f"{PARAMETER}/{name}", torch.Size(shard.shape))
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
@@ -92,7 +92,7 @@ def write(
 
 
 def in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """State in the same order on every rank: that of the dictionary is the order in which a resume filled it."""
+    """Sorts state, so that its order is the same on every rank: a dictionary's is that in which a resume filled it."""
     return sorted(held.items())
 
 
@@ -100,13 +100,8 @@ def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in network.named_parameters() if p.requires_grad)
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimiser inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]:
-    """The names of the state of each parameter."""
+    """Returns the names of the state of each parameter; refuses keys of another model."""
     states: dict[str, list[str]] = {name: [] for name, _ in _trainable(network)}
     missing = [name for name in states if f"{PARAMETER}/{name}" not in keys]
     if missing:
@@ -126,7 +121,7 @@ def sort_keys(network: nn.Module, keys: Collection[str]) -> dict[str, list[str]]
     return states
 
 
-def loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
+def load_parameter(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.Tensor:
     whole = load(key)
     if whole.shape != shape or whole.dtype != torch.float32:
         raise CheckpointError(
@@ -137,7 +132,6 @@ def loaded(load: Callable[[str], torch.Tensor], key: str, shape: Any) -> torch.T
 
 
 def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
-    """Gives a tensor that is divided as a shard is its part of a whole one."""
     here = local(tensor)
     here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
 
@@ -145,21 +139,20 @@ def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
 def _placed(
     whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
 ) -> Any:
-    """State as an optimiser of torch's holds it for a parameter, of which this rank has a shard."""
     if whole.shape == shard.shape and key != "step":
         # Laid out as the parameter is: sharded, and with its strides.
         like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
         _fill(like, whole, shard)
         return like
     if whole.ndim == 0:
-        return scalar(whole, key, group, parameter.device)
+        return place_number(whole, key, group, parameter.device)
     if divided:
         raise not_held(f"{key}/{name}", whole.shape, shard.shape)
     return whole.to(parameter.device, copy=True)
 
 
-def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
-    """A number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
+def place_number(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:
+    """Returns a number as the optimiser holds it: `step` rests on the CPU unless kernels read it.
 
     Source: torch, `Optimizer._process_value_according_to_param_policy`.
     """
@@ -171,7 +164,7 @@ def scalar(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.d
 
 
 def as_tensor(value: Any, key: str) -> torch.Tensor:
-    """State as a tensor: Python's numbers in a dtype of 64 bit, by which they are known again."""
+    """Returns state as a tensor: Python's numbers in a dtype of 64 bit, by which they are recognised again."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (int, float)):

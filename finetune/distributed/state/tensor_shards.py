@@ -1,4 +1,4 @@
-"""Which part of a tensor lies on this rank, and how parts get to the rank that writes the whole."""
+"""The part of a tensor that lies on this rank, and the way of parts to the rank that writes the whole."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,22 +17,19 @@ Range = tuple[int, int]
 
 
 class Block(NamedTuple):
-    """What of a whole tensor a rank has in one piece: a range of each dimension.
-
-    One range alone is of the tensor as one dimension.
-    """
+    """A contiguous part of a whole tensor: a range of each dimension, or one of the flattened tensor."""
 
     whole: tuple[Range, ...]
-    """Where it lies in the whole tensor."""
+    """Its ranges in the whole tensor."""
     local: tuple[Range, ...]
-    """Where it lies in what the rank has."""
+    """Its ranges in the rank's piece."""
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """It in a whole tensor; a view."""
+        """Returns its view of a whole tensor."""
         return (whole.reshape(-1) if len(self.whole) == 1 else whole)[_slices(self.whole)]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """It in what the rank has; a view."""
+        """Returns its view of the rank's piece."""
         return local[_slices(self.local)]
 
 
@@ -41,30 +38,30 @@ class Shard:
     """This rank's piece of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     local: torch.Tensor
     """The piece, on its device. It is live: to be copied before the next one is asked for."""
     blocks: tuple[Block, ...]
-    """What it is made of; none if it is empty."""
+    """Blocks that it is made of; none if it is empty."""
     ranks: tuple[int, ...]
     """The ranks that have the whole tensor among them; empty if each rank has all of it."""
     gather: Callable[[], torch.Tensor]
-    """The whole tensor, on the device; all of these ranks must call it."""
+    """Returns the whole tensor, on the device; all of these ranks must call it."""
 
 
-def interval(begin: int, size: int) -> tuple[Block, ...]:
-    """A part of a tensor as one dimension."""
+def flat_block(begin: int, size: int) -> tuple[Block, ...]:
+    """Returns a part of a flattened tensor."""
     return (Block(((begin, begin + size),), ((0, size),)),) if size else ()
 
 
-def undivided(tensor: torch.Tensor) -> Shard:
-    """A tensor that each rank has all of."""
+def whole_shard(tensor: torch.Tensor) -> Shard:
+    """Returns a tensor that each rank has all of."""
     whole = tensor.detach()
-    return Shard(tuple(whole.shape), whole.reshape(-1), interval(0, whole.numel()), (), lambda: whole)
+    return Shard(tuple(whole.shape), whole.reshape(-1), flat_block(0, whole.numel()), (), lambda: whole)
 
 
-def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
-    """The piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
+def shard_of(tensor: Any, split: Split | None = None, group: Group | None = None) -> Shard:
+    """Returns the piece of a tensor of torch's own backends, which is sharded along its first dimension or not at all.
 
     Args:
         split: How it is split over the ranks of a tensor-parallel group, if it is.
@@ -73,15 +70,17 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
     ranks: tuple[int, ...] = ()
     rows = (0, tensor.shape[0] if tensor.ndim else 1)
     if hasattr(tensor, "device_mesh"):
+        from finetune.utils.compat.torch_sharding_private import local_shape_and_offset
+
         mesh, placements = tensor.device_mesh, tensor.placements
         sharded = [index for index, placement in enumerate(placements) if placement.is_shard()]
         if len(sharded) != 1 or placements[sharded[0]].dim != 0:
             raise BackendError(f"A tensor of {tuple(tensor.shape)} is sharded as {placements}, not along its rows.")
-        shape, offset = _place(tensor)
+        shape, offset = local_shape_and_offset(tensor)
         rows = (offset[0], offset[0] + shape[0])
         ranks = tuple(distributed.get_process_group_ranks(mesh.get_group(sharded[0])))
     elif split is None:
-        return undivided(tensor)
+        return whole_shard(tensor)
     here = local(tensor.detach())
 
     def part() -> torch.Tensor:
@@ -94,7 +93,7 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
     if split is None:
         row = tensor.numel() // max(1, tensor.shape[0])
         begin, size = rows[0] * row, here.numel()
-        return Shard(tuple(tensor.shape), here.reshape(-1), interval(begin, size), ranks, part)
+        return Shard(tuple(tensor.shape), here.reshape(-1), flat_block(begin, size), ranks, part)
     assert group is not None
 
     def gather() -> torch.Tensor:
@@ -114,7 +113,7 @@ def of(tensor: Any, split: Split | None = None, group: Group | None = None) -> S
 
 
 def _blocks(split: Split, rows: Range, size: int, rank: int) -> Iterator[Block]:
-    """What a rank of a tensor-parallel group has in some rows of its part of a tensor."""
+    """Yields the blocks of some rows of a part that a rank of a tensor-parallel group has of a tensor."""
     at = 0
     for first, last in split.indices(size, rank):
         begin, end = (max(at, rows[0]), min(at + last - first, rows[1])) if split.dim == 0 else rows
@@ -130,7 +129,7 @@ def _blocks(split: Split, rows: Range, size: int, rank: int) -> Iterator[Block]:
 
 
 def part_of(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """What of a whole tensor belongs to this rank if it is divided as another one is."""
+    """Returns this rank's part of a whole tensor, divided as a shard is."""
     if len(shard.blocks) == 1:
         return shard.blocks[0].within(whole).reshape(shard.local.shape)
     part = torch.empty(shard.local.shape, dtype=whole.dtype)
@@ -140,13 +139,13 @@ def part_of(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def to_numbers(blocks: tuple[Block, ...]) -> list[int]:
-    """Blocks as whole numbers, for a table that ranks share: dimensions and blocks, and the ranges of each."""
+    """Returns blocks as whole numbers, for a table that ranks share: dimensions, blocks, and the ranges of each."""
     dims = len(blocks[0].whole) if blocks else 0
     return [dims, len(blocks), *(n for block in blocks for side in block for ends in side for n in ends)]
 
 
 def from_numbers(numbers: list[int]) -> tuple[Block, ...]:
-    """The inverse; numbers may follow that mean nothing."""
+    """Returns the blocks of `to_numbers`; numbers without a meaning may follow."""
     dims, count, *ends = numbers
     ranges = list(zip(ends[::2], ends[1::2], strict=False))
     sides = [tuple(ranges[i * dims : (i + 1) * dims]) for i in range(2 * count)]
@@ -155,12 +154,6 @@ def from_numbers(numbers: list[int]) -> tuple[Block, ...]:
 
 def _slices(ranges: tuple[Range, ...]) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in ranges)
-
-
-def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from finetune.utils.compat.torch_sharding_private import local_shape_and_offset
-
-    return local_shape_and_offset(tensor)
 
 
 class Exchange:

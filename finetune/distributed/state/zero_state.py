@@ -1,4 +1,4 @@
-"""DeepSpeed's flat buffers: which part of which parameter lies where in master weights and optimiser state.
+"""Trained parameters and optimiser state in DeepSpeed's flat buffers: read from them, and written there.
 
 DeepSpeed's accessors (`safe_get_full_fp32_param` and others) are not used. Those of the optimiser's state know the
 first parameter group only, those of the weights look in the wrong place under `round_robin_gradients`, sums of floats
@@ -8,39 +8,44 @@ Source: deepspeed 0.19.8, `utils/tensor_fragment.py`, `stage_1_and_2.py::_link_a
 `_lazy_init_hp_params_optimizer_state`, `stage3.py::set_full_hp_param` and `_get_fp32_opt_state_partition`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import distributed, nn
 
-from finetune.distributed.state.tensor_shards import Shard, interval
-from finetune.utils.errors import BackendError
+from finetune.distributed.state import tensor_shards
+from finetune.distributed.state.state_transfer import (
+    PARAMETER,
+    as_tensor,
+    in_order,
+    load_parameter,
+    not_held,
+    place_number,
+    sort_keys,
+)
+from finetune.distributed.state.tensor_shards import Shard, flat_block
+from finetune.distributed.tensor_facts import inner_optimizer
+from finetune.utils.compat import deepspeed_private
+from finetune.utils.errors import BackendError, CheckpointError
 
 
-@dataclass(frozen=True)
-class Part:
+class FlatPart(NamedTuple):
     """This rank's part of a parameter."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     begin: int
-    """Where the part begins in the parameter, both as one dimension."""
+    """Offset of the part in the flattened parameter."""
     place: int
-    """Where it begins in the flat buffer."""
+    """Its offset in the flat buffer."""
     size: int
     """0 if this rank has none of it."""
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a whole tensor; a view."""
-        return whole.reshape(-1).narrow(0, min(self.begin, whole.numel()), self.size)
-
-    def within(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part in a flat buffer; a view."""
-        return buffer.detach().narrow(0, self.place, self.size)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class ZeroState:
     """The optimiser's settings for it."""
     ranks: Any
     """The processes that it is sharded over."""
-    parts: list[Part]
+    parts: list[FlatPart]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -63,25 +68,113 @@ class ZeroState:
         found: dict[str, Any] = self.optimizer.state.get(self.master, {})
         return found
 
-    def piece(self, part: Part, buffer: torch.Tensor) -> Shard:
-        """What lies in such a buffer of one parameter."""
+    @property
+    def counts_steps(self) -> bool:
+        """True if its optimiser is DeepSpeed's Adam for the CPU, which keeps the step as a number of Python's."""
+        return isinstance(self.optimizer, DeepSpeedCPUAdam)
+
+    def piece(self, part: FlatPart, buffer: torch.Tensor) -> Shard:
+        """Returns what lies in such a buffer of one parameter."""
         ranks = tuple(distributed.get_process_group_ranks(self.ranks))
-        blocks = interval(part.begin, part.size)
-        return Shard(part.shape, part.within(buffer), blocks, ranks, lambda: self._gather(part, buffer))
+        here, blocks = buffer.detach().narrow(0, part.place, part.size), flat_block(part.begin, part.size)
 
-    def _gather(self, part: Part, buffer: torch.Tensor) -> torch.Tensor:
-        from deepspeed.accelerator import get_accelerator
+        def gather() -> torch.Tensor:
+            whole = torch.zeros(part.shape, dtype=buffer.dtype, device=get_accelerator().current_device_name())
+            for block in blocks:
+                block.within(whole).copy_(here)
+            # As integers: all but one rank add zeros, and every bit arrives.
+            bits = whole.reshape(-1).view({4: torch.int32, 8: torch.int64}.get(buffer.element_size(), torch.uint8))
+            distributed.all_reduce(bits, group=self.ranks)
+            return whole
 
-        whole = torch.zeros(part.shape, dtype=buffer.dtype, device=get_accelerator().current_device_name())
-        part.of(whole).copy_(part.within(buffer))
-        # As integers: all but one rank add zeros, and every bit arrives.
-        bits = whole.reshape(-1).view({4: torch.int32, 8: torch.int64}.get(buffer.element_size(), torch.uint8))
-        distributed.all_reduce(bits, group=self.ranks)
-        return whole
+        return Shard(part.shape, here, blocks, ranks, gather)
+
+    def fill(self, part: FlatPart, buffer: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes this rank's part of a whole tensor into such a buffer."""
+        piece = self.piece(part, buffer)
+        piece.local.copy_(tensor_shards.part_of(whole, piece))
+
+
+def read_state(optimizer: Any, network: nn.Module, *, parameters_only: bool = False) -> Iterator[tuple[str, Shard]]:
+    """`state_transfer.read_state`, of flat buffers."""
+    zero = inner_optimizer(optimizer)
+    for flat in zero_states(zero, network):
+        with _reading(zero, flat):
+            for part in flat.parts:
+                yield f"{PARAMETER}/{part.name}", flat.piece(part, flat.master)
+                for state, value in in_order(flat.state):
+                    if value is None or parameters_only:
+                        continue
+                    key = f"{state}/{part.name}"
+                    tensor = as_tensor(value, key)
+                    if tensor.shape == flat.master.shape:
+                        yield key, flat.piece(part, tensor)
+                        continue
+                    if tensor.ndim:
+                        raise not_held(key, tensor.shape, flat.master.shape)
+                    counted = state == "step" and flat.counts_steps
+                    yield key, tensor_shards.whole_shard(tensor.float() if counted else tensor)
+
+
+def write_state(optimizer: Any, network: nn.Module, keys: Collection[str], load: Callable[[str], torch.Tensor]) -> None:
+    """`state_transfer.write_state`, into flat buffers."""
+    zero, states = inner_optimizer(optimizer), sort_keys(network, keys)
+    steps: dict[Any, int] = {}
+    with _changing(zero):
+        for flat in zero_states(zero, network):
+            with _writing(zero, flat):
+                for part in flat.parts:
+                    flat.fill(part, flat.master, load_parameter(load, f"{PARAMETER}/{part.name}", part.shape))
+                if any(states[part.name] for part in flat.parts):
+                    flat.optimizer.state[flat.master] = _flat_state(flat, states, load)
+                    if flat.counts_steps:
+                        steps[flat.optimizer] = flat.state["step"]
+    for stepped, step in steps.items():
+        _replay_cpu_adam(stepped, step)
+
+
+def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """The state of a flat buffer, of that of its parameters; those that had no gradient yet have none, and get 0."""
+    holders = [part for part in flat.parts if states[part.name]]
+    buffers: dict[str, torch.Tensor] = {}
+    numbers: dict[str, tuple[torch.Tensor, str]] = {}
+    for state in dict.fromkeys(state for part in holders for state in states[part.name]):
+        for part in holders:
+            key = f"{state}/{part.name}"
+            if state not in states[part.name]:
+                raise CheckpointError(
+                    f"The checkpoint has no '{key}', though it has that state of other parameters. It is not whole: "
+                    "resume from another one."
+                )
+            whole = load(key)
+            if whole.shape == part.shape and state != "step":
+                if state not in buffers:
+                    buffers[state] = _buffer(flat, state, whole.dtype)
+                flat.fill(part, buffers[state], whole)
+            elif whole.ndim:
+                raise not_held(key, whole.shape, part.shape)
+            elif not torch.equal(numbers.setdefault(state, (whole, key))[0], whole):
+                other, of = numbers[state]
+                raise CheckpointError(
+                    f"The checkpoint's '{key}' is {whole.item():g} and '{of}' is {other.item():g}, but DeepSpeed keeps "
+                    "one number for both. Resume on one process, DDP or FSDP."
+                )
+    device = flat.master.device
+    return buffers | {
+        state: int(whole) if state == "step" and flat.counts_steps else place_number(whole, state, flat.group, device)
+        for state, (whole, _) in numbers.items()
+    }
+
+
+def _buffer(flat: ZeroState, state: str, dtype: torch.dtype) -> torch.Tensor:
+    old = flat.state.get(state)
+    if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
+        return old.zero_()
+    return torch.zeros_like(flat.master.detach(), dtype=dtype)
 
 
 def zero_states(zero: Any, network: nn.Module) -> Iterator[ZeroState]:
-    """The flat buffers of a ZeRO optimiser, in the same order on every rank.
+    """Yields the flat buffers of a ZeRO optimiser, in the same order on every rank.
 
     Raises:
         BackendError: If it is another kind of optimiser.
@@ -107,7 +200,7 @@ def _stage_1_and_2(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
             first, last = max(offset, low), min(offset + parameter.numel(), low + size)
             here = max(0, last - first)
             begin, place = (first - offset, first - low) if here else (0, 0)
-            parts.append(Part(names[id(parameter)], tuple(parameter.shape), begin, place, here))
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.shape), begin, place, here))
         inner = zero.optimizer
         yield ZeroState(
             index, zero.single_partition_of_fp32_groups[index], inner, inner.param_groups[index], ranks, parts
@@ -123,7 +216,7 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
             begin = distributed.get_rank(ranks) * size
             # The last ranks' parts are padded.
             here = max(0, min(size, parameter.ds_numel - begin))
-            parts.append(Part(names[id(parameter)], tuple(parameter.ds_shape), begin, place, here))
+            parts.append(FlatPart(names[id(parameter)], tuple(parameter.ds_shape), begin, place, here))
         # With offload of a share of the optimiser, another one steps the rest.
         elsewhere = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
         inner = zero.backup_optimizer if elsewhere else zero.optimizer
@@ -131,14 +224,16 @@ def _stage_3(zero: Any, names: dict[int, str]) -> Iterator[ZeroState]:
         yield ZeroState(index, zero.fp32_partitioned_groups_flat[index], inner, group, ranks, parts)
 
 
+def _rests_on_disk(zero: Any, flat: ZeroState) -> bool:
+    return hasattr(zero, "fp16_groups") and deepspeed_private.is_swapped(zero, flat.index)
+
+
 @contextmanager
-def reading(zero: Any, flat: ZeroState) -> Iterator[None]:
+def _reading(zero: Any, flat: ZeroState) -> Iterator[None]:
     """A flat buffer and its state in host memory, if they rest on the disk."""
     if not _rests_on_disk(zero, flat):
         yield
         return
-    from finetune.utils.compat import deepspeed_private
-
     deepspeed_private.swap_in(zero, flat.index)
     try:
         yield
@@ -147,10 +242,8 @@ def reading(zero: Any, flat: ZeroState) -> Iterator[None]:
 
 
 @contextmanager
-def writing(zero: Any, flat: ZeroState) -> Iterator[None]:
-    """Likewise, to be changed: afterwards the network computes with the new weights (on this rank's part)."""
-    from finetune.utils.compat import deepspeed_private
-
+def _writing(zero: Any, flat: ZeroState) -> Iterator[None]:
+    """A flat buffer to be changed: afterwards the network computes with the new weights (on this rank's part)."""
     on_disk = _rests_on_disk(zero, flat)
     if on_disk:
         deepspeed_private.swap_in(zero, flat.index)
@@ -162,7 +255,7 @@ def writing(zero: Any, flat: ZeroState) -> Iterator[None]:
 
 
 @contextmanager
-def changing(zero: Any) -> Iterator[None]:
+def _changing(zero: Any) -> Iterator[None]:
     """Masters change within; afterwards the network computes with them on every rank."""
     if not hasattr(zero, "fp16_groups"):
         yield
@@ -174,20 +267,7 @@ def changing(zero: Any) -> Iterator[None]:
     zero.checkpoint_event_epilogue()
 
 
-def _rests_on_disk(zero: Any, flat: ZeroState) -> bool:
-    from finetune.utils.compat.deepspeed_private import is_swapped
-
-    return hasattr(zero, "fp16_groups") and is_swapped(zero, flat.index)
-
-
-def is_cpu_adam(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's Adam for the CPU."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return isinstance(optimizer, DeepSpeedCPUAdam)
-
-
-def replay_cpu_adam(optimizer: Any, steps: int) -> None:
+def _replay_cpu_adam(optimizer: Any, steps: int) -> None:
     """Brings the counter of DeepSpeed's CPU Adam to `steps`, as if it had taken them.
 
     Its C++ part multiplies the powers of beta up step by step in fp32; set to a step at once it computes them with

@@ -31,7 +31,15 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     accelerator.ddp_handler.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
     wrapped: Any
     if runtime.mesh.size("tp") > 1:
-        wrapped, prepared = prepare_beside_split_layers(runtime, model, optimizer)
+        # Over the ranks that hold the same part of each layer, which Accelerate cannot be told.
+        moved: Any = accelerator.prepare_model(model, evaluation_mode=True)
+        wrapped = DistributedDataParallel(
+            moved,
+            device_ids=None if accelerator.device.type == "cpu" else [accelerator.device.index],
+            process_group=runtime.mesh.groups["average"].handle,
+            **accelerator.ddp_handler.to_kwargs(),
+        )
+        prepared = accelerator.prepare_optimizer(optimizer)
     else:
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     if runtime.reduce_dtype == "bf16":
@@ -39,22 +47,9 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     return wrapped, prepared
 
 
-def prepare_beside_split_layers(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-    """Averages gradients over the ranks that hold the same part of each layer, which Accelerate cannot be told."""
-    accelerator = runtime.accelerator
-    moved: Any = accelerator.prepare_model(model, evaluation_mode=True)
-    wrapped = DistributedDataParallel(
-        moved,
-        device_ids=None if accelerator.device.type == "cpu" else [accelerator.device.index],
-        process_group=runtime.mesh.groups["average"].handle,
-        **accelerator.ddp_handler.to_kwargs(),
-    )
-    return wrapped, accelerator.prepare_optimizer(optimizer)
-
-
 # DDP refuses a hook whose annotations are others than these.
 def _sum_in_bf16(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls to sum a bucket of gradients over ranks: in bf16, on gloo too, unlike torch's own."""
+    """Sums a bucket of gradients over ranks in bf16, on gloo too, unlike torch's own hook."""
     rounded = bucket.buffer().to(torch.bfloat16).div_(torch.distributed.get_world_size(group))
     sent: Any = torch.distributed.all_reduce(rounded, group=group, async_op=True)
     summed: torch.futures.Future[torch.Tensor] = sent.get_future().then(

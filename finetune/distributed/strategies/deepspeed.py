@@ -14,7 +14,7 @@ from finetune.distributed import deepspeed_config
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.state import tensor_shards, zero_transfer
+from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
@@ -39,10 +39,7 @@ def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch
 
 
 def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
-    """Weights are sharded as they load where the launch says so.
-
-    Random weights are always drawn whole: drawn in shards they would differ from every other strategy's.
-    """
+    """Shards weights as they load where the launch says so; random ones, drawn in shards, would be others."""
     if launch.kind != "zero3" or (pretrained and launch.sharded_init):
         return nullcontext()
     from finetune.utils.compat.transformers_private import hidden_deepspeed
@@ -51,7 +48,6 @@ def _loading(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
 
 
 def _config(runtime: Runtime) -> dict[str, Any]:
-    """DeepSpeed's config as it has been completed so far."""
     config: dict[str, Any] = runtime.accelerator.deepspeed_plugin.deepspeed_config
     return config
 
@@ -113,23 +109,15 @@ def _plan_gathers_by_training(engine: Any) -> None:
     handle = engine.module.register_forward_pre_hook(forget, prepend=True)
 
 
-def check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
-    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it.
-
-    Args:
-        width: The network's hidden size.
-        sizes: Elements of each of its parameters.
-
-    Raises:
-        BackendError: With the threshold, and one that shards the network.
-    """
+def _check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
+    """Completes a config for a network, in place, and refuses one with which stage 3 does not shard it."""
     deepspeed_config.fit_to_model(ds_config, hidden_size=width, parameter_sizes=sizes)
     if launch.kind == "zero3":
         _check_shards(launch, ds_config, sizes)
 
 
 def _check_shards(launch: Launch, ds_config: Mapping[str, Any], sizes: Sequence[int]) -> None:
-    """DeepSpeed keeps parameters of `stage3_param_persistence_threshold` elements or fewer whole on every rank.
+    """Refuses thresholds by which DeepSpeed keeps too many small parameters whole on every rank.
 
     Source: deepspeed 0.19, `mark_persistent_parameters` in `runtime/zero/parameter_offload.py`.
     """
@@ -163,7 +151,6 @@ def _check_prepared(runtime: Runtime, model: Any) -> None:
 
 
 def _casts_weights(runtime: Runtime) -> bool:
-    """True if DeepSpeed itself turns the network's weights into 16 bit."""
     config = _config(runtime)
     return bool(config["bf16"]["enabled"] or config["fp16"]["enabled"])
 
@@ -181,10 +168,6 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContex
     return first_gradients.expect_all(first_gradients.trained_leaves(model), first_gradients.DECAY)
 
 
-def _backward(runtime: Runtime, loss: torch.Tensor) -> None:
-    runtime.accelerator.backward(loss)
-
-
 def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
     # Not accelerator.clip_grad_norm_, which reads the value to the host at once.
     norm = runtime.accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
@@ -194,7 +177,9 @@ def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
 def _read_state(
     runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    return zero_transfer.read(optimizer, network, parameters_only=parameters_only)
+    from finetune.distributed.state import zero_state
+
+    return zero_state.read_state(optimizer, network, parameters_only=parameters_only)
 
 
 def _write_state(
@@ -204,16 +189,18 @@ def _write_state(
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    zero_transfer.write(optimizer, network, keys, load)
+    from finetune.distributed.state import zero_state
+
+    zero_state.write_state(optimizer, network, keys, load)
 
 
 def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
     if runtime.launch.kind != "zero3":
-        return tensor_shards.undivided(parameter)
+        return tensor_shards.whole_shard(parameter)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        return tensor_shards.undivided(parameter.detach().clone())
+        return tensor_shards.whole_shard(parameter.detach().clone())
 
 
 def _loss_scaler(accelerator: Any) -> Any:
@@ -221,7 +208,7 @@ def _loss_scaler(accelerator: Any) -> Any:
 
 
 def _scaler_state(accelerator: Any) -> dict[str, float | int] | None:
-    """With `hysteresis`, which other scalers do not know."""
+    """Returns `hysteresis` too, which other scalers do not know."""
     scaler = _loss_scaler(accelerator)
     if not scaler.dynamic:
         return None
@@ -240,7 +227,7 @@ def _set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> Non
 
 
 def _held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
-    """Bytes of weights with master weights that lie apart, and elements of the master weights here."""
+    """Returns the bytes of weights and of master weights apart, and the elements of the master weights here."""
     inner = model.optimizer
     # Stages 1 and 2 hold the weights of a group as views of one tensor, padded.
     padded = getattr(inner, "bit16_groups_flat", None)
@@ -249,13 +236,13 @@ def _held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
 
 
 def _masters(inner: Any) -> int:
-    """Elements of the master weights here; those on NVMe are empty between steps."""
+    """Returns the elements of the master weights here; those on NVMe are empty between steps."""
     sizes = getattr(inner, "fp16_partitioned_groups_flat_numel", None)
     return sum(sizes) if sizes is not None else sum(m.numel() for m in inner.single_partition_of_fp32_groups)
 
 
 def _apart(inner: Any) -> int:
-    """Elements of the master weights that are not the weights themselves.
+    """Returns the elements of the master weights that are not the weights themselves.
 
     Stage 3 means to step fp32 weights in place, but deepspeed 0.19 compares a device with its name
     (`_create_fp32_partitions` in `runtime/zero/stage3.py`), so that its masters are copies.
@@ -280,8 +267,6 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
             if hasattr(p, "ds_tensor")
         ]
         masters = inner.fp32_partitioned_groups_flat
-        # Not read off the masters themselves: on NVMe they are empty between steps.
-        master_sizes = list(inner.fp16_partitioned_groups_flat_numel)
         swaps = any(getattr(p, "nvme_swapper", None) is not None for p in parameters)
         facts["offload_params"] = _rests(swaps, inner.offload_param)
         facts["offload_optimizer"] = _rests(inner.swap_optimizer, inner.offload_optimizer)
@@ -289,15 +274,13 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
     else:
         held = sizes
         masters = inner.single_partition_of_fp32_groups
-        master_sizes = [m.numel() for m in masters]
         facts["offload_optimizer"] = _rests(False, inner.cpu_offload)
     trainable = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
     return {
         "kind": f"zero{stage}",
         "averaged": engine.dp_world_size,
-        "num_parameters": sum(sizes),
         "parameter_fraction": sum(held) / max(1, sum(sizes)),
-        "optimizer_fraction": sum(master_sizes) / max(1, trainable),
+        "optimizer_fraction": _masters(inner) / max(1, trainable),
         "parameter_dtypes": dtypes_of(masters),
         "model_dtypes": dtypes_of(parameters),
         "reduce_dtype": short_dtype(engine.communication_data_type),
@@ -307,7 +290,7 @@ def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) ->
 
 
 def _on_disk(parameters: list[Any], inner: Any) -> tuple[float, float]:
-    """Shares of parameters and optimiser state that rest on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
+    """Returns the shares of parameters and optimiser state on NVMe; DeepSpeed keeps shards under 1 MiB in memory."""
     shards = [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
     marks = [(s.ds_numel, getattr(s.final_location, "value", s.final_location)) for s in shards]
     held = sum(size for size, mark in marks if mark == "nvme")
@@ -326,13 +309,13 @@ STRATEGY = Strategy(
     holds=lambda model: hasattr(model, "zero_optimization_stage"),
     accelerator_options=_accelerator_options,
     loading=_loading,
-    check_network=check_network,
+    check_network=_check_network,
     prepare=_prepare,
     check_prepared=_check_prepared,
     casts_weights=_casts_weights,
     autocast=_autocast,
     check_gradients=_check_gradients,
-    backward=_backward,
+    backward=lambda runtime, loss: runtime.accelerator.backward(loss),
     grad_norm=_grad_norm,
     clip_gradients=lambda model, norm, max_norm: None,  # it has clipped by then
     step=lambda runtime, optimizer, norm: optimizer.step(),  # in the backward pass, which has looked at the norm

@@ -16,16 +16,16 @@ _MODULES = {
     "zero2": "deepspeed",
     "zero3": "deepspeed",
 }
-"""By the kind of a launch."""
+"""Names of modules by the kind of a launch."""
 
 
 def strategy_of(launch: "Launch") -> "Strategy":
-    """The strategy that a launch asks for."""
+    """Returns the strategy that a launch asks for."""
     return _load(_MODULES[launch.kind])
 
 
 def strategy_of_model(model: Any, asked: "Strategy") -> "Strategy":
-    """The strategy that has prepared a model, which may be another than the one that was asked for."""
+    """Returns the strategy that has prepared a model, which may be another than was asked for."""
     others = (_load(name) for name in dict.fromkeys(_MODULES.values()))
     return asked if asked.holds(model) else next(found for found in others if found.holds(model))
 

@@ -12,7 +12,7 @@ DECAY = "weight decay would shrink them here"
 
 
 def decays(optimizer: object) -> bool:
-    """True if the optimiser shrinks weights whose gradients are zeros."""
+    """Returns whether the optimiser shrinks weights whose gradients are zeros."""
     groups = getattr(optimizer, "param_groups", [])
     return any(group.get("weight_decay") for group in groups)
 
@@ -52,7 +52,7 @@ def refuse_unused(found: list[str], why: str) -> None:
 
 
 def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
-    """The names of modules none of whose trained tensors is used, and of single tensors of others."""
+    """Returns the names of modules none of whose trained tensors is used, and of single tensors of others."""
     found: dict[str, None] = {}
     for name in trained:
         if name not in used:
@@ -63,6 +63,6 @@ def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
 
 
 def trained_leaves(model: object) -> dict[str, torch.Tensor | None]:
-    """Trained parameters of the network inside a wrapper that holds them whole, or gathers them in place."""
+    """Returns trained parameters of the network inside a wrapper that holds them whole, or gathers them in place."""
     network: torch.nn.Module = model.module.network  # type: ignore[attr-defined]
     return {name: p for name, p in network.named_parameters() if p.requires_grad}

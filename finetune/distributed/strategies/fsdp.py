@@ -17,7 +17,14 @@ from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
-from finetune.distributed.tensor_facts import inner_name, local, master_weights, read_parameters, short_dtype
+from finetune.distributed.tensor_facts import (
+    inner_name,
+    inner_optimizer,
+    local,
+    master_weights,
+    read_parameters,
+    short_dtype,
+)
 from finetune.utils.compat import accelerate_private, torch_private
 from finetune.utils.compat import torch_sharding_private as sharding
 from finetune.utils.errors import BackendError
@@ -61,7 +68,7 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     launch = runtime.launch
     before = sum(len(group["params"]) for group in optimizer.param_groups)
     wrapped: Any
-    with sharding_over_averaging_ranks(runtime):
+    with sharding_over_mesh(runtime):
         wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     distinct = {id(p) for group in prepared.param_groups for p in group["params"]}
     if len(distinct) != before:
@@ -71,16 +78,16 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
             "(`finetune doctor`)."
         )
     if launch.offload_optimizer != "none":
-        torch_private.never_skip_steps(getattr(prepared, "optimizer", prepared))
+        torch_private.never_skip_steps(inner_optimizer(prepared))
     if launch.sync_each_batch:
         # Ranks may use different weights in a micro-batch (experts): what they reduce must match.
         wrapped.set_reduce_scatter_unused_params(True)
     return wrapped, prepared
 
 
-def sharding_over_averaging_ranks(runtime: Runtime) -> AbstractContextManager[None]:
-    """Has Accelerate shard over the ranks that hold the same part of each layer; without split layers these are all."""
-    device_mesh = runtime.mesh.averaging_mesh
+def sharding_over_mesh(runtime: Runtime) -> AbstractContextManager[None]:
+    """Has Accelerate shard over the run's mesh, where that is not simply all ranks."""
+    device_mesh = runtime.mesh.sharding_mesh
     return nullcontext() if device_mesh is None else accelerate_private.sharding_over(runtime.accelerator, device_mesh)
 
 
@@ -98,7 +105,7 @@ def _sums_within_shards(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]:
-    """Where FSDP2 sums after each micro-batch, it takes missing gradients for zeros.
+    """Refuses missing gradients where FSDP2 sums after each micro-batch, since it takes them for zeros.
 
     Else it leaves weights as they are, but torch 2.13 fails over units that it never gathered, where it holds gradients
     to sum in another dtype.
@@ -113,7 +120,7 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
     with expected:
         yield
     if not last:
-        check_held_gradients(runtime.launch, model)
+        _check_held_gradients(runtime.launch, model)
 
 
 def _check_held(model: Any) -> None:
@@ -128,7 +135,7 @@ def _check_held(model: Any) -> None:
 
 
 def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
-    """Trained parameters as they are gathered; None for those of units that never were, which get no zeros either."""
+    """Returns trained parameters as gathered; None for those of units that never were, which get no zeros either."""
     return {
         inner_name(sharding.parameter_name(p)): sharding.unsharded(p)
         for p in sharding.fsdp_params(model)
@@ -136,12 +143,8 @@ def _leaves(model: Any) -> dict[str, torch.Tensor | None]:
     }
 
 
-def check_held_gradients(launch: Launch, model: nn.Module) -> None:
-    """Reads back what gradients FSDP2 holds between a step's micro-batches, and compares it with the request.
-
-    Raises:
-        BackendError: With the difference.
-    """
+def _check_held_gradients(launch: Launch, model: nn.Module) -> None:
+    """Refuses a run whose gradients between a step's micro-batches are held otherwise than was asked."""
     whole = cut = 0
     for group in sharding.fsdp_param_groups(model):
         for parameter in group.fsdp_params:
@@ -163,11 +166,7 @@ def check_held_gradients(launch: Launch, model: nn.Module) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Frees gathered weights that were left in place; others would not see a write.
-
-    Args:
-        model: The prepared model: its outermost wrapper may own weights of the network within.
-    """
+    """Frees gathered weights that an evaluation left in place; a write to shards would not change them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -221,7 +220,7 @@ def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> 
 
 
 def _due(tensors: list[Any], mesh: Any, whole: Mapping[int, int]) -> float:
-    """The share of some tensors that is this rank's by FSDP2's rule."""
+    """Returns the share of some tensors that is this rank's by FSDP2's rule."""
     # The mesh of hybrid shard is (replicas, shards).
     rank, shards = (0, 1) if mesh is None else (mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     here = sum(rows_of(t.shape[0], rank, shards) * (t.numel() // max(1, t.shape[0])) for t in tensors)
@@ -229,7 +228,7 @@ def _due(tensors: list[Any], mesh: Any, whole: Mapping[int, int]) -> float:
 
 
 def rows_of(rows: int, rank: int, shards: int) -> int:
-    """How many of a tensor's rows FSDP2 gives to a rank: as many as `torch.chunk` does, which may be none.
+    """Returns how many of a tensor's rows FSDP2 gives to a rank: as many as `torch.chunk` does, maybe none.
 
     Source: torch 2.13, `_chunk_with_empty` in `distributed/fsdp/_fully_shard/_fsdp_common.py`.
     """

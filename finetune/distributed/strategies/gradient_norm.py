@@ -14,7 +14,7 @@ from finetune.distributed.tensor_facts import inner_name
 
 
 def total_norm(model: nn.Module, splits: Splits, device: torch.device) -> torch.Tensor:
-    """The norm of a model's gradients over all ranks, a scalar in fp32; every rank must call it."""
+    """Returns the norm of a model's gradients over all ranks, a scalar in fp32; every rank must call it."""
     gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     if splits.group is None:
         return _total_square((gradient for _, gradient in gradients), device).sqrt().float()
@@ -26,7 +26,7 @@ def total_norm(model: nn.Module, splits: Splits, device: torch.device) -> torch.
 
 @torch.no_grad()
 def _total_square(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of all gradients' squares over the ranks that shard them, a scalar in fp64; these must all call it."""
+    """Returns the sum of all gradients' squares over the ranks that shard them, a scalar in fp64."""
     here: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
@@ -42,7 +42,7 @@ def _total_square(gradients: Iterable[torch.Tensor], device: torch.device) -> to
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of all squares, in fp64.
+    """Returns the sum of all squares, in fp64.
 
     On CPUs torch 2.13 adds squares one after the other in fp32: of nine million values the norm is 3e-4 too small, and
     that of each rank's shards by another share. So it adds those of a row only.

@@ -11,12 +11,13 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import distributed, nn
 
 from finetune.distributed.mesh import Group
+from finetune.distributed.strategies.tensor import apply_passes
 from finetune.utils.errors import BackendError
 
 
@@ -30,11 +31,11 @@ class RowGroup:
     exchanges: int = 0
     """All-to-alls so far."""
     parts: int = 1
-    """How many times as long as before rows came out of the last exchange for heads."""
+    """Length of rows after the last exchange for heads, relative to before."""
 
 
 def install(network: nn.Module, group: Group | None) -> None:
-    """Lets a network's modules know the ranks that rows are split over; without any it stays as it is."""
+    """Tells a network's modules the ranks that rows are split over; without any it stays as it is."""
     if group is not None:
         rows = RowGroup(group)
         for module in network.modules():
@@ -42,14 +43,14 @@ def install(network: nn.Module, group: Group | None) -> None:
 
 
 def row_group(model: nn.Module) -> RowGroup | None:
-    """The ranks that a network's rows are split over, of it or of what is wrapped around it; None for whole rows."""
+    """Returns the ranks that rows of a network, or of the one in a wrapper, are split over; None for whole rows."""
     found = (vars(module).get("row_group") for module in model.modules())
     return next((group for group in found if group is not None), None)
 
 
 @contextmanager
 def whole_rows(model: nn.Module) -> Iterator[None]:
-    """In here, each rank computes whole rows by itself."""
+    """Has each rank compute whole rows by itself."""
     group = row_group(model)
     if group is None:
         yield
@@ -62,7 +63,7 @@ def whole_rows(model: nn.Module) -> Iterator[None]:
 
 
 def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[str, torch.Tensor]:
-    """This rank's part of a language model's batch, whose targets are shifted already.
+    """Returns this rank's part of a language model's batch, whose targets are shifted already.
 
     Args:
         batch: As `data.rows.row_dataset.TokenRows.batch` has it. Rows must divide into N parts.
@@ -89,7 +90,7 @@ def split(batch: Mapping[str, torch.Tensor], rows: RowGroup | None) -> Mapping[s
 
 
 def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
-    """All heads of a part of each row, (B, H, T / N, E), to some heads of whole rows, (B, H / N, T, E).
+    """Exchanges all heads of a part of each row, (B, H, T / N, E), for some heads of whole rows, (B, H / N, T, E).
 
     Raises:
         BackendError: If the heads do not divide into N parts.
@@ -101,31 +102,22 @@ def gather_rows(part: torch.Tensor, rows: RowGroup) -> torch.Tensor:
             f"The launch file splits rows over {size} ranks (sp_size), each of which attends whole rows with a "
             f"part of the {heads} attention heads. Set sp_size to a number that divides them: {sizes}."
         )
-    found: torch.Tensor = _Exchange.apply(part, rows, 1, 2)  # type: ignore[no-untyped-call]
+    found = _exchange(part, rows)
     rows.parts = found.shape[2] // part.shape[2]
     return found
 
 
 def gather_heads(found: torch.Tensor, rows: RowGroup) -> torch.Tensor:
-    """Some heads of whole rows, (B, T, H / N, E), to all heads of a part of each row, (B, T / N, H, E)."""
-    part: torch.Tensor = _Exchange.apply(found, rows, 1, 2)  # type: ignore[no-untyped-call]
-    return part
+    """Exchanges some heads of whole rows, (B, T, H / N, E), for all heads of a part of each row, (B, T / N, H, E)."""
+    return _exchange(found, rows)
 
 
-class _Exchange(torch.autograd.Function):
-    """Splits one dimension over the group, and joins another one."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
-        ctx.rows, ctx.split, ctx.join = rows, split, join
-        return _exchange(values, rows, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _exchange(gradients[0], ctx.rows, ctx.join, ctx.split), None, None, None
+def _exchange(values: torch.Tensor, rows: RowGroup) -> torch.Tensor:
+    """Splits the second dimension over the group, and joins the third; gradients go the other way."""
+    return apply_passes(values, partial(_all_to_all, rows, 1, 2), partial(_all_to_all, rows, 2, 1))
 
 
-def _exchange(values: torch.Tensor, rows: RowGroup, split: int, join: int) -> torch.Tensor:
+def _all_to_all(rows: RowGroup, split: int, join: int, values: torch.Tensor) -> torch.Tensor:
     sent = torch.stack(values.chunk(rows.group.size, split))
     received = torch.empty_like(sent)
     distributed.all_to_all_single(received, sent, group=rows.group.handle)

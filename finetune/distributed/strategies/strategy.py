@@ -1,7 +1,6 @@
-"""What a way of holding a network over ranks has to answer, and what most of them answer alike.
+"""The record of functions that a way of holding a network over ranks consists of, and their defaults.
 
-A strategy is a record of functions, made in a module of its own. What it leaves out is as on one device, or as any
-wrapper of torch's has it: the functions below.
+Each strategy is made in a module of its own. The defaults are those of one device, or of any of torch's wrappers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import gradient_norm, tensor
-from finetune.distributed.tensor_facts import local
+from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.compat import torch_private
 
 TIMEOUT = timedelta(minutes=30)
@@ -42,8 +41,10 @@ class Runtime(Protocol):
     accumulation: int
     reduce_dtype: str
     splits: Splits
-    model: nn.Module | None
+    model: Any
     optimizer: Any
+    num_weights: int
+    num_trained: int
     unverified: bool
 
     @property
@@ -58,10 +59,10 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """What `Accelerator` is made with, beside accumulation.
+    """Returns the arguments of `Accelerator` beside accumulation.
 
     Args:
-        reduced: What gradients are to be summed over ranks in.
+        reduced: Dtype that gradients are to be summed over ranks in.
         cpu: True on a machine without GPUs.
     """
     return {
@@ -71,42 +72,27 @@ def accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.
     }
 
 
-def load_whole(launch: Launch, pretrained: bool) -> AbstractContextManager[None]:
-    """The context to build the network in: whole on every rank."""
-    return nullcontext()
-
-
 def prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """Wraps model and optimiser."""
     wrapped, prepared = runtime.accelerator.prepare(model, optimizer)
     return wrapped, prepared
 
 
-def no_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
-    """The context that the network computes in, inside the one that the wrapper provides."""
-    return nullcontext()  # not a disabled autocast, which would switch off the wrapper's
-
-
 def uncached_autocast(runtime: Runtime) -> AbstractContextManager[Any]:
-    """The same where weights are freed after use: casts of them must not be cached for the whole forward pass."""
+    """Autocast where weights are freed after use: casts of them must not be cached for the whole forward pass."""
     if runtime.precision == "fp32":
         return nullcontext()
     return torch.autocast(runtime.device.type, dtype=runtime.dtype, cache_enabled=False)
 
 
 def no_sync(runtime: Runtime, model: Any) -> AbstractContextManager[Any]:
-    """The context of a micro-batch that is not a step's last: gradients stay on their rank."""
+    """Returns the context of a micro-batch that is not a step's last: gradients stay on their rank."""
     context: AbstractContextManager[Any] = runtime.accelerator.no_sync(model)
     return context
 
 
-def check_nothing(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
-    """The context of the first micro-batches of a run, in which gradients are checked."""
-    return nullcontext()
-
-
 def backward(runtime: Runtime, loss: torch.Tensor) -> None:
-    """The backward pass of one of a step's micro-batches, whose gradients are divided by the number of these."""
+    """Runs the backward pass of a micro-batch; gradients are divided by the number of these in a step."""
     if runtime.accelerator.scaler is not None:
         runtime.accelerator.backward(loss)
     else:
@@ -115,7 +101,7 @@ def backward(runtime: Runtime, loss: torch.Tensor) -> None:
 
 
 def grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
-    """The norm of all gradients over all ranks, a scalar in fp32."""
+    """Returns the norm of all gradients over all ranks, a scalar in fp32."""
     runtime.accelerator.unscale_gradients()
     return gradient_norm.total_norm(model, runtime.splits, runtime.device)
 
@@ -127,7 +113,7 @@ def clip_gradients(model: nn.Module, norm: torch.Tensor, max_norm: float) -> Non
 
 def step(runtime: Runtime, optimizer: Any, norm: torch.Tensor) -> None:
     """Steps the optimiser, unless the gradient norm is not finite: then nothing of it reaches the weights."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = inner_optimizer(optimizer)
     if runtime.accelerator.scaler is not None:
         optimizer.step()  # loss scaling decides alike by itself
     elif torch_private.skips_nonfinite_steps(inner) and not _makes_momenta(inner):
@@ -139,7 +125,7 @@ def step(runtime: Runtime, optimizer: Any, norm: torch.Tensor) -> None:
 
 
 def _makes_momenta(optimizer: Any) -> bool:
-    """True if a step makes the momenta of torch's fused SGD, from memory as it is found: a skipped one leaves that.
+    """Returns whether this step makes the momenta of torch's fused SGD: skipped, it leaves them uninitialised.
 
     Source: torch 2.13, `torch/optim/sgd.py::_fused_sgd`.
     """
@@ -151,9 +137,9 @@ def _makes_momenta(optimizer: Any) -> bool:
 def read_state(
     runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """This rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read`."""
+    """Yields this rank's shard of each trainable parameter and its optimiser state; see `state_transfer.read_state`."""
     cut = runtime.launch.cuts_state
-    return state_transfer.read(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
+    return state_transfer.read_state(network, optimizer, runtime.splits, cut=cut, parameters_only=parameters_only)
 
 
 def write_state(
@@ -163,17 +149,17 @@ def write_state(
     keys: Collection[str],
     load: Callable[[str], torch.Tensor],
 ) -> None:
-    """The inverse, into a freshly prepared model and optimiser; see `state_transfer.write`."""
-    state_transfer.write(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
+    """Writes them into a freshly prepared model and optimiser; see `state_transfer.write_state`."""
+    state_transfer.write_state(network, optimizer, keys, load, runtime.splits, cut=runtime.launch.cuts_state)
 
 
 def read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
-    """This rank's piece of a parameter that is not trained, to be copied at once; every rank must call it."""
-    return tensor_shards.of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
+    """Returns this rank's piece of a frozen parameter, to be copied at once; every rank must call it."""
+    return tensor_shards.shard_of(parameter, runtime.splits.parameters.get(name), runtime.splits.group)
 
 
 def scaler_state(accelerator: Any) -> dict[str, float | int] | None:
-    """The loss scale and for how many steps it has held: `scale` and `good_steps`; None if losses are not scaled."""
+    """Returns the loss scale and for how many steps it has held, `scale` and `good_steps`; None without scaling."""
     if accelerator.scaler is None or not accelerator.scaler.is_enabled():
         return None
     values = accelerator.scaler.state_dict()
@@ -187,21 +173,9 @@ def set_scaler_state(accelerator: Any, state: Mapping[str, float | int]) -> None
 
 
 def held_weights(model: Any, trained: list[Any]) -> tuple[int, int]:
-    """Bytes of the trained weights that this rank holds, and elements of these that it steps."""
+    """Returns the bytes of the trained weights that this rank holds, and the elements of these that it steps."""
     parts = [local(parameter) for parameter in trained]
     return sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
-
-
-def check_network(launch: Launch, ds_config: dict[str, Any], width: int, sizes: Sequence[int]) -> None:
-    """Refuses a network that is not there yet, for which the launch's own config is completed in place.
-
-    Args:
-        width: Its hidden size.
-        sizes: Elements of each of its parameters.
-
-    Raises:
-        BackendError: With what it would be refused for.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,16 +187,24 @@ class Strategy:
     read_back: Callable[[Any, Any, Any, Splits], dict[str, Any]]
     """Facts of `RuntimeReport`, read off the accelerator, a model and an optimiser that it has prepared."""
     accelerator_options: Callable[[Launch, ResolvedConfig, torch.dtype, bool], dict[str, Any]] = accelerator_options
-    loading: Callable[[Launch, bool], AbstractContextManager[None]] = load_whole
-    check_network: Callable[[Launch, dict[str, Any], int, Sequence[int]], None] = check_network
+    loading: Callable[[Launch, bool], AbstractContextManager[None]] = lambda launch, pretrained: nullcontext()
+    """The context to build the network in: whole on every rank, or sharded as it loads."""
+    check_network: Callable[[Launch, dict[str, Any], int, Sequence[int]], None] = lambda *network: None
+    """Refuses a network that is not there yet, by its hidden size and the elements of each parameter; completes the
+    launch's DeepSpeed config for it in place."""
     prepare: Callable[[Runtime, nn.Module, torch.optim.Optimizer], Prepared] = prepare
     check_prepared: Callable[[Runtime, Any], None] = lambda runtime, model: None
     """Refuses a model that would be held otherwise than was asked, as far as its settings say so."""
     casts_weights: Callable[[Runtime], bool] = lambda runtime: False
     """True if the network's weights are computed with in 16 bit, all of them."""
-    autocast: Callable[[Runtime], AbstractContextManager[Any]] = no_autocast
+    autocast: Callable[[Runtime], AbstractContextManager[Any]] = lambda runtime: nullcontext()
+    """The context that the network computes in, inside the one that the wrapper provides. A disabled autocast would
+    switch off the wrapper's."""
     no_sync: Callable[[Runtime, Any], AbstractContextManager[Any]] = no_sync
-    check_gradients: Callable[[Runtime, Any, bool], AbstractContextManager[Any]] = check_nothing
+    check_gradients: Callable[[Runtime, Any, bool], AbstractContextManager[Any]] = lambda runtime, model, last: (
+        nullcontext()
+    )
+    """The context of the first micro-batches of a run, in which gradients are checked; whether it is a step's last."""
     backward: Callable[[Runtime, torch.Tensor], None] = backward
     grad_norm: Callable[[Runtime, nn.Module], torch.Tensor] = grad_norm
     clip_gradients: Callable[[nn.Module, torch.Tensor, float], None] = clip_gradients
@@ -251,9 +233,10 @@ def forward_backward(
     batches: Iterable[Any],
     scaled: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The window of a step: its micro-batches, forward and backward. Gradients are reduced over ranks when it returns.
+    """Runs the window of a step: its micro-batches, forward and backward.
 
-    They are after the last micro-batch, or after each where the strategy shards them or is told to.
+    Gradients are reduced over ranks after the last micro-batch, or after each where the strategy shards them or is told
+    to.
 
     Args:
         batches: As many as `runtime.accumulation`, each asked for when the one before has been computed.

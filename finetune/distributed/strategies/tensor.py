@@ -23,7 +23,7 @@ from finetune.distributed.tensor_facts import inner_name, local
 
 
 def reduce_partial(model: nn.Module, splits: Splits) -> None:
-    """Sums the gradients of which each rank of the group has a part, in place; every one of them must call it."""
+    """Sums the gradients of which each rank of the group has a part, in place; each of them must call it."""
     if splits.group is None:
         return
     named = {inner_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -31,7 +31,7 @@ def reduce_partial(model: nn.Module, splits: Splits) -> None:
 
 
 def counts_in_norm(splits: Splits, name: str) -> bool:
-    """True if this rank counts a parameter's gradient: what each of a group has all of, one of them counts."""
+    """Returns whether this rank counts a parameter's gradient: of one that is not split, one of a group does."""
     return splits.group is None or splits.group.rank == 0 or name in splits.parameters
 
 
@@ -82,27 +82,27 @@ def sum_partial(gradients: Sequence[torch.Tensor], group: Group) -> None:
 
 
 def sum_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """The same values, whose gradients are summed over the group's ranks."""
-    return _apply(values, _same, partial(_sum, group))
+    """Returns the same values, whose gradients are summed over the group's ranks."""
+    return apply_passes(values, _same, partial(_sum, group))
 
 
 def sum_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of what the group's ranks have, on each of them."""
-    return _apply(part, partial(_sum, group), _same)
+    """Returns the sum over the group's ranks, on each of them."""
+    return apply_passes(part, partial(_sum, group), _same)
 
 
 def gather_outputs(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """What the group's ranks have, (..., h / N), one behind the other, (..., h), on each of them."""
-    return _apply(part, partial(_join, group), partial(_own, group))
+    """Joins the parts of the group's ranks, (..., h / N), to (..., h), on each of them."""
+    return apply_passes(part, partial(_join, group), partial(_own, group))
 
 
 def split_inputs(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part, (..., h / N), of what each has, (..., h)."""
-    return _apply(whole, partial(_own, group), partial(_join, group))
+    """Returns this rank's part, (..., h / N), of values that each has, (..., h)."""
+    return apply_passes(whole, partial(_own, group), partial(_join, group))
 
 
 def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of tokens that each has, (n, h) to (n / N, h); see `part_of_tokens`."""
+    """Returns this rank's part of tokens that each has, (n, h) to (n / N, h); see `part_of_tokens`."""
     tokens = len(whole)
 
     def join(part: torch.Tensor) -> torch.Tensor:
@@ -110,11 +110,11 @@ def split_tokens(whole: torch.Tensor, group: Group) -> torch.Tensor:
         distributed.all_gather_into_tensor(joined, part.contiguous(), group=group.handle)
         return joined[:tokens]
 
-    return _apply(whole, partial(part_of_tokens, group=group), join)
+    return apply_passes(whole, partial(part_of_tokens, group=group), join)
 
 
 def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch.Tensor:
-    """This rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
+    """Returns this rank's part of tokens that each has, (n, ...) to (n / N, ...), rounded up and filled up."""
     first, last = _own_tokens(len(whole), group)
     part = whole[first:last]
     missing = last - first - len(part)
@@ -122,8 +122,8 @@ def part_of_tokens(whole: torch.Tensor, fill: int = 0, *, group: Group) -> torch
 
 
 def split_gradients(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """The same values, (B, T, h), of whose gradients each rank has those of its part of the tokens, and else zeros."""
-    return _apply(values, _same, partial(_of_own_tokens, group))
+    """Returns the same values, (B, T, h); of gradients each rank has those of its tokens, and else zeros."""
+    return apply_passes(values, _same, partial(_of_own_tokens, group))
 
 
 def _of_own_tokens(group: Group, gradients: torch.Tensor) -> torch.Tensor:
@@ -141,8 +141,8 @@ def _own_tokens(tokens: int, group: Group) -> tuple[int, int]:
 Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _apply(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
-    """`forward(values)`, whose gradients go through `backward`."""
+def apply_passes(values: torch.Tensor, forward: Pass, backward: Pass) -> torch.Tensor:
+    """Returns `forward(values)`, whose gradients go through `backward`."""
     found: torch.Tensor = _Collective.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return found
 

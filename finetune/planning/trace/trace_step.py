@@ -135,7 +135,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         rest = tracker.now()
         scale = torch.ones(())
         # Gradients that stay are in their place after a step.
-        for _ in range(2 if backend.keeps_gradients else 1):
+        for _ in range(2 if backend.strategy.keeps_gradients(backend) else 1):
             tracker.begin()
             backend.forward_backward(
                 model,

@@ -31,13 +31,14 @@ def reset_state() -> None:
 
 @contextmanager
 def sharding_over(accelerator: Any, mesh: Any) -> Iterator[None]:
-    """Makes FSDP2 shard over a mesh of some of the ranks, not over all of them.
+    """Makes FSDP2 shard over a mesh: of some of the ranks, or of copies by shards.
 
     Source: accelerate 1.15, `fsdp2_prepare_model` in `utils/fsdp_utils.py`.
     """
     state = accelerator.state
     before = state.parallelism_config, state.device_mesh
-    state.parallelism_config = ParallelismConfig(dp_shard_size=max(2, mesh.size()))
+    copies, shards = (1, *mesh.shape)[-2:]
+    state.parallelism_config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=max(2, shards))
     state.device_mesh = {tuple(state.parallelism_config.fsdp_dim_names): mesh}
     try:
         yield
