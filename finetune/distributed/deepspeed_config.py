@@ -2,12 +2,13 @@
 
 import copy
 import json
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune.config.provenance import flat, gives
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed.device_selection import name_deepspeed_device
+from finetune.distributed.launch.launch_config import Launch
 from finetune.utils.errors import BackendError
 
 # Shipped configs say "auto" where the recipe decides.
@@ -25,7 +26,7 @@ _FITTED = (
     "zero_optimization.offload_param.buffer_size",
 )
 
-# What of the recipe decides a value.
+# Keys of the recipe that decide a value.
 DECIDES = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
@@ -36,25 +37,23 @@ DECIDES = {
 }
 
 
-def complete_config(
-    config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
-) -> dict[str, Any]:
-    """The configuration with every value that the recipe decides filled in.
+def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulation: int) -> dict[str, Any]:
+    """Returns the launch's config with every value that the recipe decides filled in; empty without DeepSpeed.
 
     Args:
-        config: As written, with `auto` or nothing where the recipe decides.
+        launch: Its config has `auto` or nothing where the recipe decides.
         precision: `fp32`, `bf16` or `fp16`.
         accumulation: Micro-batches an optimiser step and process.
-        world: Data-parallel processes.
-        place: Where the config is written, for messages.
 
     Raises:
         BackendError: If it contradicts the recipe, with both places.
     """
-    config = copy.deepcopy(config)
+    if not launch.uses_deepspeed:
+        return {}
+    config, place = copy.deepcopy(launch.ds_config), launch.ds_place
     batch, clip = recipe.batch, recipe.optim.clip_norm
     values: dict[str, Any] = {
-        "train_batch_size": batch.rows * accumulation * world,
+        "train_batch_size": batch.rows * accumulation * launch.num_processes,
         "train_micro_batch_size_per_gpu": batch.rows,
         "gradient_accumulation_steps": accumulation,
         # Absent means 1.0 to DeepSpeed; 0.0 is its word for off.
@@ -118,16 +117,15 @@ def check_values(config: Mapping[str, Any], place: str) -> None:
     """Has DeepSpeed read a completed config, so that what it refuses is known before a process starts.
 
     Args:
+        config: None is read if it is empty.
         place: Where the config is written, for messages.
 
     Raises:
         BackendError: With what DeepSpeed says.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        # Else it tells at length that it looked for a GPU.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not config:
+        return
+    name_deepspeed_device()
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
     from pydantic import ValidationError
 
@@ -152,7 +150,7 @@ def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _autocast_bf16(config: dict[str, Any]) -> None:
-    """bf16 as on every other backend: fp32 weights, cast where an operation profits, in place.
+    """Asks for bf16 as on every other backend, in place: fp32 weights, cast where an operation profits.
 
     DeepSpeed's own bf16 mode makes weights, norms and the residual stream bf16; a config that says
     `bf16.enabled: true` gets it.
@@ -165,7 +163,7 @@ def _autocast_bf16(config: dict[str, Any]) -> None:
 
 
 def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:
-    """Accelerate swaps any optimiser for DeepSpeed's CPU Adam under offload, so only AdamW may be asked for."""
+    """Refuses other optimisers than AdamW under offload, where Accelerate swaps any for DeepSpeed's CPU Adam."""
     device = flat(config).get("zero_optimization.offload_optimizer.device") or "none"
     if device == "none":
         return

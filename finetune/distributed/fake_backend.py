@@ -24,7 +24,7 @@ _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def closed(launch: Launch) -> str:
-    """Why a launch cannot be imagined; empty if it can."""
+    """Returns why a launch cannot be imagined; empty if it can."""
     if launch.uses_deepspeed:
         return "DeepSpeed cannot run without its other ranks"
     if launch.offload_params != "none":
@@ -33,7 +33,7 @@ def closed(launch: Launch) -> str:
 
 
 def stand_in(launch: Launch) -> Launch:
-    """What is imagined for a launch: itself, or, if it is closed, one of its processes without a backend.
+    """Returns what is imagined for a launch: itself, or, if it is closed, one of its processes without a backend.
 
     The latter has no file. Its kind says how casts of weights are kept: not, where layers are gathered and freed.
     """
@@ -43,7 +43,7 @@ def stand_in(launch: Launch) -> Launch:
 
 
 def environment(launch: Launch) -> dict[str, str]:
-    """The environment of rank 0 of a launch, on a machine without GPUs."""
+    """Returns the environment of rank 0 of a launch, on a machine without GPUs."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     # So that the figures are the same on every machine.
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,7 @@ def environment(launch: Launch) -> dict[str, str]:
 
 
 def start(recipe: Recipe, launch: Launch) -> Backend:
-    """Rank 0 of a launch that `stand_in` has made."""
+    """Starts rank 0 of a launch that `stand_in` has made."""
     if launch.file is None:
         share = recipe.batch.global_size // launch.num_processes
         recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
@@ -78,7 +78,7 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
 
 
 def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """`Backend.prepare`, of a model of fake tensors."""
+    """Wraps a model of fake tensors and its optimiser, as `Backend.prepare` does."""
     from finetune.utils.compat.torch_tracing_private import keep_buckets
 
     for number, parameter in enumerate(model.parameters()):

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.rendezvous_store import attempt_name
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.strategies.strategy import REDUCED, Strategy
 from finetune.utils.compat import torch_private
@@ -41,8 +41,7 @@ def _meeting_anew() -> AbstractContextManager[None]:
     The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
     attempts, so that a rank may find the address of one that is dead.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(rendezvous_store.TRIAL, "")
-    return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt}")
+    return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from finetune.config import file_kinds
 from finetune.config.recipe import divisors, dump_recipe, fields, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
 from finetune.distributed import deepspeed_config
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import api
@@ -619,12 +620,10 @@ def test_launch_file_loads(file: Path) -> None:
 def test_ds_config_completes(file: Path, precision: str) -> None:
     recipe = validate_recipe({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
     config = deepspeed_config.complete_config(
-        json.loads(file.read_text()),
-        recipe=recipe,
+        Launch(kind="zero2", num_processes=2, ds_config=json.loads(file.read_text()), ds_place=file.name),
+        recipe,
         precision=precision,
         accumulation=2,
-        world=2,
-        place=file.name,
     )
     deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64])
     assert '"auto"' not in json.dumps(config)

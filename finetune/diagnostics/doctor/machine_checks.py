@@ -42,7 +42,7 @@ def threads(asked: Asked) -> Iterable[CheckResult]:
 
 
 def quota() -> float | None:
-    """The processors that a container may use at a time; None if that is not limited."""
+    """Returns the processors that a container may use at a time; None if that is not limited."""
     try:
         most, period = QUOTA.read_text().split()
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def shared_memory(asked: Asked) -> Iterable[CheckResult]:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Returns the folder, or the nearest one above it that is there."""
     place = folder.absolute()
     return next(p for p in (place, *place.parents) if p.is_dir())
 
@@ -148,13 +148,12 @@ def gpus(asked: Asked) -> Iterable[CheckResult]:
 
 
 def dtypes(asked: Asked) -> Iterable[CheckResult]:
-    """A product in every dtype that a run may compute in."""
+    """Checks a product in every dtype that a run may compute in."""
     gpu = of_torch().gpus > 0
-    sound = []
-    for name in ("float32", "bfloat16", *(["float16"] if gpu else [])):
-        if product(name, "cuda" if gpu else "cpu") == 8.0:
-            sound.append(name)
-        else:
+    names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
+    sound = [name for name in names if product(name, "cuda" if gpu else "cpu") == 8.0]
+    for name in names:
+        if name not in sound:
             yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
     yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
     slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
@@ -163,7 +162,7 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
 
 
 def product(dtype: str, device: str) -> float:
-    """An element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
+    """Returns an element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
     import torch
 
     try:
@@ -174,35 +173,30 @@ def product(dtype: str, device: str) -> float:
 
 
 def ops(asked: Asked) -> Iterable[CheckResult]:
-    """The ops that the launch needs; without a launch file all that any could need."""
+    """Checks the native ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed.native_ops import native_ops
 
-    found = native_ops.look(asked.launch)
-    needed = failure if asked.launch is not None else warning
+    found, ready = native_ops.look(asked.launch), []
     for op in found:
         if op.lacking is not None:
             what, install = op.lacking
+            needed = failure if asked.launch is not None else warning
             yield needed("native ops", f"{op.name}, for {op.used_by}, cannot be compiled: {what}", install)
         elif op.locked:
-            yield warning(
-                "native ops",
-                f"{op.name}: there is a build lock",
-                "wait if it is being built; else the next run, or `finetune ops`, removes it",
-            )
+            advice = "wait if it is being built; else the next run, or `finetune ops`, removes it"
+            yield warning("native ops", f"{op.name}: there is a build lock", advice)
         elif not op.built:
-            yield warning(
-                "native ops",
-                f"{op.name}, for {op.used_by}, is not compiled yet: about {op.build_s:.0f} s on 2 cores",
-                "run `finetune ops` ahead, or let the first run do it",
-            )
-    ready = [op.name for op in found if op.built and not op.locked and op.lacking is None]
-    yield ok(
-        "native ops", f"compiled: {', '.join(ready)}" if ready else "none needed" if not found else "none compiled"
-    )
+            state = f"is not compiled yet: about {op.build_s:.0f} s on 2 cores"
+            advice = "run `finetune ops` ahead, or let the first run do it"
+            yield warning("native ops", f"{op.name}, for {op.used_by}, {state}", advice)
+        else:
+            ready.append(op.name)
+    none = "none compiled" if found else "none needed"
+    yield ok("native ops", f"compiled: {', '.join(ready)}" if ready else none)
 
 
 def agreement(asked: Asked) -> Iterable[CheckResult]:
-    """Recipe and launch; what contradicts is raised, as a run raises it."""
+    """Checks that recipe and launch agree; a contradiction is raised, as a run raises it."""
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
@@ -224,14 +218,13 @@ TALK = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 
 
 def overriding(asked: Asked) -> Iterable[CheckResult]:
-    """Variables that act on a run beside launch file and recipe."""
-    clean = True
-    exported = asked.foreseen.exported if asked.foreseen else {}
-    for name in sorted(asked.env):
-        if not name.startswith(tuple(PREFIXES)) or name in (*TALK, *exported):
-            continue  # what the launcher exports takes the place of what was there
-        clean = False
-        beside = "beside the launch file" if asked.foreseen else "on every run"
+    """Checks for variables that act on a run beside launch file and recipe."""
+    exported, beside = {}, "on every run"
+    if asked.foreseen:
+        # What the launcher exports takes the place of what was there.
+        exported, beside = asked.foreseen.exported, "beside the launch file"
+    acting = [n for n in sorted(asked.env) if n.startswith(tuple(PREFIXES)) and n not in (*TALK, *exported)]
+    for name in acting:
         yield warning("variables", f"{name}={asked.env[name]} acts {beside}", f"unset {name}, unless it is meant")
-    if clean:
+    if not acting:
         yield ok("variables", "none overrides a file")

@@ -17,14 +17,13 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from finetune.utils import orphan_watch
 
 # Seconds between two looks at a worker that is waited for.
 _EVERY_S = 0.02
-
-_FLAGS = ("-u", "-m")
 
 
 class ForkedWorker:
@@ -42,7 +41,7 @@ class ForkedWorker:
         self.returncode: int | None = None
         """The exit code, negative for a signal; None while it runs."""
         # It is `python [-u] -m MODULE …`.
-        flags = [word for word in args[1:3] if word in _FLAGS]
+        flags = [word for word in args[1:3] if word in ("-u", "-m")]
         words = list(args[1 + len(flags) :])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,7 +53,7 @@ class ForkedWorker:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
-        """The exit code, if it has ended."""
+        """Returns the exit code, if it has ended."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -78,15 +77,11 @@ class ForkedWorker:
 def import_ahead(module: str) -> None:
     """Imports what workers that run a module will, where its package has a module `worker_imports`."""
     found = importlib.util.find_spec(module)
-    if (
-        found is None
-        or not found.submodule_search_locations
-        or not importlib.util.find_spec(f"{module}.worker_imports")
-    ):
-        return
-    # Workers fail over the same import, and report it as they would alone.
-    with suppress(ImportError):
-        importlib.import_module(f"{module}.worker_imports")
+    # To import a module that is no package would be to run it.
+    if found is not None and found.submodule_search_locations:
+        # Workers fail over the same import, and report it as they would alone.
+        with suppress(ImportError):
+            importlib.import_module(f"{module}.worker_imports")
 
 
 @contextmanager
@@ -99,13 +94,9 @@ def forked_workers() -> Iterator[None]:
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    class Forking:
-        """The module `subprocess`, as Accelerate's launcher uses it."""
-
-        Popen = ForkedWorker
-        CalledProcessError = subprocess.CalledProcessError
-
-    with patch.object(launch, "subprocess", Forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
+    # The module `subprocess`, as Accelerate's launcher uses it.
+    forking = SimpleNamespace(Popen=ForkedWorker, CalledProcessError=subprocess.CalledProcessError)
+    with patch.object(launch, "subprocess", forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
         yield
 
 

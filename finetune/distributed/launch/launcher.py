@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from finetune.distributed.device_selection import name_deepspeed_device
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead
 from finetune.distributed.launch.launch_config import check_installed
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -141,8 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
-            # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            name_deepspeed_device()  # which workers inherit
             import_ahead(parsed.training_script)
     if unset:
         del os.environ["OMP_NUM_THREADS"]

@@ -51,7 +51,7 @@ def python_headers() -> str:
 
 
 def has_libaio() -> bool:
-    """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
+    """Returns True if a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
     program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
     with temporary_folder() as scratch:
@@ -61,7 +61,7 @@ def has_libaio() -> bool:
 
 
 def lacking(*, libaio: bool) -> tuple[str, str] | None:
-    """What is missing to compile an op with, and the command that installs it; None if nothing is.
+    """Returns what is missing to compile an op with, and the command that installs it; None if nothing is.
 
     Args:
         libaio: Whether the op needs it.
