@@ -7,8 +7,7 @@ from typing import Any
 
 from finetune.config.provenance import flat, gives
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.device_selection import name_deepspeed_device
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, name_deepspeed_device
 from finetune.utils.errors import BackendError
 
 # Shipped configs say "auto" where the recipe decides.

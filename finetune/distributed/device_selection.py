@@ -33,14 +33,6 @@ def of_torch() -> Devices:
     return Devices(torch.cuda.device_count(), torch.cuda.is_bf16_supported())
 
 
-def name_deepspeed_device() -> None:
-    """Tells DeepSpeed of a CPU; it looks for a GPU as soon as anything imports it, and says at length that it did."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
 def slow_precision(precision: str) -> str:
     """Returns why a run is slower in this precision than in fp32; "" if it is not, or not known to be.
 

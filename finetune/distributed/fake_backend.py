@@ -14,7 +14,7 @@ from torch import nn
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch.predicted_environment import exported_by_file
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
@@ -50,13 +50,9 @@ def environment(launch: Launch) -> dict[str, str]:
     if launch.file is None or launch.num_processes == 1:
         return {key: value for key, value in env.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     ranks = str(launch.num_processes)
-    env |= predict_environment(launch.file, {}, {}).exported
+    env |= exported_by_file(launch.file, launch.num_processes, launch.replicate)
     env |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": "0", "LOCAL_RANK": "0"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    if launch.replicate > 1:
-        env["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(launch.replicate)
-        env["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(launch.num_processes // launch.replicate)
-    return env
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def start(recipe: Recipe, launch: Launch) -> Backend:

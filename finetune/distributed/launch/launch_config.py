@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config.provenance import place_of
-from finetune.distributed.device_selection import name_deepspeed_device
 from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
 from finetune.distributed.launch.launch_file import key_lines, read_launch_file
 from finetune.distributed.launch.launch_options import OPTIONS
@@ -117,30 +116,38 @@ def read_launch() -> Launch:
     Raises:
         BackendError: If file and processes contradict each other, or it asks for what is not offered.
     """
-    env = dict(os.environ)
     name_deepspeed_device()
+    env, arguments = dict(os.environ), _launcher_arguments()
     world = number_of(env, "WORLD_SIZE")
-    arguments = _launcher_arguments()
-    file = None if arguments is None else arguments.config_file or _default_launch_file()
-    exported: dict[str, str] = {}
-    if arguments is not None and file is not None:
+    if arguments is None:
+        return launch_of_environment(env, world, None, _threads(None))
+    file, exported = arguments.config_file, {}
+    if file is not None:
         written = read_launch_file(file)
         options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
         check_processes(file, written, options, world, cpu=arguments.cpu)
         exported = written.exported()
         # Accelerate reads the section, but exports only what it knows itself.
         env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
-    elif arguments is not None and (arguments.num_processes or world) != world:
+    elif (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
             "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
             "accelerate_configs/ddp.yaml."
         )
-    if arguments is not None and arguments.deepspeed_config_file:
+    if arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
         exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": ""}
     return launch_of_environment(env, world, file, _threads(arguments), exported)
+
+
+def name_deepspeed_device() -> None:
+    """Tells DeepSpeed of a CPU; it looks for a GPU as soon as anything imports it, and says at length that it did."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def check_installed(launch: Launch) -> None:
@@ -287,15 +294,13 @@ def _launcher_arguments() -> Any | None:
     rest = orphan_watch.accelerate_arguments()
     if rest is None:
         return None
+    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
-    return launch_command_parser().parse_args(rest)
-
-
-def _default_launch_file() -> str | None:
-    from accelerate.commands.config.config_args import default_config_file
-
-    return default_config_file if os.path.isfile(default_config_file) else None
+    parsed = launch_command_parser().parse_args(rest)
+    if parsed.config_file is None and os.path.isfile(default_config_file):
+        parsed.config_file = default_config_file
+    return parsed
 
 
 def check_processes(

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from finetune.distributed.device_selection import name_deepspeed_device
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead
-from finetune.distributed.launch.launch_config import check_installed
+from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, guarded
