@@ -67,9 +67,9 @@ class Backend:
         Raises:
             BackendError: If this machine cannot run it.
         """
-        native_ops.ensure(native_ops.needed_ops(asked), quiet=quiet)
+        native_ops.ensure_built(native_ops.needed_ops(asked), quiet=quiet)
         strategy = strategy_of(asked)
-        accelerator = init_accelerator.start(strategy, asked, recipe, settled)
+        accelerator = init_accelerator.start_accelerator(strategy, asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "

@@ -52,7 +52,7 @@ def slow_precision(precision: str) -> str:
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """The memory that a process may fill."""
 
     total: int
@@ -60,14 +60,14 @@ class Room:
     place: str
 
 
-def room() -> Room:
+def available_memory() -> AvailableMemory:
     """Returns the memory that this process may fill: its GPU's, or its share of the host's that is free now."""
     import torch
 
     if torch.cuda.is_available():
         # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return Room(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
+        return AvailableMemory(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
     import psutil
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -76,22 +76,22 @@ def room() -> Room:
     if (most := _of_container("max")) is not None and (now := _of_container("current")) is not None:
         allowed.append((most - now) // ranks)
     own = psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
-    return Room(min([own, *allowed]), "the host's memory")
+    return AvailableMemory(min([own, *allowed]), "the host's memory")
 
 
-def capacity() -> int:
+def total_memory() -> int:
     """Returns the bytes that a process can ever fill, whatever else runs: of its GPU, or its share of the host's."""
     import torch
 
     if torch.cuda.is_available():
-        return room().total
+        return available_memory().total
     import psutil
 
     total = psutil.virtual_memory().total
     return int(min(total, _of_container("max") or total)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def held() -> int:
+def peak_memory() -> int:
     """Returns the most bytes of it taken so far, reserved by allocators or outside of them."""
     import torch
 
@@ -101,7 +101,7 @@ def held() -> int:
     return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
 
 
-def identity() -> dict[str, Any]:
+def device_identity() -> dict[str, Any]:
     """Returns the device and the versions of libraries, on which memory depends beside recipe and launch."""
     import torch
 

@@ -23,7 +23,7 @@ from finetune.utils.compat.torch_private import GradBucket
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
-def closed(launch: Launch) -> str:
+def why_closed(launch: Launch) -> str:
     """Returns why a launch cannot be imagined; empty if it can."""
     if launch.uses_deepspeed:
         return "DeepSpeed cannot run without its other ranks"
@@ -37,12 +37,12 @@ def stand_in(launch: Launch) -> Launch:
 
     The latter has no file. Its kind says how casts of weights are kept: not, where layers are gathered and freed.
     """
-    if not closed(launch):
+    if not why_closed(launch):
         return launch
     return Launch(kind="fsdp" if launch.sharded else "single", num_processes=launch.num_processes)
 
 
-def environment(launch: Launch) -> dict[str, str]:
+def rank_environment(launch: Launch) -> dict[str, str]:
     """Returns the environment of rank 0 of a launch, on a machine without GPUs."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     # So that the figures are the same on every machine.
@@ -55,7 +55,7 @@ def environment(launch: Launch) -> dict[str, str]:
     return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def start(recipe: Recipe, launch: Launch) -> Backend:
+def start_backend(recipe: Recipe, launch: Launch) -> Backend:
     """Starts rank 0 of a launch that `stand_in` has made."""
     if launch.file is None:
         share = recipe.batch.global_size // launch.num_processes
@@ -73,7 +73,7 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 
-def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+def prepare_fakes(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
     """Wraps a model of fake tensors and its optimiser, as `Backend.prepare` does."""
     from finetune.utils.compat.torch_tracing_private import keep_buckets
 

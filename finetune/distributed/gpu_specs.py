@@ -65,7 +65,7 @@ def of_device(name: str, memory_gib: float | None = None) -> Gpu | None:
     return max(found, key=lambda gpu: (len(gpu.part), -apart[gpu]), default=None)
 
 
-def find(text: str) -> Gpu:
+def find_gpu(text: str) -> Gpu:
     """Returns a GPU by name, such as `h100-80gb`, or of figures, such as `memory=24,bf16=70`; both may be given.
 
     Raises:

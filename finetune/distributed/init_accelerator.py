@@ -15,7 +15,7 @@ from finetune.distributed.strategies.strategy import REDUCED, Strategy
 from finetune.utils.compat import torch_private
 
 
-def start(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerator:
+def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerator:
     """Starts the process group and the `Accelerator`."""
     # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)

@@ -80,7 +80,7 @@ class Line:
         return ring.hops(processes) * self.latency_s + ring.share(processes) * size / self.bandwidth
 
 
-def fit(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
+def fit_link(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
     """Returns the link with which rings come nearest to what was measured, in relative squares.
 
     A latency below zero, which noise can give, becomes zero, and the bandwidth is fitted alone.
@@ -97,7 +97,7 @@ def fit(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
     return Line(float(latency / weights[0]), float(weights[1] / per_byte))
 
 
-def sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
+def message_sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
     """Returns sizes in bytes, each `factor` times the one before, made to divide by ranks and fp32 numbers.
 
     Raises:
@@ -115,7 +115,7 @@ def sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
     return sorted(set(found))
 
 
-def measure(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
+def measure_collectives(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
     """Measures every collective on every size; every rank must call it."""
     return {name: [_measure(name, size, device) for size in wanted] for name in RINGS}
 
@@ -165,7 +165,7 @@ def _slowest(call: Callable[[], Any], times: int, device: torch.device) -> float
     return seconds.item()
 
 
-def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
+def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
     """Measures on the processes that this one was launched with.
 
     Args:
@@ -190,23 +190,23 @@ def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | N
             f"--processes {torch.cuda.device_count()}."
         )
     first, last, factor = wanted
-    asked = sizes(first, last or (2**30 if gpu else 2**24), factor, world)
+    asked = message_sizes(first, last or (2**30 if gpu else 2**24), factor, world)
     if gpu:
         torch.cuda.set_device(device)
     torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
     try:
-        found = measure(asked, device)
+        found = measure_collectives(asked, device)
         machines = _machines(device)
         if distributed.get_rank():
             return None
-        result = describe(found, processes=world, machines=machines, device=device)
+        result = describe_measurement(found, processes=world, machines=machines, device=device)
         if file is not None:
             try:
                 write_json(file, result)
             except OSError as error:
                 raise RecipeError(f"--json: cannot write {file}: {error.strerror or error}.") from error
-        return list(lines(result))
+        return list(report_lines(result))
     finally:
         distributed.destroy_process_group()
 
@@ -219,7 +219,9 @@ def _machines(device: torch.device) -> int:
     return len(set(names.tolist()))
 
 
-def describe(found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device) -> dict[str, Any]:
+def describe_measurement(
+    found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device
+) -> dict[str, Any]:
     """Returns the measurements and what fits them, as docs/comms.md says."""
     pairs = {name: [(RINGS[name], size) for size in rows] for name, rows in found.items()}
     gpu = device.type == "cuda"
@@ -229,15 +231,15 @@ def describe(found: dict[str, list[Size]], *, processes: int, machines: int, dev
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "processes": processes,
         "machines": machines,
-        "link": vars(fit([pair for rows in pairs.values() for pair in rows], processes)),
+        "link": vars(fit_link([pair for rows in pairs.values() for pair in rows], processes)),
         "collectives": {
-            name: {**vars(fit(rows, processes)), "sizes": [vars(size) for _, size in rows]}
+            name: {**vars(fit_link(rows, processes)), "sizes": [vars(size) for _, size in rows]}
             for name, rows in pairs.items()
         },
     }
 
 
-def lines(result: dict[str, Any]) -> Iterator[str]:
+def report_lines(result: dict[str, Any]) -> Iterator[str]:
     """Yields lines for people: each size, and what a ring of the fitted links would take."""
     n, link = result["processes"], Line(**result["link"])
     yield f"{result['backend']} on {n} processes, {result['machines']} machine(s), {result['device']}; float32"

@@ -95,7 +95,7 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     return note["made"]
 
 
-def apart(name: str) -> dict[str, str]:
+def environment_apart(name: str) -> dict[str, str]:
     """Returns the environment of a process that a rank starts, and that meets those of other ranks, not the ranks."""
     env = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_ERROR_FILE"}
     # The store is there already.

@@ -39,7 +39,7 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     """
     check_installed(launch)
     refusals.check_library(launch)
-    settled = agree(recipe, launch, device_selection.of_torch(), env)
+    settled = resolve_for_devices(recipe, launch, device_selection.of_torch(), env)
     deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     if recipe.model.quantization is not None:
@@ -47,7 +47,7 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
     return settled
 
 
-def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
+def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
     """`resolve_config` on given devices and for a worker's environment, without torch.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
-from finetune.distributed.gpu_specs import Gpu, find, of_device
+from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
@@ -81,7 +81,7 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     ):
         if not sensible:
             raise RecipeError(f"--{name} is {value}; give {allowed}.")
-    gpu = find(parsed.gpu) if parsed.gpu is not None else here or find(_ASSUMED_GPU)
+    gpu = find_gpu(parsed.gpu) if parsed.gpu is not None else here or find_gpu(_ASSUMED_GPU)
     guessed = {"--gpu": parsed.gpu is None and here is None, "--gpus": parsed.gpus is None and there == 0}
     assumed = None
     if any(guessed.values()):
@@ -166,7 +166,7 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
         time=timed(advice.candidate, chosen, machines) if advice.candidate and isinstance(chosen, Variant) else None,
         work=work(planned),
         own_error=measured_peaks.error(
-            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
+            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.device_identity()["device"]
         ),
         device=device,
         first_size=_first_size(recipe, advice.candidate, of),

@@ -123,7 +123,7 @@ UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
 PORT = {"launch": "ddp", "main_process_port": 29511}
 TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
 BROKEN = {"package_checks.probe": lambda *words, **options: ("", "Illegal instruction")}
-LOOK = "finetune.distributed.native_ops.native_ops.look"
+LOOK = "finetune.distributed.native_ops.native_ops.inspect_ops"
 NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
 NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
 LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
@@ -274,7 +274,7 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.distributed.native_ops.native_ops.look": one_op(),
+    "finetune.distributed.native_ops.native_ops.inspect_ops": one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
     "finetune.diagnostics.doctor.package_checks.probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
@@ -445,15 +445,15 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {op.name: op for op in native_ops.look(None)}
+    found = {op.name: op for op in native_ops.inspect_ops(None)}
     assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
     assert not any(op.built or op.locked for op in found.values())
     lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
     assert all(op.lacking == lacking for op in found.values())
     # A file is the lock up to torch 2.13, from 2.14 on it must be held.
     with FileLock(next(tmp_path.rglob("cpu_adam")) / "lock"):
-        assert [op.name for op in native_ops.look(None) if op.locked] == ["cpu_adam"]
-    assert native_ops.look(Launch(kind="fsdp", num_processes=2)) == []
+        assert [op.name for op in native_ops.inspect_ops(None) if op.locked] == ["cpu_adam"]
+    assert native_ops.inspect_ops(Launch(kind="fsdp", num_processes=2)) == []
 
 
 def test_findings_as_text() -> None:

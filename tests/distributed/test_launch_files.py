@@ -517,7 +517,7 @@ def test_stage_3_that_would_shard_nothing_is_known_before_the_run(
     foreseen = predict_environment(str(file), {}, ALONE)
     variant = variants(load_recipe(recipe), kinds=["full"])["full"]
     assert isinstance(variant, Variant)
-    candidate = assess("zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find("h100-80gb"))
+    candidate = assess("zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find_gpu("h100-80gb"))
     assert (candidate.verdict == "refused") == bool(says)
     if says:
         assert_said(capsys.readouterr().err, says, '"stage3_param_persistence_threshold": "auto"')

@@ -176,7 +176,7 @@ def ops(asked: Asked) -> Iterable[CheckResult]:
     """Checks the native ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed.native_ops import native_ops
 
-    found, ready = native_ops.look(asked.launch), []
+    found, ready = native_ops.inspect_ops(asked.launch), []
     for op in found:
         if op.lacking is not None:
             what, install = op.lacking

@@ -94,23 +94,23 @@ def shared_bytes(launch: Launch | None, local: int) -> int:
     return _SHARED_BYTES * local if needs else 0
 
 
-def look(launch: Launch | None) -> list[NeededOp]:
+def inspect_ops(launch: Launch | None) -> list[NeededOp]:
     """Returns the ops that a launch needs, or, without one, all that any could need; none without DeepSpeed."""
     if installed("deepspeed") is None:
         return []
-    toolchain.prepare()
+    toolchain.prepare_environment()
     found = []
     for op in OPS if launch is None else needed_ops(launch):
-        lacking = None if came_with_deepspeed(op) else toolchain.lacking(libaio=op == "async_io")
+        lacking = None if came_with_deepspeed(op) else toolchain.find_missing(libaio=op == "async_io")
         found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), is_locked(op), lacking))
     return found
 
 
-def ensure(names: Sequence[str], *, quiet: bool) -> None:
+def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
-    launch shows the progress. See `toolchain.prepare` for what it changes in this process's environment.
+    launch shows the progress. See `toolchain.prepare_environment` for what it changes in this process's environment.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -120,11 +120,11 @@ def ensure(names: Sequence[str], *, quiet: bool) -> None:
     """
     if not names:
         return
-    toolchain.prepare()
+    toolchain.prepare_environment()
     ops = [op for op in names if not came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
     for op in ops:
-        lacking = toolchain.lacking(libaio=op == "async_io")
+        lacking = toolchain.find_missing(libaio=op == "async_io")
         if lacking is not None:
             what, install = lacking
             raise BackendError(
@@ -142,14 +142,14 @@ def build_all() -> None:
     Raises:
         BackendError: If an op could not be built; the others are built all the same.
     """
-    toolchain.prepare()
+    toolchain.prepare_environment()
     problems: list[str] = []
     for op in OPS:
         if op == "shm_comm" and _accelerator() != "cpu":
             continue
         before = is_built(op)
         try:
-            ensure([op], quiet=False)
+            ensure_built([op], quiet=False)
         except BackendError as error:
             problems.append(str(error))
         else:

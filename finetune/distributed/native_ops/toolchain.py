@@ -13,7 +13,7 @@ from pathlib import Path
 from finetune.utils.temporary_folders import temporary_folder
 
 
-def prepare() -> None:
+def prepare_environment() -> None:
     """Sets what DeepSpeed and torch read when they load an op, for this process and its children.
 
     - This environment's `ninja` comes first on the PATH. torch calls it by name, and `.venv/bin/accelerate launch`
@@ -60,7 +60,7 @@ def has_libaio() -> bool:
         return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
 
 
-def lacking(*, libaio: bool) -> tuple[str, str] | None:
+def find_missing(*, libaio: bool) -> tuple[str, str] | None:
     """Returns what is missing to compile an op with, and the command that installs it; None if nothing is.
 
     Args:
