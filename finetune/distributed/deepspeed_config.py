@@ -60,7 +60,10 @@ def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulat
         "fp16.enabled": precision == "fp16",
     }
     if precision == "bf16" and flat(config).get("bf16.enabled") in (None, AUTO):
-        _autocast_bf16(config)
+        # As on every other backend: fp32 weights, cast where an operation profits. DeepSpeed's own bf16 mode makes
+        # weights, norms and the residual stream bf16; a config that says `bf16.enabled: true` gets it.
+        autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = autocast | config.get("torch_autocast", {})
     written = flat(config)
     values["bf16.enabled"] = precision == "bf16" and not written.get("torch_autocast.enabled")
     contradictions = []
@@ -146,19 +149,6 @@ def check_values(config: Mapping[str, Any], place: str) -> None:
 def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
     left = {key: value for key, value in tree.items() if value != AUTO}
     return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in left.items()}
-
-
-def _autocast_bf16(config: dict[str, Any]) -> None:
-    """Asks for bf16 as on every other backend, in place: fp32 weights, cast where an operation profits.
-
-    DeepSpeed's own bf16 mode makes weights, norms and the residual stream bf16; a config that says
-    `bf16.enabled: true` gets it.
-    """
-    section = config.setdefault("torch_autocast", {})
-    section.setdefault("enabled", True)
-    section.setdefault("dtype", "bfloat16")
-    # The modules whose gradients would be reduced in bf16 as well.
-    section.setdefault("lower_precision_safe_modules", [])
 
 
 def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -23,7 +23,10 @@ def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settle
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
     torch_private.start_gloo_with_one_worker()
-    with _meeting_anew(), _split_by_us(launch):
+    # Ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own: the
+    # launcher keeps the store of the attempt that failed, where in torch 2.13 they may find the address of a dead one.
+    attempt = torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
+    with attempt, _split_by_us(launch):
         options = strategy.accelerator_options(launch, settled, REDUCED[recipe.optim.reduce_dtype], cpu)
         accelerator = Accelerator(
             gradient_accumulation_steps=settled.accumulation, dataloader_config=DataLoaderConfiguration(), **options
@@ -33,15 +36,6 @@ def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settle
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     return accelerator
-
-
-def _meeting_anew() -> AbstractContextManager[None]:
-    """Lets ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own.
-
-    The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
-    attempts, so that a rank may find the address of one that is dead.
-    """
-    return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
 
 
 @contextmanager

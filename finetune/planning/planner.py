@@ -15,7 +15,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.launch_candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
@@ -177,7 +178,9 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     """The launch files for these machines, what to take first at the front."""
     found = {}
     for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
-        copies, parts = copies_and_parts(file)
+        sizes = read_launch_file(str(file)).parallelism_config
+        copies = sizes.parallelism_config_dp_replicate_size
+        parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
         if copies > 1:
             copies = machines.nodes if machines.nodes > 1 else copies
             if machines.ranks % copies or machines.ranks == copies:

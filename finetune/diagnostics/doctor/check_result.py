@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def machines(self) -> int:
-        return int(self.foreseen.asked.num_machines) if self.foreseen else 1
+        return self.foreseen.asked.num_machines if self.foreseen else 1
 
 
 def ok(check: str, found: str) -> CheckResult:

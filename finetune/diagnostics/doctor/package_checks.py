@@ -1,7 +1,7 @@
 """Checks of Python and its packages: their versions, and that bitsandbytes computes on this machine."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -24,7 +24,9 @@ def python(asked: Asked) -> Iterable[CheckResult]:
 
 def packages(asked: Asked) -> Iterable[CheckResult]:
     """Checks that every package that is needed is there, in a version that the tests ran with."""
-    sound, needed = 0, [*_needed(asked)]
+    sound, needed = 0, [asked.launch.library] if asked.launch else []
+    if asked.recipe is not None and asked.recipe.model.quantization is not None:
+        needed.append("bitsandbytes")
     for requirement in map(Requirement, metadata.requires("finetune") or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -44,14 +46,6 @@ def packages(asked: Asked) -> Iterable[CheckResult]:
         yield warning("packages", text.partition(". ")[0], "nothing, if it works; else install versions that were")
     proven = (f"{name} {' to '.join(dict.fromkeys(minors))}" for name, minors in PROVEN.items())
     yield ok("packages", f"{sound} are there; tests ran with {', '.join(proven)}")
-
-
-def _needed(asked: Asked) -> Iterator[str]:
-    """Yields the libraries that this run needs and others do not."""
-    if asked.launch is not None and asked.launch.library is not None:
-        yield asked.launch.library
-    if asked.recipe is not None and asked.recipe.model.quantization is not None:
-        yield "bitsandbytes"
 
 
 LIMIT_S = 120

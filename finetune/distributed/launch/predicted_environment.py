@@ -77,21 +77,6 @@ def predict_environment(
     return PredictedEnvironment(launch, worker, by_file | ranks, asked, written, chosen, local)
 
 
-def copies_and_parts(file: Path) -> tuple[int, int]:
-    """Returns the groups that a launch file divides ranks into.
-
-    Returns:
-        Copies of the model, each cut among ranks of its own; and ranks that share rows, whether they split these or
-        layers.
-
-    Raises:
-        BackendError: If it is no launch file.
-    """
-    sizes = read_launch_file(str(file)).parallelism_config
-    parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
-    return sizes.parallelism_config_dp_replicate_size, parts
-
-
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
     """Returns the launch that a file asks for on any number of processes, whatever this machine and its environment.
 
