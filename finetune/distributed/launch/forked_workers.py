@@ -13,17 +13,15 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from finetune.utils import orphan_watch
+import psutil
 
-# Seconds between two looks at a worker that is waited for.
-_EVERY_S = 0.02
+from finetune.utils import orphan_watch
 
 
 class ForkedWorker:
@@ -51,13 +49,12 @@ class ForkedWorker:
         if self.pid == 0:
             _become(words, env, start_new_session, "-u" in flags, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process = psutil.Process(self.pid)
 
     def poll(self) -> int | None:
         """Returns the exit code, if it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -66,12 +63,11 @@ class ForkedWorker:
         Raises:
             subprocess.TimeoutExpired: If that takes longer than `timeout` seconds.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if until is not None and time.monotonic() > until:
-                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
-            time.sleep(_EVERY_S)
-        return code
+        try:
+            self.returncode = int(self._process.wait(timeout))
+        except psutil.TimeoutExpired as error:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from error
+        return self.returncode
 
 
 def import_ahead(module: str) -> None:
