@@ -7,10 +7,10 @@ from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config, device_selection
+from finetune.distributed import device_selection
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch, check_installed
-from finetune.distributed.strategies import refusals
+from finetune.distributed.strategies import deepspeed_config, refusals
 from finetune.utils.compat.library_versions import installed, require_installed
 from finetune.utils.errors import BackendError, RecipeError
 

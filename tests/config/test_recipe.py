@@ -21,9 +21,9 @@ from finetune.cli.main import main
 from finetune.config import file_kinds
 from finetune.config.recipe import divisors, dump_recipe, fields, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
-from finetune.distributed import deepspeed_config
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.strategies import deepspeed_config
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import api
 from finetune.utils.errors import BackendError, RecipeError

@@ -22,13 +22,13 @@ from finetune.diagnostics import explain
 from finetune.diagnostics.doctor import doctor, machine_checks
 from finetune.diagnostics.parity import launch_runs
 from finetune.distributed import gpu_specs
-from finetune.distributed.deepspeed_config import fit_to_model
 from finetune.distributed.launch import deepspeed_file, launcher
 from finetune.distributed.launch.launch_config import launch_of_environment, read_launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.launch.launch_schema import SECTIONS, DeepspeedSection, FsdpSection, LaunchFile
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies.deepspeed_config import fit_to_model
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
 from finetune.planning.launch_candidates import assess, setting_of
