@@ -22,7 +22,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def threads(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether processes and their threads fit the cores."""
-    cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
+    cores, allowed, said = platforms.cores(), container_cores(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
         yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
         return
@@ -41,7 +41,7 @@ def threads(asked: Asked) -> Iterable[CheckResult]:
         yield ok("threads", found)
 
 
-def quota() -> float | None:
+def container_cores() -> float | None:
     """Returns the processors that a container may use at a time; None if that is not limited."""
     try:
         most, period = QUOTA.read_text().split()
@@ -73,7 +73,8 @@ SHARED = Path("/dev/shm")
 def folders(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether there is room where a run writes."""
     for what, folder in _folders(asked).items():
-        place = existing(folder)
+        # The folder, or the nearest one above it that is there.
+        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
         free = shutil.disk_usage(place).free
         found = f"{what}: {folder}, {free / GIB:.1f} GiB free"
         if not os.access(place, os.W_OK | os.X_OK):
@@ -102,12 +103,6 @@ def shared_memory(asked: Asked) -> Iterable[CheckResult]:
         yield warning("shared memory", f"{found}; NCCL and workers that tokenise may need more", advice)
     else:
         yield ok("shared memory", found)
-
-
-def existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that is there."""
-    place = folder.absolute()
-    return next(p for p in (place, *place.parents) if p.is_dir())
 
 
 def _folders(asked: Asked) -> dict[str, Path]:
@@ -151,7 +146,7 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
     """Checks a product in every dtype that a run may compute in."""
     gpu = of_torch().gpus > 0
     names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
-    sound = [name for name in names if product(name, "cuda" if gpu else "cpu") == 8.0]
+    sound = [name for name in names if product_of_ones(name, "cuda" if gpu else "cpu") == 8.0]
     for name in names:
         if name not in sound:
             yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
@@ -161,7 +156,7 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
         yield warning("dtypes", slow, "`precision: fp32`, or `auto`, which is fp32 here")
 
 
-def product(dtype: str, device: str) -> float:
+def product_of_ones(dtype: str, device: str) -> float:
     """Returns an element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
     import torch
 

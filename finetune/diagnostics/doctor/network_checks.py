@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, unreachable
 from finetune.utils.temporary_folders import temporary_folder
@@ -47,7 +47,7 @@ def hostname(asked: Asked) -> Iterable[CheckResult]:
     # NCCL goes by interfaces, not by names.
     bad = failure if several and not of_torch().gpus else warning
     advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
-    found = addresses(name)
+    found = host_addresses(name)
     if not found:
         yield bad("hostname", f"{name} has no address", advice)
     elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
@@ -63,7 +63,7 @@ def first_machine(asked: Asked) -> Iterable[CheckResult]:
         return
     named, rank = asked.foreseen.asked.main_process_ip, asked.foreseen.asked.machine_rank
     advice = "give --main_process_ip with an address of the first machine, the same on all"
-    found = addresses(named) if named else []
+    found = host_addresses(named) if named else []
     ours = bool(set(found) & own_addresses())
     if not found:
         yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
@@ -99,7 +99,7 @@ def is_synchronised() -> bool:
     return bool(ctypes.CDLL(None).adjtimex(buffer) != 5)
 
 
-def addresses(name: str) -> list[str]:
+def host_addresses(name: str) -> list[str]:
     """Returns the addresses of a host; none if it is not known."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -163,7 +163,7 @@ def all_reduce(asked: Asked) -> Iterable[CheckResult]:
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
     with temporary_folder() as folder:
-        _, problem = probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
+        _, problem = run_probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
     advice = "look at hostname, interfaces and firewall; GLOO_SOCKET_IFNAME=lo (NCCL_SOCKET_IFNAME) takes the local one"
     if problem:
         yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)

@@ -7,7 +7,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untried
 
@@ -63,7 +63,7 @@ print(bitsandbytes.__version__)
 
 def kernels(asked: Asked) -> Iterable[CheckResult]:
     """Checks that bitsandbytes packs and unpacks a matrix."""
-    version, problem = probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
+    version, problem = run_probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
     advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"
     if version:
         yield ok("bitsandbytes", f"{version} packs in 4 bits here")
