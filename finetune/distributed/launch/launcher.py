@@ -47,27 +47,24 @@ class _Requests:
 
     def handle(self, number: int, _: Any) -> None:
         """Passes a signal on to the workers, who save and end."""
-        workers = self._workers()
-        if not workers and not self.numbers:
+        if not _signal_workers(number) and not self.numbers:
             raise signals.Interrupted(number)
         if not self.numbers:
-            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), self._kill)
+            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), _signal_workers, (signal.SIGKILL,))
             timer.daemon = True
             timer.start()
         self.numbers.append(number)
-        for worker in workers:
-            with suppress(ProcessLookupError):
-                os.kill(worker, number)
 
-    def _kill(self) -> None:
-        for worker in self._workers():
-            with suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
 
-    def _workers(self) -> list[int]:
-        import psutil
+def _signal_workers(number: int) -> bool:
+    """Sends a signal to the workers; returns False if there are none."""
+    import psutil
 
-        return [child.pid for child in psutil.Process().children()]
+    workers = psutil.Process().children()
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.send_signal(number)
+    return bool(workers)
 
 
 class _Stopped(Exception):
