@@ -27,7 +27,7 @@ from measure_peak import STEPS
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.gpu_specs import find
+from finetune.distributed.gpu_specs import find_gpu
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import model_shapes
 from finetune.planning.launch_candidates import Candidate, assess, setting_of
@@ -114,7 +114,7 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ca
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
     asked = replace(asked, sync_each_batch=each)
-    return assess(launch, asked, variant, setting_of(wanted), find("h100-80gb"), device="cpu")
+    return assess(launch, asked, variant, setting_of(wanted), find_gpu("h100-80gb"), device="cpu")
 
 
 def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:

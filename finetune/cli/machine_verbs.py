@@ -46,7 +46,8 @@ def comms(parsed: argparse.Namespace) -> None:
     from finetune.distributed import measure_bandwidth
 
     sizes = (parsed.min_bytes, parsed.max_bytes, parsed.factor)
-    if (said := measure_bandwidth.run(sizes, Path(parsed.json) if parsed.json else None)) is not None:
+    said = measure_bandwidth.run_measurement(sizes, Path(parsed.json) if parsed.json else None)
+    if said is not None:
         print("\n".join(said))
 
 

@@ -18,7 +18,7 @@ from finetune.config.recipe_schema import Recipe, section_in
 from finetune.distributed import device_selection
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import launch_values, resolved_precision
-from finetune.distributed.resolve_config import agree
+from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_table
 from finetune.utils.errors import RecipeError
@@ -48,7 +48,7 @@ def explain_values(
     trees = recipe_layers(recipe_file, overrides)
     recipe = validate_recipe(trees[-1], Origin(recipe_file, trees[0], overrides), BUILT_IN)
     foreseen, here = predict_environment(config_file, options, env), device_selection.of_driver()
-    settled = agree(recipe, foreseen.launch, here, foreseen.env)
+    settled = resolve_for_devices(recipe, foreseen.launch, here, foreseen.env)
     derived = {"precision": resolved_precision(settled, here)} if recipe.precision == "auto" else {}
     return [
         *recipe_values(recipe, recipe_file, overrides, trees, derived),

@@ -66,7 +66,7 @@ class Backend:
         Raises:
             BackendError: If this machine cannot run it.
         """
-        native_ops.ensure(native_ops.needed_ops(asked), quiet=quiet)
+        native_ops.ensure_built(native_ops.needed_ops(asked), quiet=quiet)
         strategy = strategy_of(asked)
         accelerator = init_accelerator.start_accelerator(strategy, asked, recipe, settled)
         if accelerator.num_processes != asked.num_processes:

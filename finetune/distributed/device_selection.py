@@ -1,10 +1,9 @@
-"""Which devices there are and how much memory they have, from torch or, without loading it, from the driver."""
+"""Devices of this machine and their memory, as torch or, without loading it, the driver lists them."""
 
 import ctypes
 import os
 import platform
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,15 @@ _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed")
 
 @dataclass(frozen=True)
 class Devices:
-    """What a process of this machine may compute on."""
+    """Devices that a process of this machine may compute on."""
 
     gpus: int
     bf16: bool
-    """Whether the GPU has bf16; a CPU does."""
+    """True if the GPU has bf16; a CPU does."""
 
 
 def of_torch() -> Devices:
-    """The devices that a run will use."""
+    """Returns the devices that a run will use."""
     import torch
 
     if not torch.cuda.is_available():
@@ -35,7 +34,7 @@ def of_torch() -> Devices:
 
 
 def slow_precision(precision: str) -> str:
-    """Why a run is slower in this precision than in fp32, and no better for it; "" if it is not, or not known to be.
+    """Returns why a run is slower in this precision than in fp32; "" if it is not, or not known to be.
 
     torch leaves products in bf16 to oneDNN, which needs AVX-512 on the CPUs of PCs; without, its own loops compute
     them, at up to 1/200 of the speed that fp32 has.
@@ -53,46 +52,47 @@ def slow_precision(precision: str) -> str:
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """The memory that a process may fill."""
 
     total: int
-    """Bytes."""
+    """Its size in bytes."""
     place: str
 
 
-def room() -> Room:
-    """The memory that this process may fill: its GPU's, or its share of the host's that is free now."""
+def available_memory() -> AvailableMemory:
+    """Returns the memory that this process may fill: its GPU's, or its share of the host's that is free now."""
     import torch
 
     if torch.cuda.is_available():
         # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return Room(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
+        return AvailableMemory(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
     import psutil
 
-    each = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    return Room(min([each + psutil.Process().memory_info().rss, *allowed, *_container()]), "the host's memory")
+    if (most := _of_container("max")) is not None and (now := _of_container("current")) is not None:
+        allowed.append((most - now) // ranks)
+    own = psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
+    return AvailableMemory(min([own, *allowed]), "the host's memory")
 
 
-def capacity() -> int:
-    """Bytes that a process can ever fill here, whatever else runs: its GPU's memory, or its share of the host's."""
+def total_memory() -> int:
+    """Returns the bytes that a process can ever fill, whatever else runs: of its GPU, or its share of the host's."""
     import torch
 
     if torch.cuda.is_available():
-        return room().total
+        return available_memory().total
     import psutil
 
-    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
-    with suppress(OSError, ValueError):
-        total = min(total, int(limit.read_text()))
-    return int(total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    total = psutil.virtual_memory().total
+    return int(min(total, _of_container("max") or total)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def held() -> int:
-    """The most bytes of it taken so far: what allocators have reserved, and what lies outside of them."""
+def peak_memory() -> int:
+    """Returns the most bytes of it taken so far, reserved by allocators or outside of them."""
     import torch
 
     if not torch.cuda.is_available():
@@ -101,24 +101,26 @@ def held() -> int:
     return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
 
 
-def identity() -> dict[str, Any]:
-    """What memory depends on beside what is asked for: the device, and the libraries."""
+def device_identity() -> dict[str, Any]:
+    """Returns the device and the versions of libraries, on which memory depends beside recipe and launch."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {platform.machine()}"
     return {"device": device, **{name: installed(name) for name in _LIBRARIES}}
 
 
-def _container() -> Iterator[int]:
-    """What a container's limit leaves to each process. Source: the kernel's documentation of cgroup v2, memory."""
-    group = Path("/sys/fs/cgroup")
+def _of_container(figure: str) -> int | None:
+    """Returns a figure of the container's memory in bytes; None where it has no limit.
+
+    Source: the kernel's documentation of cgroup v2, memory.
+    """
     with suppress(OSError, ValueError):
-        most, now = (int((group / f"memory.{part}").read_text()) for part in ("max", "current"))
-        yield (most - now) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(Path("/sys/fs/cgroup", f"memory.{figure}").read_text())
+    return None
 
 
 def of_driver() -> Devices:
-    """The same without torch, in milliseconds: what NVIDIA's driver lists, where torch was built to use it.
+    """Returns the devices that NVIDIA's driver lists, if torch was built to use it; in milliseconds, without torch.
 
     The driver itself heeds CUDA_VISIBLE_DEVICES. bf16: torch's own answer is yes on every GPU that this release of
     torch runs on, natively or not.

@@ -14,7 +14,7 @@ from torch import nn
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.launch.predicted_environment import exported_by_file
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
@@ -23,8 +23,8 @@ from finetune.utils.compat.torch_private import GradBucket
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
-def closed(launch: Launch) -> str:
-    """Why a launch cannot be imagined; empty if it can."""
+def why_closed(launch: Launch) -> str:
+    """Returns why a launch cannot be imagined; empty if it can."""
     if launch.uses_deepspeed:
         return "DeepSpeed cannot run without its other ranks"
     if launch.offload_params != "none":
@@ -33,31 +33,30 @@ def closed(launch: Launch) -> str:
 
 
 def stand_in(launch: Launch) -> Launch:
-    """What is imagined for a launch: itself, or, if it is closed, one of its processes without a backend.
+    """Returns what is imagined for a launch: itself, or, if it is closed, one of its processes without a backend.
 
     The latter has no file. Its kind says how casts of weights are kept: not, where layers are gathered and freed.
     """
-    if not closed(launch):
+    if not why_closed(launch):
         return launch
     return Launch(kind="fsdp" if launch.sharded else "single", num_processes=launch.num_processes)
 
 
-def environment(launch: Launch) -> dict[str, str]:
-    """The environment of rank 0 of a launch, on a machine without GPUs."""
+def rank_environment(launch: Launch) -> dict[str, str]:
+    """Returns the environment of rank 0 of a launch, on a machine without GPUs."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     # So that the figures are the same on every machine.
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if launch.file is None or launch.num_processes == 1:
         return {key: value for key, value in env.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     ranks = str(launch.num_processes)
-    env |= predict_environment(launch.file, {}, {}).exported
+    env |= exported_by_file(launch.file, launch.num_processes, launch.replicate)
     env |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "RANK": "0", "LOCAL_RANK": "0"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    return env
+    return env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def start(recipe: Recipe, launch: Launch) -> Backend:
-    """Rank 0 of a launch that `stand_in` has made."""
+def start_backend(recipe: Recipe, launch: Launch) -> Backend:
+    """Starts rank 0 of a launch that `stand_in` has made."""
     if launch.file is None:
         share = recipe.batch.global_size // launch.num_processes
         recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": share})})
@@ -74,8 +73,8 @@ def start(recipe: Recipe, launch: Launch) -> Backend:
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 
-def prepare(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-    """`Backend.prepare`, of a model of fake tensors."""
+def prepare_fakes(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    """Wraps a model of fake tensors and its optimiser, as `Backend.prepare` does."""
     from finetune.utils.compat.torch_tracing_private import keep_buckets
 
     for number, parameter in enumerate(model.parameters()):

@@ -1,26 +1,26 @@
 """GPUs as data sheets describe them, and user-defined ones."""
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.recipe import hint
 from finetune.utils.errors import RecipeError
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is known of a device."""
+    """Facts about a device."""
 
     name: str
     part: str
-    """Of the name that torch calls it by."""
+    """Part of the name that torch calls it by."""
     memory_gib: float
-    """What programs can have: what is sold, less what error correction and the driver keep."""
+    """Memory that programs can have: what is sold, less what error correction and the driver keep."""
     bf16_tflops: float
     """Dense matrix products in bf16, without sparsity."""
     link_gbs: float
-    """To another GPU of the same machine, each way, in 10^9 bytes a second."""
+    """Bandwidth to another GPU of the same machine, each way, in 10^9 bytes a second."""
     watts: float
     """Its thermal design power."""
 
@@ -55,7 +55,7 @@ _OWN = {"memory": "memory_gib", "bf16": "bf16_tflops", "link": "link_gbs", "watt
 
 
 def of_device(name: str, memory_gib: float | None = None) -> Gpu | None:
-    """The GPU that torch calls so, such as `NVIDIA H100 PCIe`; None if it is not known.
+    """Returns the GPU that torch calls so, such as `NVIDIA H100 PCIe`; None if it is not known.
 
     Args:
         memory_gib: What it has, where torch calls several sizes the same.
@@ -65,8 +65,8 @@ def of_device(name: str, memory_gib: float | None = None) -> Gpu | None:
     return max(found, key=lambda gpu: (len(gpu.part), -apart[gpu]), default=None)
 
 
-def find(text: str) -> Gpu:
-    """A GPU by name, such as `h100-80gb`, or of figures, such as `memory=24,bf16=70`; both may be given.
+def find_gpu(text: str) -> Gpu:
+    """Returns a GPU by name, such as `h100-80gb`, or of figures, such as `memory=24,bf16=70`; both may be given.
 
     Raises:
         RecipeError: If there is no such GPU, or a figure cannot be read.
@@ -75,10 +75,10 @@ def find(text: str) -> Gpu:
     named = "=" not in first
     known = {gpu.name: gpu for gpu in _KNOWN}
     if named and first not in known:
-        close = difflib.get_close_matches(first, known, n=1, cutoff=0.4)
+        near = hint(first, [*known], cutoff=0.4) or "."
         raise RecipeError(
-            f"--gpu: there is no '{first}'" + (f", did you mean '{close[0]}'?" if close else ".") + " Known are "
-            f"{', '.join(known)}; of others give figures: memory=GIB,bf16=TFLOPS,link=GB/s,watts=W."
+            f"--gpu: there is no '{first}'{near} Known are {', '.join(known)}; of others give figures: "
+            "memory=GIB,bf16=TFLOPS,link=GB/s,watts=W."
         )
     figures = _figures(rest if named else text.split(","))
     if named:

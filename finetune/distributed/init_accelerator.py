@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.rendezvous_store import attempt_name
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.strategies.strategy import REDUCED, Strategy
 from finetune.utils.compat import torch_private
@@ -23,7 +23,10 @@ def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settle
     if cpu and launch.num_threads is not None:
         torch.set_num_threads(launch.num_threads)
     torch_private.start_gloo_with_one_worker()
-    with _meeting_anew(), _without_parallelism():
+    # Ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own: the
+    # launcher keeps the store of the attempt that failed, where in torch 2.13 they may find the address of a dead one.
+    attempt = torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
+    with attempt, _without_parallelism():
         options = strategy.accelerator_options(launch, settled, REDUCED[recipe.optim.reduce_dtype], cpu)
         accelerator = Accelerator(
             gradient_accumulation_steps=settled.accumulation, dataloader_config=DataLoaderConfiguration(), **options
@@ -33,16 +36,6 @@ def start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settle
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     return accelerator
-
-
-def _meeting_anew() -> AbstractContextManager[None]:
-    """Lets ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own.
-
-    The launcher keeps the store of the attempt that failed. In torch 2.13 the names in it are the same for all
-    attempts, so that a rank may find the address of one that is dead.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(rendezvous_store.TRIAL, "")
-    return torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt}")
 
 
 @contextmanager

@@ -1,17 +1,17 @@
-"""Origin of every value of the launch config, for `finetune explain`."""
+"""Finds the origin of every value of the launch config, for `finetune explain`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import deepspeed_file
 from finetune.distributed.launch.launch_file import key_lines
 from finetune.distributed.launch.launch_schema import NOT_FROM_FILE, fields_of
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.strategies import deepspeed_config
 from finetune.utils import platforms
 
 # What follows from both planes, or from this machine.
@@ -49,7 +49,7 @@ PREFIXES = {
 def launch_values(
     recipe: Recipe, foreseen: PredictedEnvironment, settled: ResolvedConfig, here: Devices, env: Mapping[str, str]
 ) -> list[Value]:
-    """Every value of the launch plane.
+    """Returns every value of the launch plane.
 
     Args:
         env: The launcher's environment.
@@ -63,7 +63,7 @@ def launch_values(
 
 
 def resolved_precision(settled: ResolvedConfig, here: Devices) -> Setting:
-    """Precision that the recipe's `precision: auto` comes to."""
+    """Returns the precision that the recipe's `precision: auto` comes to."""
     place = f"this machine has {here.gpus} GPU(s)" if here.gpus else "this machine has no GPU that torch can use"
     return Setting("derived", place, settled.precision)
 
@@ -134,7 +134,7 @@ def _derived(
 
 
 def _environment(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iterable[Value]:
-    """Variables that are set and act on a run, but for those that stand beside a key of the launch file."""
+    """Yields variables that are set and act on a run, but for those that stand beside a key of the launch file."""
     shown = {key.serialization_alias for key in fields_of(foreseen.asked.sections()).values()}
     for name in sorted(set(env) - shown if foreseen.launch.file else set(env)):
         prefixed: Any = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))

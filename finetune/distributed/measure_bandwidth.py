@@ -1,4 +1,4 @@
-"""How fast collectives are between the processes of a launch, beside what a ring could do.
+"""Measures collectives between the processes of a launch, and compares them with what a ring could do.
 
 Definitions are those of nccl-tests (doc/PERFORMANCE.md): `algbw` is a collective's bytes by its time, `busbw` is that
 times what a ring's links must carry for each of those bytes. Letters: `n` processes.
@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -35,9 +36,9 @@ class Ring:
     """A collective as a ring does it."""
 
     hops: Callable[[int], float]
-    """Of `n`: transfers that follow one another, each with a link's latency."""
+    """Number of transfers that follow one another, each with a link's latency, by `n`."""
     share: Callable[[int], float]
-    """Of `n`: the bytes that each link carries, by the collective's bytes."""
+    """Bytes that each link carries for each of the collective's bytes, by `n`."""
 
 
 # Bytes are those of the buffer that holds everything: of the input where it is reduced or
@@ -59,7 +60,7 @@ class Size:
 
     bytes: int
     seconds: float
-    """Of one call, on the rank where it took longest."""
+    """Time of one call, on the rank where it took longest."""
     algbw: float
     """Bytes a second."""
     busbw: float
@@ -75,32 +76,29 @@ class Line:
     """Bytes a second."""
 
     def seconds(self, ring: Ring, processes: int, size: int) -> float:
-        """What a collective of so many bytes takes."""
+        """Returns the seconds that a collective of so many bytes takes."""
         return ring.hops(processes) * self.latency_s + ring.share(processes) * size / self.bandwidth
 
 
-def fit(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
-    """The link with which rings come nearest to what was measured, in relative squares.
+def fit_link(measured: Sequence[tuple[Ring, Size]], processes: int) -> Line:
+    """Returns the link with which rings come nearest to what was measured, in relative squares.
 
     A latency below zero, which noise can give, becomes zero, and the bandwidth is fitted alone.
     """
     # Each row divided by its time: sizes count alike, whether they take microseconds or seconds.
-    rows = [(ring.hops(processes) / s.seconds, ring.share(processes) * s.bytes / s.seconds) for ring, s in measured]
-    hh = sum(h * h for h, _ in rows)
-    hb = sum(h * b for h, b in rows)
-    bb = sum(b * b for _, b in rows)
-    h1, b1 = sum(h for h, _ in rows), sum(b for _, b in rows)
-    determinant = hh * bb - hb * hb
-    latency, per_byte = 0.0, b1 / bb
-    if determinant > 1e-12 * hh * bb:
-        both = (h1 * bb - b1 * hb) / determinant, (b1 * hh - h1 * hb) / determinant
-        if min(both) > 0:
-            latency, per_byte = both
-    return Line(latency, 1 / per_byte)
+    rows = np.array(
+        [(ring.hops(processes) / s.seconds, ring.share(processes) * s.bytes / s.seconds) for ring, s in measured]
+    )
+    ones, weights = np.ones(len(rows)), np.linalg.norm(rows, axis=0)
+    # Columns of one norm: hops and bytes are many orders of magnitude apart.
+    (latency, per_byte), _, rank, _ = np.linalg.lstsq(rows / weights, ones, rcond=1e-6)
+    if rank < 2 or min(latency, per_byte) <= 0:
+        return Line(0.0, float(rows[:, 1] @ rows[:, 1] / rows[:, 1].sum()))
+    return Line(float(latency / weights[0]), float(weights[1] / per_byte))
 
 
-def sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
-    """Bytes from `first` to `last`, each `factor` times the one before, made to divide by ranks and fp32 numbers.
+def message_sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
+    """Returns sizes in bytes, each `factor` times the one before, made to divide by ranks and fp32 numbers.
 
     Raises:
         RecipeError: If there are none.
@@ -117,7 +115,7 @@ def sizes(first: int, last: int, factor: int, processes: int) -> list[int]:
     return sorted(set(found))
 
 
-def measure(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
+def measure_collectives(wanted: Sequence[int], device: torch.device) -> dict[str, list[Size]]:
     """Measures every collective on every size; every rank must call it."""
     return {name: [_measure(name, size, device) for size in wanted] for name in RINGS}
 
@@ -138,15 +136,14 @@ def _measure(name: str, size: int, device: torch.device) -> Size:
     }[name]
     for _ in range(_WARMUPS):
         call()
-    times = _times(_time(call, 1, device), device)
-    longest = torch.tensor([_time(call, times, device) / times], dtype=torch.float64, device=device)
-    distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
-    seconds = longest.item()
+    # Alike on all ranks.
+    times = max(_LEAST_TIMES, int(_LEAST_S / _slowest(call, 1, device)))
+    seconds = _slowest(call, times, device) / times
     return Size(size, seconds, size / seconds, size / seconds * RINGS[name].share(processes))
 
 
 def _send(given: torch.Tensor, received: torch.Tensor) -> None:
-    """To the next rank, while what the one before sends is received."""
+    """Sends to the next rank, and receives what the one before sends."""
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     sent = distributed.P2POp(distributed.isend, given, (rank + 1) % processes)
     come = distributed.P2POp(distributed.irecv, received, (rank - 1) % processes)
@@ -154,30 +151,21 @@ def _send(given: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def _time(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds of so many calls in a row, begun by all ranks together."""
+def _slowest(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Returns the seconds of so many calls in a row, begun by all ranks together, on the rank that takes longest."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     distributed.barrier()
-    _wait(device)
+    wait()
     began = time.perf_counter()
     for _ in range(times):
         call()
-    _wait(device)
-    return time.perf_counter() - began
+    wait()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
+    distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX)
+    return seconds.item()
 
 
-def _times(seconds: float, device: torch.device) -> int:
-    """How often to repeat a call that took so long, the same on all ranks."""
-    agreed = torch.tensor([seconds], dtype=torch.float64, device=device)
-    distributed.all_reduce(agreed, op=distributed.ReduceOp.MAX)
-    return max(_LEAST_TIMES, int(_LEAST_S / agreed.item()))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
+def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | None:
     """Measures on the processes that this one was launched with.
 
     Args:
@@ -202,37 +190,39 @@ def run(wanted: tuple[int, int | None, int], file: Path | None) -> list[str] | N
             f"--processes {torch.cuda.device_count()}."
         )
     first, last, factor = wanted
-    asked = sizes(first, last or (2**30 if gpu else 2**24), factor, world)
+    asked = message_sizes(first, last or (2**30 if gpu else 2**24), factor, world)
     if gpu:
         torch.cuda.set_device(device)
     torch_private.start_gloo_with_one_worker()
     distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
     try:
-        found = measure(asked, device)
+        found = measure_collectives(asked, device)
         machines = _machines(device)
         if distributed.get_rank():
             return None
-        result = describe(found, processes=world, machines=machines, device=device)
+        result = describe_measurement(found, processes=world, machines=machines, device=device)
         if file is not None:
             try:
                 write_json(file, result)
             except OSError as error:
                 raise RecipeError(f"--json: cannot write {file}: {error.strerror or error}.") from error
-        return list(lines(result))
+        return list(report_lines(result))
     finally:
         distributed.destroy_process_group()
 
 
 def _machines(device: torch.device) -> int:
-    """How many machines the processes are on, by their names."""
+    """Returns the number of machines that the processes are on, by their names."""
     own = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
     names = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=device)
     distributed.all_gather_into_tensor(names, torch.tensor([own], device=device))
     return len(set(names.tolist()))
 
 
-def describe(found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device) -> dict[str, Any]:
-    """What was measured and what fits it, as docs/comms.md says."""
+def describe_measurement(
+    found: dict[str, list[Size]], *, processes: int, machines: int, device: torch.device
+) -> dict[str, Any]:
+    """Returns the measurements and what fits them, as docs/comms.md says."""
     pairs = {name: [(RINGS[name], size) for size in rows] for name, rows in found.items()}
     gpu = device.type == "cuda"
     return {
@@ -241,16 +231,16 @@ def describe(found: dict[str, list[Size]], *, processes: int, machines: int, dev
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "processes": processes,
         "machines": machines,
-        "link": vars(fit([pair for rows in pairs.values() for pair in rows], processes)),
+        "link": vars(fit_link([pair for rows in pairs.values() for pair in rows], processes)),
         "collectives": {
-            name: {**vars(fit(rows, processes)), "sizes": [vars(size) for _, size in rows]}
+            name: {**vars(fit_link(rows, processes)), "sizes": [vars(size) for _, size in rows]}
             for name, rows in pairs.items()
         },
     }
 
 
-def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Lines for people: each size, and what a ring of the fitted links would take."""
+def report_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Yields lines for people: each size, and what a ring of the fitted links would take."""
     n, link = result["processes"], Line(**result["link"])
     yield f"{result['backend']} on {n} processes, {result['machines']} machine(s), {result['device']}; float32"
     heads = ("bytes", "time us", "algbw GB/s", "busbw GB/s", "ring us", "of ring")

@@ -22,6 +22,11 @@ _hosted: list[Any] = []
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
 
+def attempt_name() -> str:
+    """Returns the name of this attempt of a launch, or of this trial, by which its ranks meet no others."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(TRIAL, "")
+
+
 class RendezvousStore:
     """Notes by name, as JSON has them. The launcher keeps them where it can, else rank 0."""
 
@@ -32,7 +37,7 @@ class RendezvousStore:
         """
         distributed: Any = torch.distributed
         self.number = next(_numbers)
-        """Of the boards of this process; the same on every rank."""
+        """Number of this store among those of this process; the same on every rank."""
         if world == 1:
             self._store: Any = distributed.HashStore()
             self._store.set_timeout(patience)
@@ -45,24 +50,23 @@ class RendezvousStore:
         )
         if hosts:
             _hosted.append(store)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") + os.environ.get(TRIAL, "")
-        self._store = distributed.PrefixStore(f"finetune/board-{attempt}-{self.number}", store)
+        self._store = distributed.PrefixStore(f"finetune/board-{attempt_name()}-{self.number}", store)
 
     def write(self, name: str, note: Any) -> None:
         """Leaves a note."""
         self._store.set(name, json.dumps(note))
 
     def has(self, name: str) -> bool:
-        """Whether somebody has left it."""
+        """Returns True if somebody has left a note."""
         return bool(self._store.check([name]))
 
     def read(self, name: str) -> Any:
-        """A note; waits for it."""
+        """Returns a note, for which it waits."""
         return json.loads(self._store.get(name))
 
 
 def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
-    """What rank 0 makes, as JSON has it, on every rank; every rank calls it, and the others do not call `make`.
+    """Returns what rank 0 makes, as JSON has it; every rank must call it, and the others do not call `make`.
 
     Args:
         patience: How long ranks wait for each other.
@@ -91,8 +95,8 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     return note["made"]
 
 
-def apart(name: str) -> dict[str, str]:
-    """The environment of a process that a rank starts and that meets those of other ranks, and not the ranks."""
+def environment_apart(name: str) -> dict[str, str]:
+    """Returns the environment of a process that a rank starts, and that meets those of other ranks, not the ranks."""
     env = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_ERROR_FILE"}
     # The store is there already.
     return env | {TRIAL: name, _AGENT: "True"}

@@ -1,4 +1,4 @@
-"""What follows from recipe and launch together, resolved and checked before data is read or anything is started."""
+"""Resolves and checks recipe and launch together, before data is read or anything is started."""
 
 import os
 from collections.abc import Mapping
@@ -7,23 +7,20 @@ from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import deepspeed_config, device_selection
+from finetune.distributed import device_selection
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch, check_installed
+from finetune.distributed.strategies import deepspeed_config, refusals
 from finetune.utils.compat.library_versions import installed, require_installed
 from finetune.utils.errors import BackendError, RecipeError
-
-# See `data.rows.row_dataset`.
-_ROWS_GROW_BY = 8
-_DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What neither plane says alone."""
+    """Values that follow from recipe and launch together."""
 
     precision: str
-    """What the network computes in: fp32, bf16 or fp16."""
+    """Dtype that the network computes in: fp32, bf16 or fp16."""
     accumulation: int
     """Micro-batches an optimiser step and process."""
     ds_config: dict[str, Any]
@@ -41,32 +38,16 @@ def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.e
         BackendError: If the planes contradict each other, or this machine cannot run what is asked.
     """
     check_installed(launch)
-    if launch.sync_each_batch:
-        _check_sync_each_batch(launch)
-    settled = agree(recipe, launch, device_selection.of_torch(), env)
-    if launch.uses_deepspeed:
-        deepspeed_config.check_values(settled.ds_config, launch.ds_place)
+    refusals.check_library(launch)
+    settled = resolve_for_devices(recipe, launch, device_selection.of_torch(), env)
+    deepspeed_config.check_values(settled.ds_config, launch.ds_place)
     check_trackers(recipe)
     if recipe.model.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {recipe.model.quantization}")
     return settled
 
 
-def _check_sync_each_batch(launch: Launch) -> None:
-    """Refuses sums after each micro-batch where ranks that use other weights in one (experts) would wait for ever."""
-    import torch
-
-    from finetune.utils.compat.torch_private import reduces_unused_gradients
-
-    if not reduces_unused_gradients():
-        raise BackendError(
-            f"{launch.file or 'The launch environment'} says fsdp_sync_each_batch: true, for which torch "
-            f"{torch.__version__} lacks a function that 2.13 has (set_reduce_scatter_unused_params). Set it to false, "
-            "with which gradients are held whole between micro-batches, or install a newer torch."
-        )
-
-
-def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
+def resolve_for_devices(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str]) -> ResolvedConfig:
     """`resolve_config` on given devices and for a worker's environment, without torch.
 
     Raises:
@@ -77,22 +58,13 @@ def agree(recipe: Recipe, launch: Launch, here: Devices, env: Mapping[str, str])
     precision = _pick_precision(recipe, here)
     accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
     _check_planes(recipe, launch, precision, accumulation, env)
-    config: dict[str, Any] = {}
-    if launch.uses_deepspeed:
-        config = deepspeed_config.complete_config(
-            launch.ds_config,
-            recipe=recipe,
-            precision=precision,
-            accumulation=accumulation,
-            world=launch.num_processes,
-            place=launch.ds_place,
-        )
-    _check_packed(recipe, launch, config)
+    config = deepspeed_config.complete_config(launch, recipe, precision=precision, accumulation=accumulation)
+    refusals.check_packed_weights(recipe, launch, config)
     return ResolvedConfig(precision, accumulation, config)
 
 
 def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None) -> int:
-    """Micro-batches an optimiser step and process: global batch / (micro-batch x data ranks).
+    """Returns the micro-batches of an optimiser step and process: global batch / (micro-batch x data ranks).
 
     Args:
         world: Data ranks: processes, or groups of processes that read the same rows.
@@ -122,7 +94,7 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
 
 
 def _pick_precision(recipe: Recipe, here: Devices) -> str:
-    """`fp32`, `bf16` or `fp16`: what the recipe asks for, `auto` settled by the device.
+    """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`.
 
     Raises:
         BackendError: If this machine cannot compute in it.
@@ -148,72 +120,26 @@ def check_devices(launch: Launch, here: Devices, env: Mapping[str, str]) -> None
     Raises:
         BackendError: With what is missing.
     """
-    place = launch.file or "The launch environment"
-    if here.gpus:
-        local = int(env.get("LOCAL_WORLD_SIZE", "1"))
-        if local > here.gpus:
-            raise BackendError(
-                f"{place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
-                f"Set num_processes (or --num_processes) to {here.gpus}."
-            )
-    elif launch.uses_fsdp and launch.offload_params != "none":
+    local = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    if here.gpus and local > here.gpus:
         raise BackendError(
-            f"{place} asks FSDP to offload parameters to the CPU, which needs a GPU to compute on; this machine has "
-            "none. Use accelerate_configs/fsdp.yaml here, or zero3_offload.yaml, which runs without a GPU."
+            f"{launch.place} starts {local} processes on a machine with {here.gpus} GPU(s); each needs one of its own. "
+            f"Set num_processes (or --num_processes) to {here.gpus}."
         )
-    elif launch.uses_fsdp and _in_detail(env) and (installed("torch") or "").startswith(("2.11.", "2.12.")):
-        raise BackendError(
-            f"{_DEBUG} is DETAIL, under which this torch ({installed('torch')}) cannot gather FSDP2's weights over "
-            f"gloo, so that no model is written. Set {_DEBUG} to INFO, or install torch 2.13 or newer."
-        )
-    elif launch.kind == "ddp" and _in_detail(env):
-        # What wraps the group is taken for the group. Source: torch 2.13, `Logger::set_env_variables` in
-        # `csrc/distributed/c10d/logger.cpp`, which casts it to `ProcessGroupGloo` and reads its number of threads.
-        raise BackendError(
-            f"{_DEBUG} is DETAIL, under which DDP on gloo reads memory that is not its own, a fault of torch (seen in "
-            f"2.13), and all processes end with signal 11. Set {_DEBUG} to INFO, or take "
-            "accelerate_configs/fsdp.yaml, which runs in detail."
-        )
-
-
-def _in_detail(env: Mapping[str, str]) -> bool:
-    return env.get(_DEBUG, "").upper() == "DETAIL"
+    refusals.check_devices(launch, here, env)
 
 
 def _check_planes(
     recipe: Recipe, launch: Launch, precision: str, accumulation: int, env: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuses values of the launch plane that are the recipe's to say."""
+    """Refuses what the launch cannot do of the recipe, and values of the launch plane that are the recipe's to say."""
     mixed = {"fp32": "no"}.get(precision, precision)
-    if launch.kind == "zero3" and recipe.model.gradient_checkpointing == "selective":
-        raise BackendError(
-            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, which gathers weights inside of what "
-            "`model.gradient_checkpointing: selective` recomputes. Set it to true or false, or take another launch "
-            "config, such as accelerate_configs/fsdp.yaml."
-        )
-    if launch.uses_fsdp and launch.offload_optimizer != "none" and precision == "fp16":
-        # Source: torch 2.13, `_MultiDeviceReplicator.get` in `amp/grad_scaler.py`, a copy that nobody waits for.
-        raise BackendError(
-            f"{launch.file or 'The launch environment'} offloads FSDP2's gradients to host memory, where torch's loss "
-            "scaling for fp16 reads the scale before it has arrived from the GPU, and trains on wrong gradients. Set "
-            "`precision: bf16`, or take accelerate_configs/zero3_offload.yaml."
-        )
-    if launch.sequence > 1:
-        check_split_rows(recipe, launch)
-    if launch.tensor > 1:
-        check_split_layers(recipe, launch, precision)
+    refusals.check_recipe(recipe, launch, precision)
     if recipe.model.fp8 and precision != "bf16":
         came = " on this machine" if recipe.precision == "auto" else ""
         raise RecipeError(
             f"model.fp8 needs bf16 for all that is not computed in fp8, and precision is {precision}{came}. Set "
             "`precision: bf16`, or model.fp8 to false."
-        )
-    if recipe.model.fp8 and launch.kind == "zero3" and not recipe.model.gradient_checkpointing:
-        raise BackendError(
-            f"{launch.file or 'The launch environment'} asks for ZeRO stage 3, and `model.fp8` would keep its gathered "
-            "weights, all of them and in fp32, from the forward to the backward pass. Set "
-            "`model.gradient_checkpointing: true`, with which those of one layer are kept at a time, or take another "
-            "launch config, such as accelerate_configs/fsdp.yaml."
         )
     if launch.mixed_precision not in ("no", mixed):
         wanted = launch.mixed_precision
@@ -231,77 +157,6 @@ def _check_planes(
             f"{accumulation}. The recipe decides: `unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, or take the "
             "launcher's option of that name away."
         )
-
-
-def _check_packed(recipe: Recipe, launch: Launch, ds_config: Mapping[str, Any]) -> None:
-    """Refuses a cast of all weights to 16 bit where some of them are packed."""
-    lighter = [launch.uses_fsdp and launch.mixed_precision != "no"]
-    lighter += [bool((ds_config.get(name) or {}).get("enabled")) for name in ("bf16", "fp16")]
-    if recipe.model.quantization is not None and any(lighter):
-        raise BackendError(
-            f"{launch.ds_place or launch.file or 'The launch environment'} asks for weights in 16 bit, and a cast "
-            'would destroy those that model.quantization packs. Remove mixed_precision (or "bf16") there, and '
-            "take precision bf16: products are then computed in 16 bit."
-        )
-
-
-def check_split_rows(recipe: Recipe, launch: Launch) -> None:
-    """Refuses what is not computed, or was never shown to be, on rows that are split over ranks."""
-    parts, length, model = launch.sequence, recipe.data.sequence_length, recipe.model
-    place = f"{launch.file or 'The launch environment'} splits each row over {parts} ranks (sp_size)"
-    if length % parts:
-        fits = ", ".join(str(size) for size in divisors(length) if size <= 64)
-        near = length // parts * parts
-        advice = f"Set sp_size to a divisor of it ({fits})" + (f", or data.sequence_length to {near}" if near else "")
-        raise BackendError(f"{place}, which does not divide data.sequence_length {length}. {advice}.")
-    if recipe.data.packing == "padded" and _ROWS_GROW_BY % parts:
-        raise BackendError(
-            f"{place}, but padded rows grow in steps of {_ROWS_GROW_BY} tokens. Set sp_size to a divisor of that, or "
-            "data.packing to `documents`."
-        )
-    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
-        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
-    refused = {
-        f"model.attention {model.attention}": (model.attention not in ("auto", "packed"), "auto"),
-        "model.compile": (model.compile, "false"),
-        "model.fp8": (bool(model.fp8), "false"),
-        "model.activation_offload": (model.activation_offload, "false"),
-    }
-    _refuse_keys(refused, place, "sequence parallelism")
-
-
-def check_split_layers(recipe: Recipe, launch: Launch, precision: str) -> None:
-    """Refuses what is not computed, or was never shown to be, in layers that are split over ranks."""
-    model, lora = recipe.model, recipe.lora
-    place = f"{launch.file or 'The launch environment'} splits layers over {launch.tensor} ranks (tp_size)"
-    if (launch.offload_params, launch.offload_optimizer) != ("none", "none"):
-        raise BackendError(f"{place}, which is not offered with offload. Take a launch config without one of them.")
-    if launch.mixed_precision != "no":
-        raise BackendError(
-            f"{place}, which is not offered with mixed_precision {launch.mixed_precision}. Take that out: the recipe's "
-            "precision already has products computed in 16 bit."
-        )
-    refused = {
-        "precision fp16": (precision == "fp16", "bf16"),
-        "model.compile": (model.compile, "false"),
-        "model.fp8": (bool(model.fp8), "false"),
-        "model.activation_offload": (model.activation_offload, "false"),
-        "model.quantization int8": (model.quantization == "int8", "nf4"),
-        "lora.dora": (lora is not None and lora.dora, "false"),
-        "lora.dropout": (lora is not None and bool(lora.dropout), "0"),
-    }
-    _refuse_keys(refused, place, "tensor parallelism")
-
-
-def _refuse_keys(refused: Mapping[str, tuple[bool, str]], place: str, kind: str) -> None:
-    """Refuses what a recipe asks for: by key and value, whether it does and what to set the key to."""
-    for what, (given, instead) in refused.items():
-        if given:
-            key = what.split()[0]
-            raise BackendError(
-                f"{place}, which is not offered with {what}. Set {key} to {instead}, or take a launch config without "
-                f"{kind}."
-            )
 
 
 def check_trackers(recipe: Recipe) -> None:

@@ -8,8 +8,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.resolve_config import check_split_layers, check_split_rows, derive_accumulation
+from finetune.distributed.resolve_config import derive_accumulation
 from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.refusals import check_split_layers, check_split_rows
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, activations, shape_of
 from finetune.planning.model_shapes import Variant, is_half, part_of, unpaged

@@ -13,9 +13,10 @@ import torch
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
-from finetune.distributed.gpu_specs import Gpu, find, of_device
+from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
+from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.launch_candidates import Candidate, Setting, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
@@ -81,7 +82,7 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     ):
         if not sensible:
             raise RecipeError(f"--{name} is {value}; give {allowed}.")
-    gpu = find(parsed.gpu) if parsed.gpu is not None else here or find(_ASSUMED_GPU)
+    gpu = find_gpu(parsed.gpu) if parsed.gpu is not None else here or find_gpu(_ASSUMED_GPU)
     guessed = {"--gpu": parsed.gpu is None and here is None, "--gpus": parsed.gpus is None and there == 0}
     assumed = None
     if any(guessed.values()):
@@ -166,7 +167,7 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
         time=timed(advice.candidate, chosen, machines) if advice.candidate and isinstance(chosen, Variant) else None,
         work=work(planned),
         own_error=measured_peaks.error(
-            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
+            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.device_identity()["device"]
         ),
         device=device,
         first_size=_first_size(recipe, advice.candidate, of),
@@ -177,7 +178,9 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
     """The launch files for these machines, what to take first at the front."""
     found = {}
     for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
-        copies, parts = copies_and_parts(file)
+        sizes = read_launch_file(str(file)).parallelism_config
+        copies = sizes.parallelism_config_dp_replicate_size
+        parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
         if copies > 1:
             copies = machines.nodes if machines.nodes > 1 else copies
             if machines.ranks % copies or machines.ranks == copies:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from finetune.distributed.deepspeed_config import PERSISTENCE_THRESHOLD, fit_to_model
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.split_parameters import UNSPLIT, Split, Splits
+from finetune.distributed.strategies.deepspeed_config import PERSISTENCE_THRESHOLD, fit_to_model
 from finetune.distributed.tensor_facts import width_of
 from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.compat.accelerate_private import unsplit_classes

@@ -75,7 +75,7 @@ def resolve_micro_size(
         return MicroBatchChoice(_with_rows(recipe, begun), {"asked": "auto", "rows": begun}, (line,))
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
-    sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.room()
+    sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
     if rank == 0:
         known = _read(kept, room.total)
@@ -137,7 +137,7 @@ def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice
         chosen = launch.sync_each_batch if backend.accumulation > 1 else None
         return None if chosen is None else GradientSumChoice(chosen, None, 0)
     least = backend.all_reduce_max(
-        torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device)
+        torch.tensor([-device_selection.total_memory()], dtype=torch.float64, device=backend.device)
     )
     can = torch_private.reduces_unused_gradients()
     found = GradientSumChoice(can, None, int(-least.item()))
@@ -194,7 +194,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
         file, report, log = (folder / name for name in ("recipe.yaml", "report.json", "output.txt"))
         file.write_text(dump_recipe(recipe), encoding="utf-8")
         words = [sys.executable, "-m", "finetune.training.micro_batch_trial", str(file), str(report)]
-        env = rendezvous_store.apart(name)
+        env = rendezvous_store.environment_apart(name)
         if launch.num_threads is not None:
             env["OMP_NUM_THREADS"] = str(launch.num_threads)
         with log.open("wb") as output:
@@ -275,7 +275,7 @@ def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
         "rows": digest if recipe.data.packing == "padded" else None,
         "config": config.read_text(encoding="utf-8") if section.name and config.is_file() else None,
         "launch": {**asdict(launch), "file": None, "ds_place": None},
-        "here": device_selection.identity(),
+        "here": device_selection.device_identity(),
     }
     return Path(recipe.data.cache_dir) / "micro_size" / f"{digest_of(facts)[:16]}.json"
 

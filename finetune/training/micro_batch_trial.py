@@ -34,13 +34,13 @@ def longest(rows: Any) -> Any:
 def main(file: str, report: str) -> int:
     """Takes the steps, and writes the share of the memory that was held, over all ranks."""
     recipe = load_recipe(file, ())
-    room = device_selection.room()
+    room = device_selection.available_memory()
     run = build_run(recipe, quiet=True)
     if isinstance(run.feed, TokenFileFeed) and hasattr(run.feed.rows, "longest"):
         run.feed = replace(run.feed, rows=longest(run.feed.rows))
     for step in range(run.length.num_steps):
         train_step(run, step)
-    share = torch.tensor([device_selection.held() / room.total], dtype=torch.float64, device=run.backend.device)
+    share = torch.tensor([device_selection.peak_memory() / room.total], dtype=torch.float64, device=run.backend.device)
     write_json(Path(report), {"share": run.backend.all_reduce_max(share).item()})
     run.backend.close()
     return 0

@@ -65,14 +65,14 @@ class PeakMemoryMonitor:
         resident = backend.device.type != "cuda"
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
-            of = candidates_of(recipe, backend.launch, device_selection.room().total)
+            of = candidates_of(recipe, backend.launch, device_selection.available_memory().total)
             found = of(recipe.batch.rows) if of is not None else None
         predicted = None
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
             predicted = found.peak + (found.host if resident else 0)
             peak = measured_peaks.Peak(
-                device=device_selection.identity()["device"],
+                device=device_selection.device_identity()["device"],
                 of="resident" if resident else "allocated",
                 launch=backend.launch.kind,
                 kind=kind_of(recipe),

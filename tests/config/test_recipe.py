@@ -21,8 +21,9 @@ from finetune.cli.main import main
 from finetune.config import file_kinds
 from finetune.config.recipe import RECIPE_FIELDS, divisors, dump_recipe, json_schema, load_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe, Section
-from finetune.distributed import deepspeed_config
+from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
+from finetune.distributed.strategies import deepspeed_config
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.training import api
 from finetune.utils.errors import BackendError, RecipeError
@@ -618,12 +619,10 @@ def test_launch_file_loads(file: Path) -> None:
 def test_ds_config_completes(file: Path, precision: str) -> None:
     recipe = validate_recipe({**WHOLE, "batch": {"global_size": 16, "micro_size": 4}, "optim": {"clip_norm": None}})
     config = deepspeed_config.complete_config(
-        json.loads(file.read_text()),
-        recipe=recipe,
+        Launch(kind="zero2", num_processes=2, ds_config=json.loads(file.read_text()), ds_place=file.name),
+        recipe,
         precision=precision,
         accumulation=2,
-        world=2,
-        place=file.name,
     )
     deepspeed_config.fit_to_model(config, hidden_size=64, parameter_sizes=[64 * 64, 64])
     assert '"auto"' not in json.dumps(config)

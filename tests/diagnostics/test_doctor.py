@@ -25,7 +25,7 @@ from ranks import Place, free_port
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, package_checks
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, probe
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
@@ -111,10 +111,10 @@ def not_there(name: str) -> str:
 
 NO_GPU = {"machine_checks.of_torch": of_gpus(0), "network_checks.of_torch": of_gpus(0)}
 ONE_GPU = {"machine_checks.of_torch": of_gpus(1), "torch.cuda.get_device_name": lambda index: "H100"}
-NO_ADDRESS = {"network_checks.addresses": lambda name: []}
-LOOPBACK = {**NO_GPU, "network_checks.addresses": lambda name: ["127.0.1.1"]}
+NO_ADDRESS = {"network_checks.host_addresses": lambda name: []}
+LOOPBACK = {**NO_GPU, "network_checks.host_addresses": lambda name: ["127.0.1.1"]}
 ELSEWHERE = {
-    "network_checks.addresses": lambda name: ["10.0.0.1"],
+    "network_checks.host_addresses": lambda name: ["10.0.0.1"],
     "network_checks.own_addresses": lambda: {"10.0.0.2"},
 }
 HERE = {**ELSEWHERE, "network_checks.own_addresses": lambda: {"10.0.0.1"}}
@@ -122,8 +122,8 @@ TAKEN = {"network_checks.is_free": lambda number: False}
 UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
 PORT = {"launch": "ddp", "main_process_port": 29511}
 TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
-BROKEN = {"package_checks.probe": lambda *words, **options: ("", "Illegal instruction")}
-LOOK = "finetune.distributed.native_ops.native_ops.look"
+BROKEN = {"package_checks.run_probe": lambda *words, **options: ("", "Illegal instruction")}
+LOOK = "finetune.distributed.native_ops.native_ops.inspect_ops"
 NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
 NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
 LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
@@ -154,7 +154,7 @@ CASES: list[Case] = [
     ),
     (machine_checks.gpus, "failure", "with 1 GPU", asking(ONE_GPU, launch="ddp")),
     (machine_checks.gpus, "warning", "sees no GPU", asking({**NO_GPU, "machine_checks.DRIVER": Path(__file__)})),
-    (machine_checks.dtypes, "failure", "bfloat16 fails", asking({"machine_checks.product": half_of_bf16})),
+    (machine_checks.dtypes, "failure", "bfloat16 fails", asking({"machine_checks.product_of_ones": half_of_bf16})),
     (
         machine_checks.dtypes,
         "warning",
@@ -274,16 +274,16 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.distributed.native_ops.native_ops.look": one_op(),
+    "finetune.distributed.native_ops.native_ops.inspect_ops": one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
-    "finetune.diagnostics.doctor.package_checks.probe": lambda *words, **options: ("1.0", ""),
+    "finetune.diagnostics.doctor.package_checks.run_probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
-    "finetune.diagnostics.doctor.network_checks.addresses": lambda name: ["10.0.0.1"],
+    "finetune.diagnostics.doctor.network_checks.host_addresses": lambda name: ["10.0.0.1"],
     "finetune.utils.hub_access.accepts_connections": lambda address: True,
     "finetune.diagnostics.doctor.machine_checks.QUOTA": Path("/nowhere"),
     "resource.getrlimit": lambda which: (1 << 16, 1 << 20),
     "os.sched_getaffinity": lambda pid: set(range(8)),
-    "finetune.diagnostics.doctor.network_checks.probe": lambda *words, **options: ("", ""),
+    "finetune.diagnostics.doctor.network_checks.run_probe": lambda *words, **options: ("", ""),
 }
 
 
@@ -373,8 +373,8 @@ def test_the_hubs_cache(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_torch_cannot_multiply() -> None:
-    assert machine_checks.product("float32", "cpu") == 8.0
-    assert machine_checks.product("bool", "cpu") != 8.0
+    assert machine_checks.product_of_ones("float32", "cpu") == 8.0
+    assert machine_checks.product_of_ones("bool", "cpu") != 8.0
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_dtype_that_torch_cannot_multiply() -> None:
     ],
 )
 def test_what_a_probe_complains_of(script: str, found: tuple[str, str]) -> None:
-    assert probe(script, "cpu", env=os.environ, limit_s=1.0 if "pause" in script else 60.0) == found
+    assert run_probe(script, "cpu", env=os.environ, limit_s=1.0 if "pause" in script else 60.0) == found
 
 
 def test_two_processes_agree() -> None:
@@ -409,7 +409,10 @@ signal.pause()
     file = tmp_path / "pids"
     limit_s = 2.0
     while not file.exists():
-        assert probe(script, str(file), env=os.environ, limit_s=limit_s) == ("", f"no answer within {limit_s:.0f} s")
+        assert run_probe(script, str(file), env=os.environ, limit_s=limit_s) == (
+            "",
+            f"no answer within {limit_s:.0f} s",
+        )
         limit_s *= 2
     pids = [int(pid) for pid in file.read_text().split()]
     assert len(pids) == 2
@@ -432,7 +435,7 @@ def test_a_containers_quota(tmp_path: Path, monkeypatch: Patch, text: str, quota
     file = tmp_path / "cpu.max"
     file.write_text(text)
     monkeypatch.setattr(machine_checks, "QUOTA", file)
-    assert machine_checks.quota() == quota
+    assert machine_checks.container_cores() == quota
 
 
 def test_what_a_launch_shares() -> None:
@@ -445,15 +448,15 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # looking changes it; this puts it back
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {op.name: op for op in native_ops.look(None)}
+    found = {op.name: op for op in native_ops.inspect_ops(None)}
     assert set(found) == {"shm_comm", "cpu_adam", "pin_memory", "async_io"}
     assert not any(op.built or op.locked for op in found.values())
     lacking = ("there is no C++ compiler (no-such-compiler)", "apt-get install g++")
     assert all(op.lacking == lacking for op in found.values())
     # A file is the lock up to torch 2.13, from 2.14 on it must be held.
     with FileLock(next(tmp_path.rglob("cpu_adam")) / "lock"):
-        assert [op.name for op in native_ops.look(None) if op.locked] == ["cpu_adam"]
-    assert native_ops.look(Launch(kind="fsdp", num_processes=2)) == []
+        assert [op.name for op in native_ops.inspect_ops(None) if op.locked] == ["cpu_adam"]
+    assert native_ops.inspect_ops(Launch(kind="fsdp", num_processes=2)) == []
 
 
 def test_findings_as_text() -> None:

@@ -15,6 +15,7 @@ from finetune.diagnostics.doctor.check_result import Asked
 from finetune.distributed import resolve_config
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import predict_environment
+from finetune.distributed.strategies import refusals
 from finetune.training.dry_run import describe
 from finetune.utils.errors import BackendError
 
@@ -98,7 +99,7 @@ def test_dry_run_and_doctor_refuse_what_would_end_with_a_signal(place: Place, ki
 def test_fsdp_in_detail_depends_on_torch(
     place: Place, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
 ) -> None:
-    monkeypatch.setattr(resolve_config, "installed", {"torch": version}.get)
+    monkeypatch.setattr(refusals, "installed", {"torch": version}.get)
     debugged = predict_environment(str(place.launch_file("fsdp")), {}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     with pytest.raises(BackendError, match="no model is written") if refused else nullcontext():
         resolve_config.check_devices(debugged.launch, Devices(0, True), debugged.env)

@@ -52,7 +52,7 @@ def test_a_ring_is_found_again(latency: float, bandwidth: float, processes: int)
     """Whatever the links: the fit predicts what they took."""
     link = measure_bandwidth.Line(latency, bandwidth)
     measured = times(link, processes, [1 << k for k in range(10, 31, 4)])
-    found = measure_bandwidth.fit(measured, processes)
+    found = measure_bandwidth.fit_link(measured, processes)
     for ring, size in measured:
         assert found.seconds(ring, processes, size.bytes) == pytest.approx(size.seconds, rel=1e-3)
 
@@ -63,14 +63,14 @@ def test_a_latency_is_never_below_nought() -> None:
     measured = [
         (ring, measure_bandwidth.Size(size, size**1.3 * 1e-9, 0.0, 0.0)) for size in (1 << 10, 1 << 14, 1 << 18)
     ]
-    found = measure_bandwidth.fit(measured, 2)
+    found = measure_bandwidth.fit_link(measured, 2)
     assert found.latency_s == 0
     assert found.bandwidth > 0
 
 
 @given(first=st.integers(1, 10**6), more=st.integers(0, 10**9), factor=st.integers(2, 16), processes=st.integers(2, 33))
 def test_sizes_divide_by_ranks(first: int, more: int, factor: int, processes: int) -> None:
-    found = measure_bandwidth.sizes(first, first + more, factor, processes)
+    found = measure_bandwidth.message_sizes(first, first + more, factor, processes)
     assert found == sorted(set(found))
     assert found
     assert all(size > 0 and size % (4 * processes) == 0 for size in found)
@@ -80,7 +80,7 @@ def test_sizes_divide_by_ranks(first: int, more: int, factor: int, processes: in
 @pytest.mark.parametrize("wanted", [(0, 10, 2), (20, 10, 2), (1, 10, 1)])
 def test_no_sizes_are_refused(wanted: tuple[int, int, int]) -> None:
     with pytest.raises(RecipeError, match="--min-bytes"):
-        measure_bandwidth.sizes(*wanted, 2)
+        measure_bandwidth.message_sizes(*wanted, 2)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ import os, sys
 from finetune.distributed.native_ops import native_ops as ops
 ops.OPS["tiny"] = ops._Spec("tiny_op", "TinyBuilder", "a test", 1)
 ops.COMPILE = [sys.executable, os.environ["TINY"] + "/build.py"]
-ops.ensure(["tiny"], quiet=False)
+ops.ensure_built(["tiny"], quiet=False)
 assert ops.is_built("tiny")
 """
 
@@ -155,7 +155,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 def tiny(tmp_path: Path, extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiny]:
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    toolchain.prepare()
+    toolchain.prepare_environment()
     tiny = Tiny(tmp_path, extensions)
     monkeypatch.setenv("TINY", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
@@ -215,7 +215,7 @@ def test_what_is_missing_is_named(
         script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(BackendError) as caught:
-        native_ops.ensure(["async_io"], quiet=True)
+        native_ops.ensure_built(["async_io"], quiet=True)
     message = str(caught.value)
     assert command in message
     assert "\n" not in message
@@ -314,7 +314,7 @@ def test_the_processor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return '{"arch": "X86_64", "flags": ["avx2"]}'
 
     monkeypatch.setattr(cpuinfo, "get_cpu_info_json", answer)
-    toolchain.prepare()
+    toolchain.prepare_environment()
     for _ in range(2):
         assert CPUAdamBuilder().cpu_arch() == "-march=native"
         assert CPUAdamBuilder().simd_width() == "-D__AVX256__"

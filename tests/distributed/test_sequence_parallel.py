@@ -16,8 +16,9 @@ from torch import nn
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.mesh import Group
-from finetune.distributed.resolve_config import check_split_rows, derive_accumulation
+from finetune.distributed.resolve_config import derive_accumulation
 from finetune.distributed.strategies import sequence
+from finetune.distributed.strategies.refusals import check_split_rows
 from finetune.tasks.task_lookup import check_task_splits
 from finetune.utils.errors import BackendError
 

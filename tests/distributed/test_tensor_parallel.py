@@ -17,9 +17,9 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.mesh import Group
-from finetune.distributed.resolve_config import check_split_layers
 from finetune.distributed.split_parameters import Split
 from finetune.distributed.state import tensor_shards
+from finetune.distributed.strategies.refusals import check_split_layers
 from finetune.models import split_layers
 from finetune.training import dry_run
 from finetune.utils.errors import BackendError

@@ -88,7 +88,7 @@ def test_a_run_says_what_it_took_and_plans_say_how_far_they_were_off(
     code, out, _ = said(capsys, file)
     assert code == 0
     ratio = found["measured"] / found["predicted"]
-    device = device_selection.identity()["device"]
+    device = device_selection.device_identity()["device"]
     assert f"On this machine ({device}) 1 run(s) took {ratio:.2f} to {ratio:.2f} of the peak" in out
     code, out, _ = said(capsys, file, "--json")
     assert json.loads(out)["own_error"]["median"] == pytest.approx(ratio)

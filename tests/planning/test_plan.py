@@ -63,7 +63,7 @@ def planned(recipe: dict[str, Any], gpu: str = "h100-80gb", number: int = 8, nod
 
 @functools.cache
 def _planned(recipe: str, gpu: str, number: int, nodes: int) -> planner.Plan:
-    machines = Machines(gpu_specs.find(gpu), number, nodes, 50.0, 0.4)
+    machines = Machines(gpu_specs.find_gpu(gpu), number, nodes, 50.0, 0.4)
     return planner.make(validate_recipe(json.loads(recipe)), machines, stored="bf16")
 
 
@@ -369,10 +369,10 @@ def test_broken_launch_files_are_one_paragraph(
 
 
 def test_known_gpus_can_be_changed() -> None:
-    known, changed = gpu_specs.find("a100-80gb"), gpu_specs.find("a100-80gb,memory=60")
+    known, changed = gpu_specs.find_gpu("a100-80gb"), gpu_specs.find_gpu("a100-80gb,memory=60")
     assert (changed.memory_gib, changed.bf16_tflops) == (60.0, known.bf16_tflops)
     with pytest.raises(RecipeError, match="--gpu"):
-        gpu_specs.find("a100-80gb,bf16=fast")
+        gpu_specs.find_gpu("a100-80gb,bf16=fast")
 
 
 def test_recipes_that_ship_can_be_planned() -> None:
@@ -381,7 +381,7 @@ def test_recipes_that_ship_can_be_planned() -> None:
         if "config" not in text.get("model", {}) or "name" in text.get("tokenizer", {}):
             continue
         recipe: Recipe = validate_recipe(text)
-        plan = planner.make(recipe, Machines(gpu_specs.find("a100-80gb"), 8, 1, 50.0, 0.4))
+        plan = planner.make(recipe, Machines(gpu_specs.find_gpu("a100-80gb"), 8, 1, 50.0, 0.4))
         assert plan.advice.candidate is not None, place.name
 
 
@@ -544,8 +544,8 @@ def test_a_deepspeed_config_of_a_stage_alone_is_planned_with_its_defaults(tmp_pa
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
     )
     recipe = validate_recipe(sections(model={"config": LLAMA_8B}))
-    found = planner.make(recipe, Machines(gpu_specs.find("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    found = planner.make(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
     full = {"stage": stage, "reduce_bucket_size": 500_000_000}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": full}))
-    again = planner.make(recipe, Machines(gpu_specs.find("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    again = planner.make(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
     assert found.candidates["zero", "full"].peak == again.candidates["zero", "full"].peak > 0

@@ -65,6 +65,6 @@ def test_what_cannot_be_split_is_refused(config: dict[str, Any], kind: str, says
     wanted = recipe(1, False, kind == "QLoRA", more | ({"config": config} if "model_type" in config else {}), **config)
     variant: Any = model_shapes.variants(wanted)[kind]
     launch = launch_of_file(ROOT / "accelerate_configs" / "tp.yaml", 2)
-    found = assess("tp", launch, variant, Setting(1, False), gpu_specs.find("h100-80gb"))
+    found = assess("tp", launch, variant, Setting(1, False), gpu_specs.find_gpu("h100-80gb"))
     assert found.verdict == "refused"
     assert says in found.reason

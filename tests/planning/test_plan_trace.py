@@ -83,7 +83,7 @@ def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Trace
 
 @functools.cache
 def _trace(recipe: str, name: str, ranks: int) -> Traced:
-    machines = Machines(gpu_specs.find("h100-80gb"), ranks, 1, 50.0, 0.4)
+    machines = Machines(gpu_specs.find_gpu("h100-80gb"), ranks, 1, 50.0, 0.4)
     plan = planner.make(validate_recipe(json.loads(recipe)), machines)
     (found,) = trace_launches.trace(plan, trace_launches.wanted(plan, name), None, lambda _: None)
     return found
@@ -253,7 +253,7 @@ def test_what_cannot_be_imagined_keeps_its_own_parts() -> None:
 
 def test_split_rows_under_deepspeed_are_not_traced() -> None:
     plan = planner.make(
-        validate_recipe(sections(SMALL, rows=8)), Machines(gpu_specs.find("h100-80gb"), 4, 1, 50.0, 0.4)
+        validate_recipe(sections(SMALL, rows=8)), Machines(gpu_specs.find_gpu("h100-80gb"), 4, 1, 50.0, 0.4)
     )
     (candidate,) = trace_launches.wanted(plan, "zero2")
     split = replace(candidate, launch=replace(candidate.launch, sequence=2))

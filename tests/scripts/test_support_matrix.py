@@ -14,7 +14,7 @@ from harness import ROOT, environment, run
 from support_matrix import FEATURES, LAUNCHES, PROOFS, Feature, Mark, mark, proofs
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed import resolve_config
+from finetune.distributed.strategies import refusals
 from finetune.optim import optimizers
 
 pytestmark = pytest.mark.xdist_group("support_matrix")
@@ -82,7 +82,7 @@ def test_a_table_that_lies_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.kind == "refused"
     assert refused.why.startswith(reason)
     with monkeypatch.context() as patch:
-        patch.setattr(resolve_config, "check_split_layers", lambda *_: None)
+        patch.setattr(refusals, "check_split_layers", lambda *_: None)
         assert mark("tp", "fp8") == Mark("works"), "the page would change with the check"
     known = {**proofs(), frozenset(("fsdp", "Adafactor")): "tests/a.py::test_that_cannot_be"}
     monkeypatch.setattr(support_matrix, "proofs", lambda: known)

@@ -23,7 +23,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed import device_selection
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.distributed.resolve_config import agree
+from finetune.distributed.resolve_config import resolve_for_devices
 from finetune.monitoring import out_of_memory
 from finetune.utils.errors import BackendError
 
@@ -139,9 +139,9 @@ def test_loss_scaling_of_offloaded_gradients_is_refused() -> None:
     """On a device whose copies arrive late, its losses were nan from the second step on."""
     launch = launch_of_file(ROOT / "accelerate_configs/fsdp_offload.yaml", 1)
     for precision in ("bf16", "fp32"):
-        agree(validate_recipe(recipe(precision=precision)), launch, Devices(1, True), {})
+        resolve_for_devices(validate_recipe(recipe(precision=precision)), launch, Devices(1, True), {})
     with pytest.raises(BackendError, match="reads the scale before it has arrived"):
-        agree(validate_recipe(recipe(precision="fp16")), launch, Devices(1, True), {})
+        resolve_for_devices(validate_recipe(recipe(precision="fp16")), launch, Devices(1, True), {})
 
 
 def test_half_precision_takes_kernels_and_loss_scaling(launcher: Launcher, fake: Fake) -> None:
@@ -200,7 +200,7 @@ def test_a_process_that_sees_one_gpu_of_eight_asks_for_that(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: asked.append(index) or properties)
-    assert device_selection.room().total == 2**30
+    assert device_selection.available_memory().total == 2**30
     assert asked == [0]
 
 

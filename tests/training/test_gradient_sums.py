@@ -14,7 +14,7 @@ from harness import ROOT, Launcher
 from recipes_for_tests import PARITY, base
 
 from finetune.config.recipe import validate_recipe
-from finetune.distributed.gpu_specs import find
+from finetune.distributed.gpu_specs import find_gpu
 from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
@@ -134,7 +134,10 @@ def test_a_launch_file_says_it(
 
 def test_other_values_are_refused() -> None:
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SYNC_EACH_BATCH": "sometimes"}
-    with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: sometimes. Write true .* false .* or auto"):
+    with pytest.raises(
+        BackendError,
+        match="FSDP_SYNC_EACH_BATCH is 'sometimes' in the environment, and should be True, False or 'auto'",
+    ):
         launch_of_environment({**env, "LOCAL_RANK": "0"}, 2, None)
 
 
@@ -168,7 +171,7 @@ def variant_of(micro: int = 1) -> model_shapes.Variant:
 def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *, each: bool | None = None) -> Candidate:
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
-    gpu = find(f"h100-80gb,memory={gib}")
+    gpu = find_gpu(f"h100-80gb,memory={gib}")
     return assess(name, asked, variant, setting_of(recipe), gpu)
 
 
@@ -253,7 +256,7 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     forecast: bool,
 ) -> None:
-    monkeypatch.setattr(micro_batch_search.device_selection, "capacity", lambda: round(gib * 2**30))
+    monkeypatch.setattr(micro_batch_search.device_selection, "total_memory", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
     backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast), accumulation)
     found = micro_batch_search.resolve_gradient_sums(recipe, backend)
@@ -274,7 +277,7 @@ def test_a_run_settles_it_by_the_forecast(
 def test_a_torch_that_cannot_sum_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11: asked for it is refused, left open it is once a step, whatever the forecast."""
     monkeypatch.setattr(torch_private, "reduces_unused_gradients", lambda: False)
-    monkeypatch.setattr(micro_batch_search.device_selection, "capacity", lambda: 2**29)
+    monkeypatch.setattr(micro_batch_search.device_selection, "total_memory", lambda: 2**29)
     recipe = validate_recipe(base(batch={"global_size": 16, "micro_size": 2}))
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: true, for which torch .* lacks a function"):
         resolve_config(recipe, Launch("fsdp", 2, sync_each_batch=True), {})

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from finetune.cli.main import main
 from finetune.config.recipe import dump_recipe, validate_recipe
-from finetune.distributed.gpu_specs import find
+from finetune.distributed.gpu_specs import find_gpu
 from finetune.export import verify_export
 from finetune.planning import planner
 from finetune.planning.step_time import Machines
@@ -95,7 +95,7 @@ def test_outside_the_package_it_is_planned_the_same(
         said[-1] += describe(recipe).replace(task, "task").splitlines()
         recipes.append(recipe)
     assert [line.split() for line in said[0]] == [line.split() for line in said[1]]
-    machines = Machines(find("h100-80gb"), 2, 1, 50.0, 0.4)
+    machines = Machines(find_gpu("h100-80gb"), 2, 1, 50.0, 0.4)
     plans = [planner.make(recipe, machines, stored="bf16") for recipe in recipes]
     assert repr(plans[0].candidates) == repr(plans[1].candidates).replace(outside, classification.NAME)
     batches = [trace_step.batch(recipe) for recipe in recipes]

@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def machines(self) -> int:
-        return int(self.foreseen.asked.num_machines) if self.foreseen else 1
+        return self.foreseen.asked.num_machines if self.foreseen else 1
 
 
 def ok(check: str, found: str) -> CheckResult:
@@ -65,7 +65,7 @@ def failure(check: str, found: str, advice: str = "") -> CheckResult:
     return CheckResult(check, "failure", found, advice)
 
 
-def probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
 
     Returns:

@@ -22,7 +22,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def threads(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether processes and their threads fit the cores."""
-    cores, allowed, said = platforms.cores(), quota(), asked.env.get("OMP_NUM_THREADS")
+    cores, allowed, said = platforms.cores(), container_cores(), asked.env.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said)):
         yield failure("threads", f"OMP_NUM_THREADS is '{said}'", "set it to a number, or unset it")
         return
@@ -41,8 +41,8 @@ def threads(asked: Asked) -> Iterable[CheckResult]:
         yield ok("threads", found)
 
 
-def quota() -> float | None:
-    """The processors that a container may use at a time; None if that is not limited."""
+def container_cores() -> float | None:
+    """Returns the processors that a container may use at a time; None if that is not limited."""
     try:
         most, period = QUOTA.read_text().split()
     except (OSError, ValueError):
@@ -73,7 +73,8 @@ SHARED = Path("/dev/shm")
 def folders(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether there is room where a run writes."""
     for what, folder in _folders(asked).items():
-        place = existing(folder)
+        # The folder, or the nearest one above it that is there.
+        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
         free = shutil.disk_usage(place).free
         found = f"{what}: {folder}, {free / GIB:.1f} GiB free"
         if not os.access(place, os.W_OK | os.X_OK):
@@ -102,12 +103,6 @@ def shared_memory(asked: Asked) -> Iterable[CheckResult]:
         yield warning("shared memory", f"{found}; NCCL and workers that tokenise may need more", advice)
     else:
         yield ok("shared memory", found)
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    place = folder.absolute()
-    return next(p for p in (place, *place.parents) if p.is_dir())
 
 
 def _folders(asked: Asked) -> dict[str, Path]:
@@ -148,13 +143,12 @@ def gpus(asked: Asked) -> Iterable[CheckResult]:
 
 
 def dtypes(asked: Asked) -> Iterable[CheckResult]:
-    """A product in every dtype that a run may compute in."""
+    """Checks a product in every dtype that a run may compute in."""
     gpu = of_torch().gpus > 0
-    sound = []
-    for name in ("float32", "bfloat16", *(["float16"] if gpu else [])):
-        if product(name, "cuda" if gpu else "cpu") == 8.0:
-            sound.append(name)
-        else:
+    names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
+    sound = [name for name in names if product_of_ones(name, "cuda" if gpu else "cpu") == 8.0]
+    for name in names:
+        if name not in sound:
             yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
     yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
     slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
@@ -162,8 +156,8 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
         yield warning("dtypes", slow, "`precision: fp32`, or `auto`, which is fp32 here")
 
 
-def product(dtype: str, device: str) -> float:
-    """An element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
+def product_of_ones(dtype: str, device: str) -> float:
+    """Returns an element of a product of two 8 x 8 matrices of ones; nan if torch cannot compute it."""
     import torch
 
     try:
@@ -174,35 +168,30 @@ def product(dtype: str, device: str) -> float:
 
 
 def ops(asked: Asked) -> Iterable[CheckResult]:
-    """The ops that the launch needs; without a launch file all that any could need."""
+    """Checks the native ops that the launch needs; without a launch file all that any could need."""
     from finetune.distributed.native_ops import native_ops
 
-    found = native_ops.look(asked.launch)
-    needed = failure if asked.launch is not None else warning
+    found, ready = native_ops.inspect_ops(asked.launch), []
     for op in found:
         if op.lacking is not None:
             what, install = op.lacking
+            needed = failure if asked.launch is not None else warning
             yield needed("native ops", f"{op.name}, for {op.used_by}, cannot be compiled: {what}", install)
         elif op.locked:
-            yield warning(
-                "native ops",
-                f"{op.name}: there is a build lock",
-                "wait if it is being built; else the next run, or `finetune ops`, removes it",
-            )
+            advice = "wait if it is being built; else the next run, or `finetune ops`, removes it"
+            yield warning("native ops", f"{op.name}: there is a build lock", advice)
         elif not op.built:
-            yield warning(
-                "native ops",
-                f"{op.name}, for {op.used_by}, is not compiled yet: about {op.build_s:.0f} s on 2 cores",
-                "run `finetune ops` ahead, or let the first run do it",
-            )
-    ready = [op.name for op in found if op.built and not op.locked and op.lacking is None]
-    yield ok(
-        "native ops", f"compiled: {', '.join(ready)}" if ready else "none needed" if not found else "none compiled"
-    )
+            state = f"is not compiled yet: about {op.build_s:.0f} s on 2 cores"
+            advice = "run `finetune ops` ahead, or let the first run do it"
+            yield warning("native ops", f"{op.name}, for {op.used_by}, {state}", advice)
+        else:
+            ready.append(op.name)
+    none = "none compiled" if found else "none needed"
+    yield ok("native ops", f"compiled: {', '.join(ready)}" if ready else none)
 
 
 def agreement(asked: Asked) -> Iterable[CheckResult]:
-    """Recipe and launch; what contradicts is raised, as a run raises it."""
+    """Checks that recipe and launch agree; a contradiction is raised, as a run raises it."""
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
@@ -224,14 +213,13 @@ TALK = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 
 
 def overriding(asked: Asked) -> Iterable[CheckResult]:
-    """Variables that act on a run beside launch file and recipe."""
-    clean = True
-    exported = asked.foreseen.exported if asked.foreseen else {}
-    for name in sorted(asked.env):
-        if not name.startswith(tuple(PREFIXES)) or name in (*TALK, *exported):
-            continue  # what the launcher exports takes the place of what was there
-        clean = False
-        beside = "beside the launch file" if asked.foreseen else "on every run"
+    """Checks for variables that act on a run beside launch file and recipe."""
+    exported, beside = {}, "on every run"
+    if asked.foreseen:
+        # What the launcher exports takes the place of what was there.
+        exported, beside = asked.foreseen.exported, "beside the launch file"
+    acting = [n for n in sorted(asked.env) if n.startswith(tuple(PREFIXES)) and n not in (*TALK, *exported)]
+    for name in acting:
         yield warning("variables", f"{name}={asked.env[name]} acts {beside}", f"unset {name}, unless it is meant")
-    if clean:
+    if not acting:
         yield ok("variables", "none overrides a file")

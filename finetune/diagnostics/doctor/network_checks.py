@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, why_unreachable
 from finetune.utils.temporary_folders import temporary_folder
@@ -47,7 +47,7 @@ def hostname(asked: Asked) -> Iterable[CheckResult]:
     # NCCL goes by interfaces, not by names.
     bad = failure if several and not of_torch().gpus else warning
     advice = "add the name with the machine's address to /etc/hosts, or set GLOO_SOCKET_IFNAME to its interface"
-    found = addresses(name)
+    found = host_addresses(name)
     if not found:
         yield bad("hostname", f"{name} has no address", advice)
     elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
@@ -63,22 +63,19 @@ def first_machine(asked: Asked) -> Iterable[CheckResult]:
         return
     named, rank = asked.foreseen.asked.main_process_ip, asked.foreseen.asked.machine_rank
     advice = "give --main_process_ip with an address of the first machine, the same on all"
-    found = addresses(named) if named else []
+    found = host_addresses(named) if named else []
     ours = bool(set(found) & own_addresses())
     if not found:
         yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
     elif all(map(is_loopback, found)):
         yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
     elif (rank == 0) != ours:
-        is_here = "is an address of this machine" if ours else "is no address of this machine"
-        yield failure(
-            "machines", f"this is machine {rank}, but main_process_ip {named} {is_here}", f"{advice}, or --machine_rank"
-        )
+        said = f"main_process_ip {named} is {'an' if ours else 'no'} address of this machine"
+        yield failure("machines", f"this is machine {rank}, but {said}", f"{advice}, or --machine_rank")
+    elif ours:
+        yield ok("machines", f"{asked.machines}; the first one is this")
     else:
-        what = (
-            "the first one is this" if ours else f"the first one, {named}, is known; whether it answers shows the start"
-        )
-        yield ok("machines", f"{asked.machines}; {what}")
+        yield ok("machines", f"{asked.machines}; the first one, {named}, is known; whether it answers shows the start")
 
 
 def clock(asked: Asked) -> Iterable[CheckResult]:
@@ -102,8 +99,8 @@ def is_synchronised() -> bool:
     return bool(ctypes.CDLL(None).adjtimex(buffer) != 5)
 
 
-def addresses(name: str) -> list[str]:
-    """The addresses of a host; none if it is not known."""
+def host_addresses(name: str) -> list[str]:
+    """Returns the addresses of a host; none if it is not known."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
@@ -111,7 +108,7 @@ def addresses(name: str) -> list[str]:
 
 
 def own_addresses() -> set[str]:
-    """The addresses of this machine's interfaces."""
+    """Returns the addresses of this machine's interfaces."""
     return {address.address for entries in psutil.net_if_addrs().values() for address in entries}
 
 
@@ -162,27 +159,25 @@ torch.multiprocessing.start_processes(meet, sys.argv[1:], nprocs=2, start_method
 
 
 def all_reduce(asked: Asked) -> Iterable[CheckResult]:
-    """An all-reduce over two processes of this machine."""
+    """Checks an all-reduce over two processes of this machine."""
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
     with temporary_folder() as folder:
-        _, problem = probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
-    if not problem:
-        found = f"two processes agree by {backend}, in {time.monotonic() - start:.1f} s with their start"
-        yield ok("all-reduce", found)
-    else:
-        advice = (
-            "look at hostname, interfaces and firewall; GLOO_SOCKET_IFNAME=lo (NCCL_SOCKET_IFNAME) takes the local one"
-        )
+        _, problem = run_probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
+    advice = "look at hostname, interfaces and firewall; GLOO_SOCKET_IFNAME=lo (NCCL_SOCKET_IFNAME) takes the local one"
+    if problem:
         yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)
+    else:
+        took_s = time.monotonic() - start
+        yield ok("all-reduce", f"two processes agree by {backend}, in {took_s:.1f} s with their start")
 
 
 def reach(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether what the recipe names on the hub can be had: from there, or from the cache."""
     problem = why_unreachable(asked.env)
-    wanted = list(dict.fromkeys(_names(asked.recipe))) if asked.recipe else []
-    missing = [name for kind, name in wanted if not is_cached(asked.env, kind, name)]
-    names = ", ".join(name for _, name in wanted)
+    wanted = dict(_names(asked.recipe)) if asked.recipe else {}
+    missing = [name for name, kind in wanted.items() if not is_cached(asked.env, kind, name)]
+    names = ", ".join(wanted)
     advice = "let it be reached, or fill HF_HOME on another machine and bring it here, or name local directories"
     if problem is None:
         yield ok("hub", f"it can be reached{f', for {names}' if names else ''}")
@@ -191,16 +186,15 @@ def reach(asked: Asked) -> Iterable[CheckResult]:
     elif asked.recipe is None:
         yield warning("hub", f"{problem}: names on it must be in the cache", advice)
     else:
-        yield ok(
-            "hub", f"{problem}; the recipe needs nothing of it" + (f" but {names}, which is cached" if names else "")
-        )
+        cached = f" but {names}, which is cached" if names else ""
+        yield ok("hub", f"{problem}; the recipe needs nothing of it{cached}")
 
 
 def _names(recipe: Recipe) -> Iterable[tuple[str, str]]:
-    """Yields what a recipe names on the hub: a kind, as the cache's folders have it, and a name."""
+    """Yields the names on the hub that a recipe has, each with its kind, as the cache's folders call it."""
     for name in (recipe.model.name, recipe.tokenizer.name):
         if name is not None and not Path(name).exists():
-            yield "models", name
+            yield name, "models"
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.hub is not None:
-            yield "datasets", source.hub
+            yield source.hub, "datasets"

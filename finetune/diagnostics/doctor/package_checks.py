@@ -1,19 +1,19 @@
-"""Python and its packages: versions, and whether bitsandbytes computes on this machine."""
+"""Checks of Python and its packages: their versions, and that bitsandbytes computes on this machine."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, probe, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untested_versions
 
 
 def python(asked: Asked) -> Iterable[CheckResult]:
-    """The interpreter's version."""
+    """Checks the interpreter's version."""
     found = ".".join(map(str, sys.version_info[:3]))
     needs = SpecifierSet(metadata.metadata("finetune")["Requires-Python"])
     if found in needs:
@@ -23,39 +23,29 @@ def python(asked: Asked) -> Iterable[CheckResult]:
 
 
 def packages(asked: Asked) -> Iterable[CheckResult]:
-    """Every package that is needed, and whether it is among the versions that the tests ran with."""
-    sound = 0
+    """Checks that every package that is needed is there, in a version that the tests ran with."""
+    sound, needed = 0, [asked.launch.library] if asked.launch else []
+    if asked.recipe is not None and asked.recipe.model.quantization is not None:
+        needed.append("bitsandbytes")
     for requirement in map(Requirement, metadata.requires("finetune") or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        name, problem, version = requirement.name, None, installed(requirement.name)
+        name, version, advice = requirement.name, installed(requirement.name), f"pip install '{requirement}'"
         if version is None and name in NEEDED_BY:
-            needed = name in _needed(asked)
-            said = (
-                f"{name} is not installed; {NEEDED_BY[name]} need it",
-                f"pip install '{requirement}', or do without",
-            )
-            problem = failure("packages", *said) if needed else warning("packages", *said)
+            result = failure if name in needed else warning
+            found = f"{name} is not installed; {NEEDED_BY[name]} need it"
+            yield result("packages", found, f"{advice}, or do without")
         elif version is None:
-            problem = failure("packages", f"{name} is not installed", f"pip install '{requirement}'")
+            yield failure("packages", f"{name} is not installed", advice)
         elif not requirement.specifier.contains(version, prereleases=True):
-            advice = f"pip install '{requirement}', or run `make setup`, which installs what was tested"
-            problem = failure("packages", f"{name} {version}, needed is {requirement.specifier}", advice)
-        if problem is not None:
-            yield problem
-        sound += problem is None
+            advice += ", or run `make setup`, which installs what was tested"
+            yield failure("packages", f"{name} {version}, needed is {requirement.specifier}", advice)
+        else:
+            sound += 1
     if text := untested_versions():
         yield warning("packages", text.partition(". ")[0], "nothing, if it works; else install versions that were")
     proven = (f"{name} {' to '.join(dict.fromkeys(minors))}" for name, minors in PROVEN.items())
     yield ok("packages", f"{sound} are there; tests ran with {', '.join(proven)}")
-
-
-def _needed(asked: Asked) -> Iterator[str]:
-    """The libraries that this run needs and others do not."""
-    if asked.launch is not None and asked.launch.library is not None:
-        yield asked.launch.library
-    if asked.recipe is not None and asked.recipe.model.quantization is not None:
-        yield "bitsandbytes"
 
 
 LIMIT_S = 120
@@ -72,8 +62,8 @@ print(bitsandbytes.__version__)
 
 
 def kernels(asked: Asked) -> Iterable[CheckResult]:
-    """Packs and unpacks a matrix."""
-    version, problem = probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
+    """Checks that bitsandbytes packs and unpacks a matrix."""
+    version, problem = run_probe(SCRIPT, "cuda" if of_torch().gpus else "cpu", env=asked.env, limit_s=LIMIT_S)
     advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"
     if version:
         yield ok("bitsandbytes", f"{version} packs in 4 bits here")

@@ -154,7 +154,7 @@ def read_deepspeed_file(path: str, file: str | None) -> tuple[str, dict[str, Any
 
 
 def find_deepspeed_file(path: str, file: str | None) -> Path:
-    """The DeepSpeed config that a launch file names; see `read_deepspeed_file`.
+    """Returns the DeepSpeed config that a launch file names; see `read_deepspeed_file`.
 
     Raises:
         BackendError: If there is none.
@@ -179,7 +179,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def known_keys(section: str) -> list[str]:
-    """The keys of a section, "" being the top; none where what is below it is not looked at."""
+    """Returns the keys of a section, "" being the top; none where what is below it is not looked at."""
     prefix = f"{section}." if section else ""
     below = (key.removeprefix(prefix) for key in (*MEANINGS, *_OTHER_KEYS) if key and key.startswith(prefix))
     return list(dict.fromkeys([*(key.split(".")[0] for key in below), *_OTHER_KEYS.get(section, "").split()]))
@@ -199,7 +199,7 @@ def _rename(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a section that DeepSpeed does not know, dotted, each with what is wrong."""
+    """Yields the keys of a section that DeepSpeed does not know, dotted, each with what is wrong."""
     known = known_keys(section)
     for name, value in tree.items():
         key = f"{section}.{name}".removeprefix(".")

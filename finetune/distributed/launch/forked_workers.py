@@ -13,18 +13,15 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import psutil
+
 from finetune.utils import orphan_watch
-
-# Seconds between two looks at a worker that is waited for.
-_EVERY_S = 0.02
-
-_FLAGS = ("-u", "-m")
 
 
 class ForkedWorker:
@@ -42,7 +39,7 @@ class ForkedWorker:
         self.returncode: int | None = None
         """The exit code, negative for a signal; None while it runs."""
         # It is `python [-u] -m MODULE …`.
-        flags = [word for word in args[1:3] if word in _FLAGS]
+        flags = [word for word in args[1:3] if word in ("-u", "-m")]
         words = list(args[1 + len(flags) :])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -52,13 +49,12 @@ class ForkedWorker:
         if self.pid == 0:
             _become(words, env, start_new_session, "-u" in flags, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process = psutil.Process(self.pid)
 
     def poll(self) -> int | None:
-        """The exit code, if it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        """Returns the exit code, if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -67,26 +63,21 @@ class ForkedWorker:
         Raises:
             subprocess.TimeoutExpired: If that takes longer than `timeout` seconds.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if until is not None and time.monotonic() > until:
-                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
-            time.sleep(_EVERY_S)
-        return code
+        try:
+            self.returncode = int(self._process.wait(timeout))
+        except psutil.TimeoutExpired as error:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0) from error
+        return self.returncode
 
 
 def import_ahead(module: str) -> None:
     """Imports what workers that run a module will, where its package has a module `worker_imports`."""
     found = importlib.util.find_spec(module)
-    if (
-        found is None
-        or not found.submodule_search_locations
-        or not importlib.util.find_spec(f"{module}.worker_imports")
-    ):
-        return
-    # Workers fail over the same import, and report it as they would alone.
-    with suppress(ImportError):
-        importlib.import_module(f"{module}.worker_imports")
+    # To import a module that is no package would be to run it.
+    if found is not None and found.submodule_search_locations:
+        # Workers fail over the same import, and report it as they would alone.
+        with suppress(ImportError):
+            importlib.import_module(f"{module}.worker_imports")
 
 
 @contextmanager
@@ -99,13 +90,9 @@ def forked_workers() -> Iterator[None]:
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    class Forking:
-        """The module `subprocess`, as Accelerate's launcher uses it."""
-
-        Popen = ForkedWorker
-        CalledProcessError = subprocess.CalledProcessError
-
-    with patch.object(launch, "subprocess", Forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
+    # The module `subprocess`, as Accelerate's launcher uses it.
+    forking = SimpleNamespace(Popen=ForkedWorker, CalledProcessError=subprocess.CalledProcessError)
+    with patch.object(launch, "subprocess", forking), patch.object(subprocess_handler, "Popen", ForkedWorker):
         yield
 
 

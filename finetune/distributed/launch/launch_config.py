@@ -7,14 +7,14 @@ own command line, which is the parent process's, is read as well, and the two ar
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config.provenance import place_of
 from finetune.distributed.launch.deepspeed_file import read_deepspeed_file
 from finetune.distributed.launch.launch_file import key_lines, read_launch_file
 from finetune.distributed.launch.launch_options import OPTIONS
-from finetune.distributed.launch.launch_schema import KEYS, LaunchFile, choices_of
+from finetune.distributed.launch.launch_schema import DeepspeedSection, FsdpSection, LaunchFile, ParallelismSection
 from finetune.utils import orphan_watch
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import BackendError
@@ -23,7 +23,7 @@ from finetune.utils.platforms import cores
 
 @dataclass(frozen=True)
 class Launch:
-    """What was asked for: by the launch file where there is one, else by the environment alone."""
+    """Where and how a run is asked to compute: by the launch file where there is one, else by the environment alone."""
 
     kind: str
     """single, ddp, fsdp, hsdp, zero1, zero2 or zero3."""
@@ -39,23 +39,28 @@ class Launch:
     tensor: int = 1
     """Tensor parallelism: ranks that each layer is split over. They follow each other, and compute the same rows."""
     reshard: bool = True
-    """FSDP2: whether weights are freed again between forward and backward."""
+    """FSDP2: weights are freed again between forward and backward."""
     sync_each_batch: bool | None = None
-    """FSDP2, with several micro-batches a step: whether gradients are reduce-scattered after each of them, or held
-    whole until the last. None leaves it to the forecast: whole where that fits."""
+    """FSDP2, with several micro-batches a step: gradients are reduce-scattered after each of them if True, and held
+    whole until the last if False. None leaves it to the forecast: whole where that fits."""
     offload_params: str = "none"
     """Where parameters rest: none, cpu or nvme."""
     offload_optimizer: str = "none"
     """Where optimiser state rests: none, cpu or nvme."""
     sharded_init: bool = False
-    """ZeRO-3: whether pretrained weights are sharded while they load."""
+    """ZeRO-3: pretrained weights are sharded while they load."""
     ds_config: dict[str, Any] = field(default_factory=dict)
     """The DeepSpeed configuration as written, `auto` included."""
     ds_place: str = ""
     """Where it is written, for messages."""
     mixed_precision: str = "no"
-    """What the launch plane says of precision. The recipe decides, so anything but its value is refused; with its
-    value, FSDP gathers and computes with copies of the weights in it, instead of casting inside operations."""
+    """Precision of the launch plane. The recipe decides, so anything but its value is refused; with its value, FSDP
+    gathers and computes with copies of the weights in it, instead of casting inside operations."""
+
+    @property
+    def place(self) -> str:
+        """The launch file, or what stands for it at the start of a message."""
+        return self.file or "The launch environment"
 
     @property
     def data_ranks(self) -> int:
@@ -73,12 +78,12 @@ class Launch:
 
     @property
     def cuts_state(self) -> bool:
-        """Whether a tensor, or what an optimiser keeps for it, may lie on several ranks in parts."""
+        """True if a tensor, or what an optimiser keeps for it, may lie on several ranks in parts."""
         return self.sharded or self.uses_deepspeed or self.tensor > 1
 
     @property
     def flattens(self) -> bool:
-        """Whether optimisers get parts of flat buffers, in which tensors have lost their shapes."""
+        """True if optimisers get parts of flat buffers, in which tensors have lost their shapes."""
         return self.uses_deepspeed
 
     @property
@@ -95,13 +100,13 @@ class Launch:
         return self.kind in ("fsdp", "hsdp")
 
     def holds_whole_gradients(self, accumulation: int) -> bool:
-        """Whether a rank holds gradients of whole parameters while a step's micro-batches add up."""
+        """Returns True if a rank holds gradients of whole parameters while a step's micro-batches add up."""
         if self.uses_fsdp:
             return accumulation > 1 and not self.sync_each_batch
         return self.kind not in ("zero2", "zero3")
 
     def defers(self, accumulation: int) -> bool:
-        """Whether it is open when gradients of a step's micro-batches are summed over ranks, and so the forecast's."""
+        """Returns True if the forecast has to decide when gradients of a step's micro-batches are summed over ranks."""
         return self.uses_fsdp and accumulation > 1 and self.sync_each_batch is None
 
 
@@ -111,34 +116,38 @@ def read_launch() -> Launch:
     Raises:
         BackendError: If file and processes contradict each other, or it asks for what is not offered.
     """
-    import torch
-
-    env = dict(os.environ)
-    if not torch.cuda.is_available():
-        # DeepSpeed asks which accelerator there is as soon as anything imports it, and wonders aloud.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    name_deepspeed_device()
+    env, arguments = dict(os.environ), _launcher_arguments()
     world = number_of(env, "WORLD_SIZE")
-    arguments = _launcher_arguments()
-    file = None if arguments is None else _launch_file(arguments)
-    exported: dict[str, str] = {}
-    if arguments is not None and file is not None:
+    if arguments is None:
+        return launch_of_environment(env, world, None, _threads(None))
+    file, exported = arguments.config_file, {}
+    if file is not None:
         written = read_launch_file(file)
         options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
         check_processes(file, written, options, world, cpu=arguments.cpu)
         exported = written.exported()
         # Accelerate reads the section, but exports only what it knows itself.
         env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
-    elif arguments is not None and (arguments.num_processes or world) != world:
+    elif (arguments.num_processes or world) != world:
         raise BackendError(
             f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
             "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
             "accelerate_configs/ddp.yaml."
         )
-    if arguments is not None and arguments.deepspeed_config_file:
+    if arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
         env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = os.path.abspath(arguments.deepspeed_config_file)
         exported |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": ""}
     return launch_of_environment(env, world, file, _threads(arguments), exported)
+
+
+def name_deepspeed_device() -> None:
+    """Tells DeepSpeed of a CPU; it looks for a GPU as soon as anything imports it, and says at length that it did."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def check_installed(launch: Launch) -> None:
@@ -148,7 +157,7 @@ def check_installed(launch: Launch) -> None:
         LibraryVersionError: With what to install.
     """
     if launch.library is not None:
-        require_installed(launch.library, f"{launch.file or 'The launch environment'} asks for ZeRO, which")
+        require_installed(launch.library, f"{launch.place} asks for ZeRO, which")
 
 
 def launch_of_environment(
@@ -158,7 +167,7 @@ def launch_of_environment(
     num_threads: int | None = None,
     exported: Collection[str] = (),
 ) -> Launch:
-    """The launch that a worker's environment asks for.
+    """Returns the launch that a worker's environment asks for.
 
     Args:
         num_processes: Over all machines.
@@ -171,43 +180,42 @@ def launch_of_environment(
     """
     if file is not None:
         _check_left_over(env, file, exported)
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BackendError(
+            f"The environment asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, which is not offered "
+            "here: `unset ACCELERATE_DYNAMO_BACKEND`, and set `model.compile: true` in the recipe."
+        )
     if file is None and num_processes > 1 and "LOCAL_RANK" not in env:
         raise BackendError(
             f"WORLD_SIZE is {num_processes}, but this process has no LOCAL_RANK: it was not started by a launcher. "
             "Start it with `accelerate launch --config_file accelerate_configs/ddp.yaml`, or unset WORLD_SIZE."
         )
-    if _truthy(env.get("ACCELERATE_USE_CPU")) and (num_processes > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
+    if _uses(env, "CPU") and (num_processes > 1 or _uses(env, "FSDP") or _uses(env, "DEEPSPEED")):
         raise BackendError(
             "ACCELERATE_USE_CPU is set, which makes Accelerate ignore sharding and offload and start plain CPU "
             "processes. Unset it: without a GPU the same launch files run on gloo by themselves."
         )
-    common: dict[str, Any] = {
-        "num_processes": num_processes,
-        "file": file,
-        "num_threads": num_threads,
-        "mixed_precision": env.get("ACCELERATE_MIXED_PRECISION", "no"),
-    }
-    common |= _layout(env, common)
-    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise BackendError(
-            f"The environment asks for the dynamo backend {env['ACCELERATE_DYNAMO_BACKEND']}, which is not offered "
-            "here. Unset ACCELERATE_DYNAMO_BACKEND, and set `model.compile: true` in the recipe."
-        )
+    plain = Launch(
+        kind="single" if num_processes == 1 else "ddp",
+        num_processes=num_processes,
+        file=file,
+        num_threads=num_threads,
+        mixed_precision=env.get("ACCELERATE_MIXED_PRECISION", "no"),
+    )
+    if _uses(env, "PARALLELISM_CONFIG"):
+        plain = _with_layout(env, plain)
     if _uses(env, "DEEPSPEED"):
-        return _deepspeed(env, common)
-    if _uses(env, "FSDP"):
-        return _fsdp(env, common)
-    return Launch(kind="single" if num_processes == 1 else "ddp", **common)
+        return _deepspeed(env, plain)
+    return _fsdp(env, plain) if _uses(env, "FSDP") else plain
 
 
-def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]:
-    """`replicate`, `sequence` and `tensor` of a `Launch`: what the section parallelism_config asks for."""
-    if not _truthy(env.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
-        return {"replicate": 1, "sequence": 1, "tensor": 1}
-    place, processes = common["file"] or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", common["num_processes"]
-    names = ("DP_REPLICATE", "DP_SHARD", "SP", "TP", "CP")
-    replicate, shard, sequence, tensor, context = (number_of(env, f"PARALLELISM_CONFIG_{name}_SIZE") for name in names)
-    if context > 1:
+def _with_layout(env: Mapping[str, str], plain: Launch) -> Launch:
+    """Returns the launch with ranks laid out as the section parallelism_config says."""
+    place, processes = plain.file or "ACCELERATE_USE_PARALLELISM_CONFIG in the environment", plain.num_processes
+    sizes = ParallelismSection.of_environment(env)
+    replicate, shard = sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size
+    sequence, tensor = sizes.parallelism_config_sp_size, sizes.parallelism_config_tp_size
+    if (context := sizes.parallelism_config_cp_size) > 1:
         raise BackendError(
             f"{place} asks for context parallelism (cp_size {context}), which is not offered: torch's ring attention "
             "has no kernel for CPUs, and drops the masks that keep documents in a row apart. Leave cp_size at 1, and "
@@ -239,19 +247,15 @@ def _layout(env: Mapping[str, str], common: Mapping[str, Any]) -> dict[str, int]
             f"{tensor}, which takes {replicate * shard * split} processes, but {processes} run. Make dp_replicate_size "
             "x dp_shard_size x sp_size x tp_size equal num_processes."
         )
-    return {"replicate": replicate, "sequence": sequence, "tensor": tensor}
+    return replace(plain, replicate=replicate, sequence=sequence, tensor=tensor)
 
 
 def _uses(env: Mapping[str, str], name: str) -> bool:
-    return _truthy(env.get(f"ACCELERATE_USE_{name}"))
-
-
-def _truthy(value: str | None) -> bool:
-    return (value or "").lower() in ("1", "true", "yes", "on")
+    return env.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes", "on")
 
 
 def number_of(env: Mapping[str, str], name: str) -> int:
-    """The whole number from 1 that a variable holds; 1 where it is not set.
+    """Returns the whole number from 1 that a variable holds; 1 where it is not set.
 
     Raises:
         BackendError: If it holds anything else.
@@ -272,42 +276,31 @@ def _check_left_over(env: Mapping[str, str], file: str, exported: Collection[str
     looks to them as if the launch file asked for it.
     """
     flags = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-    acting = [name for name in (f"ACCELERATE_USE_{flag}" for flag in flags) if _truthy(env.get(name))]
-    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        acting.append("ACCELERATE_DYNAMO_BACKEND")
+    acting = [f"ACCELERATE_USE_{flag}" for flag in flags if _uses(env, flag)]
     if env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() != "none" and _uses(env, "DEEPSPEED"):
         acting.append("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     left_over = [name for name in acting if name not in exported]
-    problems = [f"{name} is {env[name]!r} in the environment, which {file} does not ask for" for name in left_over]
-    for key in KEYS.values():
-        name, allowed = key.serialization_alias or "", choices_of(key)
-        if allowed and name in env and name not in exported and env[name].upper() not in map(str.upper, allowed):
-            left_over.append(name)
-            problems.append(f"{name} is {env[name]!r} in the environment, and can be {', '.join(allowed)}")
-    if problems:
+    if left_over:
         raise BackendError.of(
             "The launch environment",
-            problems,
+            [f"{name} is {env[name]!r} in the environment, which {file} does not ask for" for name in left_over],
             f"Unset what is left over from another launch: `unset {' '.join(left_over)}`. What this launch should do "
             "goes into its launch file.",
         )
 
 
 def _launcher_arguments() -> Any | None:
-    """The parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
+    """Returns the parsed command line of the `accelerate launch` that is this process's parent, if it is one."""
     rest = orphan_watch.accelerate_arguments()
     if rest is None:
         return None
+    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
-    return launch_command_parser().parse_args(rest)
-
-
-def _launch_file(arguments: Any) -> str | None:
-    from accelerate.commands.config.config_args import default_config_file
-
-    default = default_config_file if os.path.isfile(default_config_file) else None
-    return arguments.config_file or default
+    parsed = launch_command_parser().parse_args(rest)
+    if parsed.config_file is None and os.path.isfile(default_config_file):
+        parsed.config_file = default_config_file
+    return parsed
 
 
 def check_processes(
@@ -354,7 +347,7 @@ def check_processes(
 
 
 def _threads(arguments: Any | None) -> int | None:
-    """Threads a process should use, unless the user chose: Accelerate exports one thread unasked."""
+    """Returns the threads that a process should use, unless the user chose: Accelerate exports one unasked."""
     import psutil
 
     if arguments is not None and arguments.num_cpu_threads_per_process is not None:
@@ -368,7 +361,7 @@ def _threads(arguments: Any | None) -> int | None:
 
 
 def threads_each(environ: Mapping[str, str], local: int) -> int | None:
-    """Threads for each of `local` processes on this machine; None where the user's environment says.
+    """Returns the threads for each of `local` processes on this machine; None where the user's environment says.
 
     Raises:
         BackendError: If it says no number, which Accelerate's launcher fails over.
@@ -379,49 +372,45 @@ def threads_each(environ: Mapping[str, str], local: int) -> int | None:
     return None
 
 
-def _fsdp(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    place = common["file"] or "ACCELERATE_USE_FSDP in the environment"
-    if env.get("FSDP_VERSION", "1") != "2":
+def _fsdp(env: Mapping[str, str], plain: Launch) -> Launch:
+    place = plain.file or "ACCELERATE_USE_FSDP in the environment"
+    asked = FsdpSection.of_environment(env)
+    if asked.fsdp_version != 2:
         raise BackendError(
-            f"{place} asks for FSDP version {env.get('FSDP_VERSION', '1')}. Only version 2 is offered (version 1 is "
-            "deprecated and keeps no fp32 master weights): set `fsdp_version: 2` under fsdp_config."
+            f"{place} asks for FSDP version {asked.fsdp_version}. Only version 2 is offered (version 1 is deprecated "
+            "and keeps no fp32 master weights): set `fsdp_version: 2` under fsdp_config."
         )
-    if _truthy(env.get("FSDP_ACTIVATION_CHECKPOINTING")):
+    if asked.fsdp_activation_checkpointing:
         raise BackendError(
             f"{place} sets fsdp_activation_checkpointing, which recomputes dropout with another mask and so trains "
             "on wrong gradients. Take it out and set `model.gradient_checkpointing: true` in the recipe."
         )
-    sync_each_batch = env.get("FSDP_SYNC_EACH_BATCH", "auto")
-    if sync_each_batch not in ("auto", "true", "false"):
-        raise BackendError(
-            f"{place} says fsdp_sync_each_batch: {sync_each_batch}. Write true (gradients are reduce-scattered after "
-            "each micro-batch), false (held whole until the last of a step) or auto (whole where the forecast fits)."
-        )
-    offload = "cpu" if _truthy(env.get("FSDP_OFFLOAD_PARAMS")) else "none"
-    return Launch(
-        kind="hsdp" if common["replicate"] > 1 else "fsdp",
-        reshard=_truthy(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
-        sync_each_batch={"true": True, "false": False}.get(sync_each_batch),
+    offload = "cpu" if asked.fsdp_offload_params else "none"
+    return replace(
+        plain,
+        kind="hsdp" if plain.replicate > 1 else "fsdp",
+        reshard=asked.fsdp_reshard_after_forward,
+        sync_each_batch=None if asked.fsdp_sync_each_batch == "auto" else asked.fsdp_sync_each_batch,
         offload_params=offload,
         offload_optimizer=offload,
-        **common,
     )
 
 
-def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
-    named = common["file"] or "ACCELERATE_USE_DEEPSPEED in the environment"
-    place = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if place == "none":
+def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
+    named = plain.file or "ACCELERATE_USE_DEEPSPEED in the environment"
+    asked = DeepspeedSection.of_environment(env)
+    place = asked.deepspeed_config_file or "none"
+    if place.lower() == "none":
         raise BackendError(
             f"{named} asks for DeepSpeed without a deepspeed_config_file; values such as zero_stage in the "
             "launch file itself are not read. Name a JSON file under deepspeed_config, such as ds_configs/zero2.json."
         )
-    if common["mixed_precision"] != "no":
+    if plain.mixed_precision != "no":
         raise BackendError(
-            f"{named} says mixed_precision: {common['mixed_precision']}, which DeepSpeed takes from its own "
+            f"{named} says mixed_precision: {plain.mixed_precision}, which DeepSpeed takes from its own "
             f"config. Take it out: the recipe's precision decides, and {place} can say how."
         )
-    place, config = read_deepspeed_file(place, common["file"])
+    place, config = read_deepspeed_file(place, plain.file)
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if stage not in (1, 2, 3):
@@ -430,12 +419,12 @@ def _deepspeed(env: Mapping[str, str], common: dict[str, Any]) -> Launch:
             "data parallelism use accelerate_configs/ddp.yaml."
         )
     assert isinstance(section, dict)
-    return Launch(
+    return replace(
+        plain,
         kind=f"zero{stage}",
         offload_params=str((section.get("offload_param") or {}).get("device", "none")),
         offload_optimizer=str((section.get("offload_optimizer") or {}).get("device", "none")),
-        sharded_init=stage == 3 and _truthy(env.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")),
+        sharded_init=stage == 3 and asked.zero3_init_flag,
         ds_config=config,
         ds_place=place,
-        **common,
     )

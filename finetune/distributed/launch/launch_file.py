@@ -71,7 +71,7 @@ def read_launch_file(file: str) -> LaunchFile:
 
 
 def key_lines(file: str) -> dict[str, int]:
-    """The line, from 1, at which a launch file gives each dotted key, by the key's full name."""
+    """Returns the line, from 1, at which a launch file gives each dotted key, by the key's full name."""
     section = "fsdp_config."
     return {
         f"{section}{full_name(key.removeprefix(section))}" if key.startswith(section) else key: line
@@ -80,7 +80,7 @@ def key_lines(file: str) -> dict[str, int]:
 
 
 def _problem(error: ErrorDetails) -> tuple[str, str]:
-    """One of pydantic's errors: the key, and what is wrong.
+    """Returns the key of one of pydantic's errors, and what is wrong.
 
     Accelerate takes what YAML makes of a value as it is: a text "2" is no number to it, and a text "false" is true.
     """

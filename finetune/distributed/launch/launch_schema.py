@@ -5,10 +5,12 @@ and keys that are not read are those of Accelerate 1.15, `commands/launch.py` an
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+
+from finetune.utils.errors import BackendError
 
 From0, From1 = Field(ge=0), Field(ge=1)
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
@@ -32,6 +34,26 @@ class LaunchSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
     not_read: ClassVar[Mapping[str, str]] = {}
     """Keys of Accelerate's that are refused, each with the reason."""
+
+    @classmethod
+    def of_environment(cls, env: Mapping[str, str]) -> Self:
+        """Returns the section as variables give it to workers.
+
+        Raises:
+            BackendError: If a variable holds nothing that its key can be.
+        """
+        variables = {name: key.serialization_alias or "" for name, key in cls.model_fields.items()}
+        given = {name: env[variable] for name, variable in variables.items() if variable in env}
+        try:
+            typed = {name: {"true": True, "false": False}.get(text.lower(), text) for name, text in given.items()}
+            return cls.model_validate(typed, strict=False)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name, wanted = str(problem["loc"][0]), problem["msg"].removeprefix("Input ")
+            raise BackendError(
+                f"{variables[name]} is {given[name]!r} in the environment, and {wanted}. Correct it, or unset it: "
+                f"`unset {variables[name]}`."
+            ) from error
 
 
 class FsdpSection(LaunchSection):
@@ -84,7 +106,7 @@ class FsdpSection(LaunchSection):
 
 
 def full_name(key: Any) -> str:
-    """The name of a key below `fsdp_config`, which may be written without its `fsdp_`."""
+    """Returns the name of a key below `fsdp_config`, which may be written without its `fsdp_`."""
     return str(key) if str(key).startswith("fsdp") else f"fsdp_{key}"
 
 
@@ -213,14 +235,14 @@ class LaunchFile(LaunchSection):
         }
 
     def sections(self) -> dict[str, LaunchSection]:
-        """The levels that a launch of this type reads, each by the prefix of its keys."""
+        """Returns the levels that a launch of this type reads, each by the prefix of its keys."""
         names = [
             n for n in SECTIONS_OF[self.distributed_type] if n != "parallelism_config" or n in self.model_fields_set
         ]
         return {"": self, **{f"{name}.": getattr(self, name) for name in names}}
 
     def exported(self) -> dict[str, str]:
-        """The variables by which `accelerate launch` tells workers of this file, of those that this toolkit reads."""
+        """Returns the variables that `accelerate launch` exports for this file, of those that this toolkit reads."""
         found = {}
         if self.distributed_type == "NO":
             found["ACCELERATE_USE_CPU"] = str(self.use_cpu)
@@ -239,7 +261,7 @@ class LaunchFile(LaunchSection):
         return found
 
     def contradictions(self) -> Iterator[str]:
-        """Values that would have processes wait for ever, or start others; each text begins with its key."""
+        """Yields values that would have processes wait for ever, or start others; each text begins with its key."""
         processes, machines, port = self.num_processes or 1, self.num_machines, self.main_process_port
         if self.distributed_type == "NO" and machines > 1:
             yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
@@ -289,7 +311,7 @@ SECTIONS_OF = {
 
 
 def fields_of(sections: Mapping[str, LaunchSection | type[LaunchSection]]) -> dict[str, FieldInfo]:
-    """The dotted keys of sections, which are given by their prefixes."""
+    """Returns the dotted keys of sections, which are given by their prefixes."""
     return {
         f"{prefix}{name}": field
         for prefix, section in sections.items()
@@ -303,18 +325,18 @@ KEYS = fields_of({"": LaunchFile, **{f"{name}.": section for name, section in SE
 
 
 def least_of(field: FieldInfo) -> int | None:
-    """The smallest number that a key can have; None if it takes no number."""
+    """Returns the smallest number that a key can have; None if it takes no number."""
     return next((rule.ge for rule in field.metadata if hasattr(rule, "ge")), None)
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The texts that a key can be; none for any."""
+    """Returns the texts that a key can be; none for any."""
     parts = (field.annotation, *get_args(field.annotation))
     return [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _is_off(value: Any) -> bool:
-    """Tells whether a section or key that is not read asks for nothing; `accelerate config` writes such ones."""
+    """Returns True if a section or key that is not read asks for nothing; `accelerate config` writes such ones."""
     if isinstance(value, dict):
         return all(map(_is_off, value.values()))
     return not value or str(value).lower() in ("no", "main")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from finetune.distributed.launch.forked_workers import forked_workers, import_ahead
-from finetune.distributed.launch.launch_config import check_installed
+from finetune.distributed.launch.launch_config import check_installed, name_deepspeed_device
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.utils import signals
 from finetune.utils.exit_codes import REQUEUE, run_guarded
@@ -47,27 +47,24 @@ class _Requests:
 
     def handle(self, number: int, _: Any) -> None:
         """Passes a signal on to the workers, who save and end."""
-        workers = self._workers()
-        if not workers and not self.numbers:
+        if not _signal_workers(number) and not self.numbers:
             raise signals.Interrupted(number)
         if not self.numbers:
-            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), self._kill)
+            timer = threading.Timer(float(os.environ.get(_PATIENCE, 30)), _signal_workers, (signal.SIGKILL,))
             timer.daemon = True
             timer.start()
         self.numbers.append(number)
-        for worker in workers:
-            with suppress(ProcessLookupError):
-                os.kill(worker, number)
 
-    def _kill(self) -> None:
-        for worker in self._workers():
-            with suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
 
-    def _workers(self) -> list[int]:
-        import psutil
+def _signal_workers(number: int) -> bool:
+    """Sends a signal to the workers; returns False if there are none."""
+    import psutil
 
-        return [child.pid for child in psutil.Process().children()]
+    workers = psutil.Process().children()
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            worker.send_signal(number)
+    return bool(workers)
 
 
 class _Stopped(Exception):
@@ -141,8 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         # A fork closes what it inherits by what Linux says of its open files.
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
-            # Else a library of accelerate's tells at length that it looked for a GPU; workers inherit the answer.
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            name_deepspeed_device()  # which workers inherit
             import_ahead(parsed.training_script)
     if unset:
         del os.environ["OMP_NUM_THREADS"]

@@ -44,7 +44,7 @@ class PredictedEnvironment:
 def predict_environment(
     config_file: str | None, options: Mapping[str, str], env: Mapping[str, str]
 ) -> PredictedEnvironment:
-    """Works out what a launch would ask of its workers.
+    """Works out the launch that workers would be asked for.
 
     Args:
         config_file: The launch file; None: a plain `python scripts/train.py`, or whatever `env` says.
@@ -77,23 +77,8 @@ def predict_environment(
     return PredictedEnvironment(launch, worker, by_file | ranks, asked, written, chosen, local)
 
 
-def copies_and_parts(file: Path) -> tuple[int, int]:
-    """Returns the groups that a launch file divides ranks into.
-
-    Returns:
-        Copies of the model, each cut among ranks of its own; and ranks that share rows, whether they split these or
-        layers.
-
-    Raises:
-        BackendError: If it is no launch file.
-    """
-    sizes = read_launch_file(str(file)).parallelism_config
-    parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
-    return sizes.parallelism_config_dp_replicate_size, parts
-
-
 def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> Launch:
-    """The launch that a file asks for on any number of processes, whatever this machine and its environment are.
+    """Returns the launch that a file asks for on any number of processes, whatever this machine and its environment.
 
     Args:
         processes: Instead of the file's.
@@ -102,11 +87,17 @@ def launch_of_file(file: Path, processes: int, replicate: int | None = None) -> 
     Raises:
         BackendError: If it is no launch file, or asks for what is not offered.
     """
+    exported = exported_by_file(file, processes, replicate)
+    return launch_of_environment(exported, processes, str(file), exported=exported)
+
+
+def exported_by_file(file: str | Path, processes: int, replicate: int | None = None) -> dict[str, str]:
+    """Returns the variables that a launch of a file sets on any number of processes; see `launch_of_file`."""
     exported, copies = read_launch_file(str(file)).exported(), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
     if int(exported.get(copies, 1)) > 1:
         exported[copies] = str(replicate or exported[copies])
         exported["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(processes // int(exported[copies]))
-    return launch_of_environment(exported, processes, str(file), exported=exported)
+    return exported
 
 
 def _typed(options: Mapping[str, str]) -> dict[str, Any]:

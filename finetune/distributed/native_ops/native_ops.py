@@ -13,24 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.native_ops import toolchain
 from finetune.utils.atomic_files import why_unlockable
-from finetune.utils.compat.library_versions import require_installed
+from finetune.utils.compat.library_versions import installed, require_installed
+from finetune.utils.console import progress_bar
 from finetune.utils.errors import BackendError
-
-Op = Literal["shm_comm", "cpu_adam", "pin_memory", "async_io"]
-"""The ops that a launch config can need: collectives in shared memory (every DeepSpeed run on a CPU), Adam on
-the host (optimiser offload), page-locked memory and asynchronous file access (both for NVMe offload)."""
 
 # Between taking torch's lock and starting ninja a builder is at work without a process in the folder.
 GRACE_S = 30.0
@@ -46,7 +42,7 @@ COMPILE = [sys.executable, "-P", str(Path(__file__).with_name("compile_op.py"))]
 
 @dataclass(frozen=True)
 class _Spec:
-    """What is known of one op."""
+    """Facts about one op."""
 
     name: str
     """DeepSpeed's name: of the folder and of the library in it."""
@@ -54,68 +50,67 @@ class _Spec:
     """The class in `deepspeed.ops.op_builder`."""
     used_by: str
     build_s: float
-    """Seconds the build took on 2 cores; a hint for whoever waits, nothing else."""
-    first: tuple[Op, ...] = ()
-    """Ops that DeepSpeed loads, hence builds, before this one."""
+    """Seconds that the build took on 2 cores, as a hint for whoever waits."""
 
 
-OPS: dict[Op, _Spec] = {
+OPS = {
     "shm_comm": _Spec("deepspeed_shm_comm", "ShareMemCommBuilder", "DeepSpeed on a CPU", 26),
     "cpu_adam": _Spec("cpu_adam", "CPUAdamBuilder", "optimizer offload to the CPU", 38),
     "pin_memory": _Spec("pin_memory", "PinMemoryBuilder", "NVMe offload", 25),
-    "async_io": _Spec("async_io", "AsyncIOBuilder", "NVMe offload", 162, first=("pin_memory",)),
+    "async_io": _Spec("async_io", "AsyncIOBuilder", "NVMe offload", 162),
 }
+"""The ops that a launch config can need; DeepSpeed loads, hence builds, pin_memory before async_io."""
 
 
 @dataclass(frozen=True)
 class NeededOp:
-    """A native op, as it is found."""
+    """State of a native op on this machine."""
 
     name: str
     used_by: str
     build_s: float
     built: bool
     locked: bool
-    """Whether somebody builds it or, before torch 2.14, a killed build left its lock behind."""
+    """True if somebody builds it or, before torch 2.14, a killed build left its lock behind."""
     lacking: tuple[str, str] | None
-    """What is missing to compile it, and the command that installs that."""
+    """The tool or header that is missing to compile it, and the command that installs that."""
 
 
-def needed_ops(launch: Launch) -> list[Op]:
-    """The native ops that a launch needs."""
+def needed_ops(launch: Launch) -> list[str]:
+    """Returns the native ops that a launch needs."""
     if not launch.uses_deepspeed:
         return []
-    names: list[Op] = ["shm_comm"] if _accelerator() == "cpu" else []
+    names = ["shm_comm"] if _accelerator() == "cpu" else []
     if launch.offload_optimizer != "none":
         names.append("cpu_adam")
     if "nvme" in (launch.offload_params, launch.offload_optimizer):
-        names.append("async_io")
+        names += ["pin_memory", "async_io"]
     return names
 
 
 def shared_bytes(launch: Launch | None, local: int) -> int:
-    """Bytes of shared memory that the collectives of `local` processes map, as far as it is known."""
+    """Returns the bytes of shared memory that the collectives of `local` processes map, as far as it is known."""
     needs = launch is not None and "shm_comm" in needed_ops(launch)
     return _SHARED_BYTES * local if needs else 0
 
 
-def look(launch: Launch | None) -> list[NeededOp]:
-    """The ops that a launch needs, or, without one, all that any launch could need here; none without DeepSpeed."""
-    if find_spec("deepspeed") is None:
+def inspect_ops(launch: Launch | None) -> list[NeededOp]:
+    """Returns the ops that a launch needs, or, without one, all that any could need; none without DeepSpeed."""
+    if installed("deepspeed") is None:
         return []
-    toolchain.prepare()
+    toolchain.prepare_environment()
     found = []
-    for op in with_prerequisites([*OPS] if launch is None else needed_ops(launch)):
-        lacking = None if came_with_deepspeed(op) else toolchain.lacking(libaio=op == "async_io")
+    for op in OPS if launch is None else needed_ops(launch):
+        lacking = None if came_with_deepspeed(op) else toolchain.find_missing(libaio=op == "async_io")
         found.append(NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), is_locked(op), lacking))
     return found
 
 
-def ensure(names: Sequence[Op], *, quiet: bool) -> None:
+def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
-    launch shows the progress. See `toolchain.prepare` for what it changes in this process's environment.
+    launch shows the progress. See `toolchain.prepare_environment` for what it changes in this process's environment.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -125,11 +120,11 @@ def ensure(names: Sequence[Op], *, quiet: bool) -> None:
     """
     if not names:
         return
-    toolchain.prepare()
-    ops = [op for op in with_prerequisites(names) if not came_with_deepspeed(op)]
+    toolchain.prepare_environment()
+    ops = [op for op in names if not came_with_deepspeed(op)]
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
     for op in ops:
-        lacking = toolchain.lacking(libaio=op == "async_io")
+        lacking = toolchain.find_missing(libaio=op == "async_io")
         if lacking is not None:
             what, install = lacking
             raise BackendError(
@@ -147,15 +142,14 @@ def build_all() -> None:
     Raises:
         BackendError: If an op could not be built; the others are built all the same.
     """
-    toolchain.prepare()
+    toolchain.prepare_environment()
     problems: list[str] = []
-    wanted: list[Op] = ["cpu_adam", "async_io"]
-    if _accelerator() == "cpu":
-        wanted.insert(0, "shm_comm")
-    for op in wanted:
+    for op in OPS:
+        if op == "shm_comm" and _accelerator() != "cpu":
+            continue
         before = is_built(op)
         try:
-            ensure([op], quiet=False)
+            ensure_built([op], quiet=False)
         except BackendError as error:
             problems.append(str(error))
         else:
@@ -165,16 +159,11 @@ def build_all() -> None:
         raise BackendError(" ".join(dict.fromkeys(problems)))
 
 
-def with_prerequisites(names: Sequence[Op]) -> list[Op]:
-    """The ops, each after those that DeepSpeed loads before it."""
-    return list(dict.fromkeys(op for name in names for op in (*OPS[name].first, name)))
+def is_built(op: str) -> bool:
+    """Returns True if DeepSpeed would load `op` without compiling. Neither builds nor loads it.
 
-
-def is_built(op: Op) -> bool:
-    """Whether DeepSpeed would load `op` without compiling. Neither builds nor loads it.
-
-    As torch decides it: the library is there, and ninja finds nothing to do for the build file, which names
-    this environment's torch and Python and the compiler of today.
+    torch decides it alike: the library is there, and ninja finds nothing to do for the build file, which names this
+    environment's torch and Python and the compiler of today.
     """
     if came_with_deepspeed(op):
         return True
@@ -193,8 +182,8 @@ def is_built(op: Op) -> bool:
     return dry.returncode == 0 and "no work to do" in dry.stdout
 
 
-def is_locked(op: Op) -> bool:
-    """Whether torch's lock on the build of `op` is taken."""
+def is_locked(op: str) -> bool:
+    """Returns True if torch's lock on the build of `op` is taken."""
     from finetune.utils.compat.torch_private import builds_under_flock
 
     lock = build_folder(op) / "lock"
@@ -207,7 +196,7 @@ def is_locked(op: Op) -> bool:
         return True
 
 
-def remove_stale_lock(op: Op) -> bool:
+def remove_stale_lock(op: str) -> bool:
     """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
 
     A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
@@ -215,7 +204,7 @@ def remove_stale_lock(op: Op) -> bool:
     on no lock is stale: the kernel frees it.
 
     Returns:
-        Whether there is no lock now.
+        True if there is no lock now.
     """
     from finetune.utils.compat.torch_private import builds_under_flock
 
@@ -239,7 +228,7 @@ def remove_stale_lock(op: Op) -> bool:
 
 
 def _has_builder(folder: Path) -> bool:
-    """Whether a living process works in the build folder, other than this one and its ancestors (a shell)."""
+    """Returns True if a living process works in the folder, other than this one and its ancestors (a shell)."""
     own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
     for process in psutil.process_iter():
         # Of zombies, and of other users' processes, it cannot be read.
@@ -249,28 +238,22 @@ def _has_builder(folder: Path) -> bool:
     return False
 
 
-def _ensure(op: Op, quiet: bool) -> None:
+def _ensure(op: str, quiet: bool) -> None:
     if not is_locked(op) and is_built(op):
         return
-    lock = _lock(op)
     with _progress(op, quiet) as show:
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                show("Waiting for", ": another process builds it")
-                time.sleep(POLL_S)
-        try:
-            while not remove_stale_lock(op):
-                show("Waiting for", ": another run builds it, or has just been killed")
-                time.sleep(POLL_S)
-            if not is_built(op):
-                _build(op, show)
-        finally:
-            lock.release()
+        while True:
+            with suppress(Timeout), _lock(op).acquire(timeout=POLL_S):
+                while not remove_stale_lock(op):
+                    show("Waiting for", ": another run builds it, or has just been killed")
+                    time.sleep(POLL_S)
+                if not is_built(op):
+                    _build(op, show)
+                return
+            show("Waiting for", ": another process builds it")
 
 
-def _build(op: Op, show: Callable[..., None]) -> None:
+def _build(op: str, show: Callable[..., None]) -> None:
     """Compiles in a child process, so that this one can show progress, and clean up after Ctrl-C."""
     start, log = time.monotonic(), _log(op)
     # In the build folder, so that `remove_stale_lock` knows it for a builder for as long as it lives.
@@ -304,12 +287,12 @@ def _build(op: Op, show: Callable[..., None]) -> None:
 
 
 @contextmanager
-def _progress(op: Op, quiet: bool) -> Iterator[Callable[..., None]]:
+def _progress(op: str, quiet: bool) -> Iterator[Callable[..., None]]:
     """Shows a build to whoever builds or waits: a line whenever something else happens, and on a terminal a bar."""
     console, spec, shown = _console(), OPS[op], [""]
-    columns = TextColumn(f"  {op}"), BarColumn(30), TextColumn("{task.fields[steps]}"), TimeElapsedColumn()
-    bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
-    task = bar.add_task("", total=None, steps="")
+    columns, hidden = (TextColumn(f"  {op}"), MofNCompleteColumn()), quiet or not console.is_terminal
+    bar = progress_bar(console, *columns, transient=True, disable=hidden)
+    task = bar.add_task("", total=None)
 
     def show(what: str, how: str = "") -> None:
         line = f"{what} DeepSpeed's native op {op} ({spec.used_by}){how}"
@@ -317,10 +300,10 @@ def _progress(op: Op, quiet: bool) -> Iterator[Callable[..., None]]:
             shown.append(line)
             console.print(line if what == "Built" else f"{line}; usually about {spec.build_s:.0f} s on 2 cores")
         with suppress(OSError):
-            steps = re.findall(r"^\[(\d+)/(\d+)\] ", _log(op).read_text(errors="replace"), re.MULTILINE)
-            if steps:
+            # ninja's own count.
+            if steps := re.findall(r"^\[(\d+)/(\d+)\] ", _log(op).read_text(errors="replace"), re.MULTILINE):
                 done, total = map(int, steps[-1])
-                bar.update(task, completed=done, total=total, steps=f"{done} of {total} steps")
+                bar.update(task, completed=done, total=total)
 
     with bar:
         yield show
@@ -330,8 +313,8 @@ def _console() -> Console:
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 
-def build_folder(op: Op) -> Path:
-    """torch's build folder of `op`; made if it is not there."""
+def build_folder(op: str) -> Path:
+    """Returns torch's build folder of `op`, which is made if it is not there."""
     from finetune.utils.compat.torch_private import build_directory
 
     try:
@@ -343,7 +326,7 @@ def build_folder(op: Op) -> Path:
         ) from error
 
 
-def _lock(op: Op) -> FileLock:
+def _lock(op: str) -> FileLock:
     # flock: the kernel frees it when its process ends, however that ends.
     folder = build_folder(op)
     reason = why_unlockable(folder.parent)
@@ -356,26 +339,22 @@ def _lock(op: Op) -> FileLock:
     return FileLock(folder.with_name(f"{folder.name}.build.lock"))
 
 
-def _log(op: Op) -> Path:
+def _log(op: str) -> Path:
     folder = build_folder(op)
     return folder.with_name(f"{folder.name}.build.log")
 
 
 def _accelerator() -> str:
-    """DeepSpeed's name for this machine's device, by its rule for the two that this toolkit runs on."""
+    """Returns DeepSpeed's name for this machine's device, by its rule for the two that this toolkit runs on."""
     import torch
 
     return os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def came_with_deepspeed(op: Op) -> bool:
-    """Whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1), for the device that is here."""
+def came_with_deepspeed(op: str) -> bool:
+    """Returns True if DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1), for the device that is here."""
     require_installed("deepspeed", f"The native op {op}, which is DeepSpeed's,")
-    deepspeed = find_spec("deepspeed")
-    assert deepspeed is not None
-    assert deepspeed.origin is not None
-    facts = Path(deepspeed.origin).with_name("git_version_info_installed.py")
+    facts = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
     # Run by itself: importing it would import all of DeepSpeed.
-    values = runpy.run_path(str(facts)) if facts.is_file() else {}
-    ops: dict[str, bool] = values.get("installed_ops", {})
-    return ops.get(OPS[op].name, False) and values.get("accelerator_name") == _accelerator()
+    values = runpy.run_path(str(facts)) if os.path.isfile(str(facts)) else {}
+    return bool(values.get("installed_ops", {}).get(OPS[op].name)) and values["accelerator_name"] == _accelerator()

@@ -13,7 +13,7 @@ from pathlib import Path
 from finetune.utils.temporary_folders import temporary_folder
 
 
-def prepare() -> None:
+def prepare_environment() -> None:
     """Sets what DeepSpeed and torch read when they load an op, for this process and its children.
 
     - This environment's `ninja` comes first on the PATH. torch calls it by name, and `.venv/bin/accelerate launch`
@@ -51,7 +51,7 @@ def python_headers() -> str:
 
 
 def has_libaio() -> bool:
-    """Whether a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
+    """Returns True if a program that uses libaio compiles and links, which DeepSpeed tries at each load."""
     program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
     compile_flags, link_flags = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
     with temporary_folder() as scratch:
@@ -60,8 +60,8 @@ def has_libaio() -> bool:
         return subprocess.run(command, input=program, capture_output=True, text=True).returncode == 0
 
 
-def lacking(*, libaio: bool) -> tuple[str, str] | None:
-    """What is missing to compile an op with, and the command that installs it; None if nothing is.
+def find_missing(*, libaio: bool) -> tuple[str, str] | None:
+    """Returns what is missing to compile an op with, and the command that installs it; None if nothing is.
 
     Args:
         libaio: Whether the op needs it.

@@ -83,14 +83,14 @@ def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Call
         if candidate.memory is None or not isinstance(variant, Variant):
             found.append(_not(candidate, candidate.reason))
             continue
-        if candidate.launch.sequence > 1 and (why := fake_backend.closed(candidate.launch)):
+        if candidate.launch.sequence > 1 and (why := fake_backend.why_closed(candidate.launch)):
             found.append(_not(candidate, f"{why}, and its ranks exchange parts of rows"))
             continue
         recipe, launch = _settled(candidate, variant.recipe), fake_backend.stand_in(candidate.launch)
         job = json.dumps({"recipe": recipe.model_dump(mode="json"), "launch": asdict(launch), "stored": stored})
         if job not in taken:
             say(f"tracing {candidate.name} ({candidate.kind}) …")
-            taken[job] = _run(job, fake_backend.environment(launch))
+            taken[job] = _run(job, fake_backend.rank_environment(launch))
         found.append(_read(candidate, taken[job]))
     return found
 
@@ -118,7 +118,7 @@ def _run(job: str, env: dict[str, str]) -> dict[str, Any]:
 def _read(candidate: Candidate, taken: dict[str, Any]) -> Traced:
     if "reason" in taken:
         return _not(candidate, taken["reason"], taken["cpu_s"])
-    if why := fake_backend.closed(candidate.launch):
+    if why := fake_backend.why_closed(candidate.launch):
         rest = {name: size for name, size in (candidate.parts or {}).items() if name not in _OF_THE_BATCH}
         reason = f"{why}: activations are traced on one process, the rest is tier 1's"
         return Traced(candidate, {**rest, "activations": taken["batch"]}, taken["moment"], {}, taken["cpu_s"], reason)

@@ -112,7 +112,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         stored: The dtype of frozen weights as they are stored; None reads it off them.
     """
     task = find_task(recipe)
-    backend = fake_backend.start(recipe, launch)
+    backend = fake_backend.start_backend(recipe, launch)
     network, example = build(recipe, stored, backend), batch(recipe)
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
         transformers_private.assume_one_document_a_row()
@@ -123,7 +123,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         caller = ForwardWrapper(network.train())
         caller.autocast = backend.autocast
         tracker.track_external(caller)
-        model, optimizer = fake_backend.prepare(backend, caller, build_optimizer(caller, recipe))
+        model, optimizer = fake_backend.prepare_fakes(backend, caller, build_optimizer(caller, recipe))
         tracker.lend()
         inner = getattr(optimizer, "optimizer", optimizer)
         for parameter in (p for group in inner.param_groups for p in group["params"]):

@@ -61,7 +61,7 @@ def _torch(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
 def _zero(spec: Spec, gate: Gate, model: Any, loss_sum: LossSum) -> None:
     import deepspeed
 
-    from finetune.distributed.deepspeed_config import fit_to_model
+    from finetune.distributed.strategies.deepspeed_config import fit_to_model
 
     case = spec.case
     deepspeed.init_distributed(dist_backend="gloo")

@@ -2,12 +2,12 @@
 
 import copy
 import json
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune.config.provenance import flat, gives_key
 from finetune.config.recipe_schema import Recipe
+from finetune.distributed.launch.launch_config import Launch, name_deepspeed_device
 from finetune.utils.errors import BackendError
 
 # Shipped configs say "auto" where the recipe decides.
@@ -25,7 +25,7 @@ _FITTED = (
     "zero_optimization.offload_param.buffer_size",
 )
 
-# What of the recipe decides a value.
+# Keys of the recipe that decide a value.
 DECIDES = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_size",
@@ -36,25 +36,23 @@ DECIDES = {
 }
 
 
-def complete_config(
-    config: dict[str, Any], *, recipe: Recipe, precision: str, accumulation: int, world: int, place: str
-) -> dict[str, Any]:
-    """The configuration with every value that the recipe decides filled in.
+def complete_config(launch: Launch, recipe: Recipe, *, precision: str, accumulation: int) -> dict[str, Any]:
+    """Returns the launch's config with every value that the recipe decides filled in; empty without DeepSpeed.
 
     Args:
-        config: As written, with `auto` or nothing where the recipe decides.
+        launch: Its config has `auto` or nothing where the recipe decides.
         precision: `fp32`, `bf16` or `fp16`.
         accumulation: Micro-batches an optimiser step and process.
-        world: Data-parallel processes.
-        place: Where the config is written, for messages.
 
     Raises:
         BackendError: If it contradicts the recipe, with both places.
     """
-    config = copy.deepcopy(config)
+    if not launch.uses_deepspeed:
+        return {}
+    config, place = copy.deepcopy(launch.ds_config), launch.ds_place
     batch, clip = recipe.batch, recipe.optim.clip_norm
     values: dict[str, Any] = {
-        "train_batch_size": batch.rows * accumulation * world,
+        "train_batch_size": batch.rows * accumulation * launch.num_processes,
         "train_micro_batch_size_per_gpu": batch.rows,
         "gradient_accumulation_steps": accumulation,
         # Absent means 1.0 to DeepSpeed; 0.0 is its word for off.
@@ -62,7 +60,10 @@ def complete_config(
         "fp16.enabled": precision == "fp16",
     }
     if precision == "bf16" and flat(config).get("bf16.enabled") in (None, AUTO):
-        _autocast_bf16(config)
+        # As on every other backend: fp32 weights, cast where an operation profits. DeepSpeed's own bf16 mode makes
+        # weights, norms and the residual stream bf16; a config that says `bf16.enabled: true` gets it.
+        autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = autocast | config.get("torch_autocast", {})
     written = flat(config)
     values["bf16.enabled"] = precision == "bf16" and not written.get("torch_autocast.enabled")
     contradictions = []
@@ -118,16 +119,15 @@ def check_values(config: Mapping[str, Any], place: str) -> None:
     """Has DeepSpeed read a completed config, so that what it refuses is known before a process starts.
 
     Args:
+        config: None is read if it is empty.
         place: Where the config is written, for messages.
 
     Raises:
         BackendError: With what DeepSpeed says.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        # Else it tells at length that it looked for a GPU.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not config:
+        return
+    name_deepspeed_device()
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
     from pydantic import ValidationError
 
@@ -151,21 +151,8 @@ def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in left.items()}
 
 
-def _autocast_bf16(config: dict[str, Any]) -> None:
-    """bf16 as on every other backend: fp32 weights, cast where an operation profits, in place.
-
-    DeepSpeed's own bf16 mode makes weights, norms and the residual stream bf16; a config that says
-    `bf16.enabled: true` gets it.
-    """
-    section = config.setdefault("torch_autocast", {})
-    section.setdefault("enabled", True)
-    section.setdefault("dtype", "bfloat16")
-    # The modules whose gradients would be reduced in bf16 as well.
-    section.setdefault("lower_precision_safe_modules", [])
-
-
 def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> None:
-    """Accelerate swaps any optimiser for DeepSpeed's CPU Adam under offload, so only AdamW may be asked for."""
+    """Refuses other optimisers than AdamW under offload, where Accelerate swaps any for DeepSpeed's CPU Adam."""
     device = flat(config).get("zero_optimization.offload_optimizer.device") or "none"
     if device == "none":
         return
