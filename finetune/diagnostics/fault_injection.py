@@ -22,7 +22,7 @@ from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
-from finetune.training.build_run import Run
+from finetune.training.run import Run
 from finetune.utils import exit_codes
 from finetune.utils.errors import RecipeError
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
     from finetune.tasks.metrics import Metric
     from finetune.tasks.task import Batch, Task
-    from finetune.training.build_run import Run as _BuiltRun
     from finetune.training.loop import Step
+    from finetune.training.run import Run as _BuiltRun
 
     Loss = Callable[[nn.Module, Batch], torch.Tensor]
 

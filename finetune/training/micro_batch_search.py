@@ -9,23 +9,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from finetune.config.recipe import divisors, dump_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
-from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
-from finetune.planning.planner import candidates_of, largest
+from finetune.planning.planner import largest
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
-from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError, MemoryFullError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -109,46 +105,6 @@ def resolve_micro_size(
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
     return _sized(recipe, found, room.place, known=False)
-
-
-@dataclass(frozen=True)
-class GradientSumChoice:
-    """When gradients of a step's micro-batches are summed over ranks."""
-
-    each: bool
-    """After each of them, with which a rank holds its shards alone; else after the last."""
-    needed: int | None
-    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
-    the network cannot be counted."""
-    room: int
-    """Bytes that a rank can have."""
-
-
-def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
-    """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
-
-    What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
-
-    Returns:
-        None where there is nothing to choose.
-    """
-    launch, rows = backend.launch, recipe.batch.rows
-    if not launch.defers(backend.accumulation):
-        chosen = launch.sync_each_batch if backend.accumulation > 1 else None
-        return None if chosen is None else GradientSumChoice(chosen, None, 0)
-    least = backend.all_reduce_max(
-        torch.tensor([-device_selection.capacity()], dtype=torch.float64, device=backend.device)
-    )
-    can = torch_private.reduces_unused_gradients()
-    found = GradientSumChoice(can, None, int(-least.item()))
-    if backend.is_main and can:
-        of = candidates_of(recipe, replace(launch, sync_each_batch=False), found.room)
-        whole = of(rows) if of is not None else None
-        if whole is not None and whole.memory is not None:
-            found = GradientSumChoice(whole.verdict != "fits", whole.needed, found.room)
-    found = GradientSumChoice(**backend.broadcast_object(asdict(found)))
-    backend.launch = replace(launch, sync_each_batch=found.each)
-    return found
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
