@@ -275,21 +275,18 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
     """Runs a command; returns its exit code, and its last paragraph where it is seen here."""
     paths = [path for path in (sys.path[0], os.environ.get("PYTHONPATH")) if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if sys.stderr is sys.__stderr__ and not quiet:
-        with signals.held_back():
-            child = subprocess.Popen(command, env=env)
-        with _ended(child):
-            return child.wait(), ""
-    lines: list[str] = []
     # A notebook shows what is written to `sys.stderr`, and not what a process writes.
+    passes_on = quiet or sys.stderr is not sys.__stderr__
+    piped: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if passes_on else {}
+    lines: list[str] = []
     with signals.held_back():
-        process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=env, **piped)
     with process, _ended(process):
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             lines.append(line)
             if not quiet:
                 sys.stderr.write(line)
+        process.wait()
     paragraph = "".join(lines).strip().rpartition("\n\n")[2]
     return process.returncode, paragraph.removeprefix("Error: ")
 
@@ -337,7 +334,7 @@ def _with_objects(
 
 
 def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
-    """A file with these documents in the cache, named by what it holds."""
+    """Returns a file in the cache with these documents, named by what it holds."""
     folder = cache / "records"
     folder.mkdir(parents=True, exist_ok=True)
     content = hashlib.sha256()
@@ -347,15 +344,15 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
         try:
             for number, record in enumerate(records, start=1):
                 try:
-                    line = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
+                    text = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
                 except (TypeError, ValueError) as error:
                     raise DataError(
                         f"Record {number} of what was handed over cannot be written as JSON: {error}. Give a text, or "
                         "a mapping of texts, numbers and lists."
                     ) from error
-                content.update(line.encode())
-                content.update(b"\n")
-                file.write(line.encode() + b"\n")
+                line = text.encode() + b"\n"
+                content.update(line)
+                file.write(line)
         except BaseException:
             part.unlink()
             raise

@@ -43,9 +43,10 @@ _MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """What `auto` came to."""
+    """Result of `auto`."""
 
     recipe: Recipe
+    """With a number of rows."""
     facts: dict[str, Any] | None
     """For `run.json`; None where the recipe gives a number."""
     lines: tuple[str, ...] = ()
@@ -67,8 +68,7 @@ def resolve_micro_size(
     if recipe.batch.micro_size != "auto":
         return MicroBatchChoice(recipe, None)
     if begun is not None:
-        line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
-        return MicroBatchChoice(_with_rows(recipe, begun), {"asked": "auto", "rows": begun}, (line,))
+        return _choose(recipe, {"rows": begun}, ", as this run began: its network has dropout or batch norms")
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.room()
@@ -78,7 +78,7 @@ def resolve_micro_size(
         notes.write("begin", known or {"first": largest(recipe, launch, sizes, room.total), "room": room.total})
     begin = notes.read("begin")
     if "rows" in begin:
-        return _sized(recipe, begin, room.place, known=True)
+        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
     tried: dict[int, float | None] = {}
     trials = Path(recipe.output.dir) / ".trials"
     try:
@@ -104,7 +104,8 @@ def resolve_micro_size(
             write_json(kept, found)
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
-    return _sized(recipe, found, room.place, known=False)
+    how = f"{len(tried)} trial" + ("s" if len(tried) > 1 else "")
+    return _choose(recipe, {**found, "known": False}, _memory_of(found, room.place, how))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -183,7 +184,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
 
 
 def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousStore, over: str) -> int | None:
-    """Its exit code; None if it is of no use any more, because another rank's has failed."""
+    """Returns its exit code; None if it is of no use any more, because another rank's has failed."""
     while True:
         try:
             return process.wait(_EVERY_S)
@@ -207,21 +208,19 @@ def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     return validate_recipe(tree)
 
 
-def _with_rows(recipe: Recipe, rows: int) -> Recipe:
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
+def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice:
+    batch = recipe.batch.model_copy(update={"micro_size": found["rows"]})
+    line = f"batch.micro_size: auto is {found['rows']}{why}"
+    return MicroBatchChoice(recipe.model_copy(update={"batch": batch}), {"asked": "auto", **found}, (line,))
 
 
-def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> MicroBatchChoice:
-    share, trials = found["tried"][str(found["rows"])], len(found["tried"])
-    how = "as found before" if known else f"{trials} trial" + ("s" if trials > 1 else "")
-    line = f"batch.micro_size: auto is {found['rows']}, with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place}"
-    return MicroBatchChoice(
-        _with_rows(recipe, found["rows"]), {"asked": "auto", **found, "known": known}, (f"{line} ({how})",)
-    )
+def _memory_of(found: dict[str, Any], place: str, how: str) -> str:
+    share = found["tried"][str(found["rows"])]
+    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({how})"
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
-    """Where is written down what was found for such a model, launch and device."""
+    """Returns the file that keeps what was found for such a model, launch and device."""
     section = recipe.model
     config = Path(section.name or "") / "config.json"
     facts = {
@@ -237,7 +236,7 @@ def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
 
 
 def _read(file: Path, room: int) -> dict[str, Any] | None:
-    """What was found before, if it fits the room that there is now: a host's changes."""
+    """Returns what was found before, if it fits the room that there is now: a host's changes."""
     try:
         found: dict[str, Any] = json_files.read(file)
         fits = found["tried"][str(int(found["rows"]))] * found["room"] <= FULL * room

@@ -66,7 +66,7 @@ def plant(fault: str) -> None:
         # No gradient reaches a tensor.
         prepare = Backend.prepare
 
-        def prepared(self: Backend, model: Any, optimizer: Any) -> Any:
+        def prepared(self: Backend, model: Any, optimizer: Any, splits: Any) -> Any:
             norm = next(m for n, m in model.named_modules() if n.endswith("layers.0.input_layernorm"))
             forward = norm.forward
 
@@ -74,7 +74,7 @@ def plant(fault: str) -> None:
                 return states + 0 * forward(states)
 
             norm.forward = without_gradient
-            return prepare(self, model, optimizer)
+            return prepare(self, model, optimizer, splits)
 
         Backend.prepare = prepared
     elif fault == "lost_steps":
