@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from pydantic import TypeAdapter
+
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import recipe_paths
 from finetune.config.recipe import apply, dump_recipe, read, validate_recipe, write_out
@@ -93,7 +95,7 @@ def _tree_of(
     if isinstance(source, Recipe):
         tree = source.model_dump(mode="json")
     elif isinstance(source, Mapping):
-        tree = write_out(json.loads(json.dumps(_plain(source))))
+        tree = write_out(_plain(source))
     elif source:
         origin = recipe_file(str(source))
         tree = read(origin)
@@ -107,13 +109,7 @@ def _tree_of(
 
 def _plain(value: Any) -> Any:
     """Keys and values as YAML has them; of sections, those that were given."""
-    if isinstance(value, Section):
-        return value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+    return TypeAdapter(Any).dump_python(value, mode="json", exclude_unset=True)
 
 
 def _merged(below: Any, above: Any) -> Any:

@@ -86,8 +86,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Recipe and launch, with everything settled that they leave open."""
+    """Inputs, recipe and launch, with everything settled that the latter leave open."""
 
+    inputs: Inputs
     recipe: Recipe
     launch: Launch
     config: ResolvedConfig
@@ -116,6 +117,7 @@ class BuiltNetwork:
 class PreparedModel:
     """The network and its optimiser as the backend holds them, verified."""
 
+    network: BuiltNetwork
     model: nn.Module
     optimizer: Any
     runtime: RuntimeReport
@@ -136,8 +138,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     inputs = _read_inputs(recipe, quiet)
     plan = _settle_plan(recipe, launch, inputs, quiet)
     backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
-    network = _load_network(plan.recipe, backend, inputs)
-    prepared = _prepare_model(plan.recipe, backend, inputs, network)
+    network = _load_network(plan, backend)
+    prepared = _prepare_model(plan, backend, network)
     identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if network.mixes_rows else inputs.identity
     directory, last = inputs.directory, inputs.length.num_steps
     resume = resume_point.choose_resume_point(plan.recipe, directory, backend, identity, num_steps=last)
@@ -147,8 +149,8 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
     resume.restore(backend, unwrap(prepared.model), prepared.optimizer)
     if not resume.finished:
-        _write_start(plan, backend, inputs, prepared, identity, resume)
-    reporter = _open_reporter(plan, backend, inputs, network, prepared, resume, quiet)
+        _write_start(plan, backend, prepared, identity, resume)
+    reporter = _open_reporter(plan, backend, prepared, resume, quiet)
     return Run(
         recipe=plan.recipe,
         backend=backend,
@@ -189,7 +191,6 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,
-        compiled_graphs=activation_checkpointing.CompiledGraphs() if recipe.model.compile else None,
         flops_per_target=network.flops_per_target,
         weight_bytes=prepared.memory.frozen + prepared.memory.trained,
     )
@@ -227,11 +228,12 @@ def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) ->
     config = resolve_config(micro.recipe, launch)
     sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
     settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
-    return RunPlan(micro.recipe, settled, config, micro, sums)
+    return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
 
 
-def _load_network(recipe: Recipe, backend: Backend, inputs: Inputs) -> BuiltNetwork:
+def _load_network(plan: RunPlan, backend: Backend) -> BuiltNetwork:
     """Builds the network with its weights, and leaves this rank its part of what is split."""
+    recipe, inputs = plan.recipe, plan.inputs
     if inputs.weights is not None:
         _check_values(inputs.weights, backend)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
@@ -268,11 +270,11 @@ def _check_values(weights: Weights, backend: Backend) -> None:
         weights.refuse(worst)
 
 
-def _prepare_model(recipe: Recipe, backend: Backend, inputs: Inputs, network: BuiltNetwork) -> PreparedModel:
+def _prepare_model(plan: RunPlan, backend: Backend, network: BuiltNetwork) -> PreparedModel:
     """Hands network and optimiser to the backend, and verifies what it makes of them by a few forward passes."""
-    built = optimizers.build_optimizer(network.wrapper, recipe, whole=not backend.launch.cuts_state)
+    recipe, task, data = plan.recipe, plan.inputs.task, plan.inputs.data
+    built = optimizers.build_optimizer(network.wrapper, recipe, whole=not plan.launch.cuts_state)
     model, optimizer = backend.prepare(network.wrapper, built, network.splits)
-    task, data = inputs.task, inputs.data
     runtime = backend.verify(model, optimizer, lambda: preflight.loss_of_row(backend, model, task, data))
     if network.whole_loss is not None:
         preflight.check_layers(backend, model, task, data, network.whole_loss)
@@ -280,18 +282,15 @@ def _prepare_model(recipe: Recipe, backend: Backend, inputs: Inputs, network: Bu
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
-    return PreparedModel(model, optimizer, runtime, kernels, backend.memory(model, optimizers.state_bytes(recipe)))
+    memory = backend.memory(model, optimizers.state_bytes(recipe))
+    return PreparedModel(network, model, optimizer, runtime, kernels, memory)
 
 
 def _write_start(
-    plan: RunPlan,
-    backend: Backend,
-    inputs: Inputs,
-    prepared: PreparedModel,
-    identity: dict[str, Any],
-    resume: ResumePoint,
+    plan: RunPlan, backend: Backend, prepared: PreparedModel, identity: dict[str, Any], resume: ResumePoint
 ) -> None:
     """Writes into the run directory what starts."""
+    inputs = plan.inputs
     facts = {
         **_launch_facts(backend, prepared.runtime),
         "kernels": prepared.kernels or None,
@@ -312,20 +311,14 @@ def _launch_facts(backend: Backend, runtime: RuntimeReport) -> dict[str, Any]:
 
 
 def _open_reporter(
-    plan: RunPlan,
-    backend: Backend,
-    inputs: Inputs,
-    network: BuiltNetwork,
-    prepared: PreparedModel,
-    resume: ResumePoint,
-    quiet: bool,
+    plan: RunPlan, backend: Backend, prepared: PreparedModel, resume: ResumePoint, quiet: bool
 ) -> Reporter:
     """Makes the reporter, and says what starts."""
-    recipe, folder = plan.recipe, inputs.directory.path
+    recipe, inputs, folder = plan.recipe, plan.inputs, plan.inputs.directory.path
     told = {"recipe": recipe.model_dump(mode="json"), "launch": _launch_facts(backend, prepared.runtime)}
     trackers = Trackers(recipe.log.trackers, folder, told)
     reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
-    if network.mixes_rows and backend.mesh.size("sp", "tp") > 1:
+    if prepared.network.mixes_rows and backend.mesh.size("sp", "tp") > 1:
         reporter.warn(
             "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
             "ones, so that this run takes another path than under other launch configs."

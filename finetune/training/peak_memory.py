@@ -63,6 +63,7 @@ class PeakMemoryMonitor:
         if not (measured and backend.is_main):
             return None
         resident = backend.device.type != "cuda"
+        what = "resident" if resident else "allocated"
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
             of = candidates_of(recipe, backend.launch, device_selection.room().total)
@@ -73,7 +74,7 @@ class PeakMemoryMonitor:
             predicted = found.peak + (found.host if resident else 0)
             peak = measured_peaks.Peak(
                 device=device_selection.identity()["device"],
-                of="resident" if resident else "allocated",
+                of=what,
                 launch=backend.launch.kind,
                 kind=kind_of(recipe),
                 processes=backend.world_size,
@@ -84,4 +85,4 @@ class PeakMemoryMonitor:
                 measured_peaks.add(Path(recipe.data.cache_dir), peak)
             except OSError as error:
                 warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
-        return {"of": "resident" if resident else "allocated", "measured": measured, "predicted": predicted}
+        return {"of": what, "measured": measured, "predicted": predicted}

@@ -14,7 +14,6 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Feed
 from finetune.distributed.backend import Backend
-from finetune.models.activation_checkpointing import CompiledGraphs
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
@@ -52,6 +51,8 @@ class TrainState:
     """Tokens that all ranks have computed since this process began, learned or not, without padding."""
     recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Steps and losses of the last lines of metrics of this process."""
+    compiled_graphs: int = 0
+    """Graphs that were compiled in this process."""
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     """`step` of the last evaluation of this process, and its values as `metrics.jsonl` has them; empty before the first
     one."""
@@ -117,8 +118,6 @@ class Run:
     nonfinite: NonFiniteGuard
     timer: PhaseTimer
     profiler: Profiler | None
-    compiled_graphs: CompiledGraphs | None
-    """What was compiled, where layers are."""
     flops_per_target: float
     """Of training, a token."""
     weight_bytes: int

@@ -10,6 +10,7 @@ from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.training import profiler
 from finetune.training.run import Run
+from finetune.utils.compat import torch_private
 
 
 def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
@@ -70,11 +71,11 @@ def look_at_profile(run: Run) -> None:
         found = run.profiler.after(run.state.step - 1)
         if found is not None:
             run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.table(found)}")
-    if run.compiled_graphs is not None and run.compiled_graphs.grew():
+    if run.recipe.model.compile and (count := torch_private.num_compiled_graphs()) > run.state.compiled_graphs:
         # The time of a step that compiled says nothing of the next.
         run.timer.totals()
         run.state.log_here()
-        run.results["compiled_graphs"] = run.compiled_graphs.count
+        run.state.compiled_graphs = run.results["compiled_graphs"] = count
 
 
 def check_nonfinite(run: Run, output: StepOutput | None) -> None:
