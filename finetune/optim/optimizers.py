@@ -72,23 +72,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def check_optimizer(recipe: Recipe, *, cut: bool, flat: bool) -> None:
+def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
     """Refuses an optimiser that cannot run here, before anything is read.
 
     Args:
-        cut: Whether the launch cuts tensors or their state among ranks.
-        flat: Whether what is cut loses its shape as well: parts are vectors.
+        cut: True if the launch cuts tensors or their state among ranks.
+        flat: True if what is cut loses its shape as well: parts are vectors.
 
     Raises:
         RecipeError: If there is no such optimiser, or it cannot run here.
     """
-    name = recipe.optim.name
+    name = optim.name
     found = _find(name)
     if not found.__module__.startswith("bitsandbytes"):
         # Taken under every launch: the trial also refuses what cannot take a step at all.
-        alone = _acts_on_elements(recipe.optim, found)
+        alone = _acts_on_elements(optim, found)
         if cut and (flat or not getattr(found, "reads_dtensors", False)):
-            _check_cut(recipe.optim, alone=alone, flat=flat)
+            _check_cut(optim, alone=alone, flat=flat)
         return
     if cut:
         raise RecipeError(
@@ -150,7 +150,7 @@ def _trials_agree(optim: OptimSection) -> bool:
 
 
 def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
-    """What three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
+    """Returns what three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 2, 6, 8, generator=generator)
 
@@ -167,11 +167,11 @@ def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
     )
 
 
-def state_bytes(recipe: Recipe) -> float:
-    """Bytes of state that the optimiser keeps for an element of a parameter, as one step on a trial shows."""
+def state_bytes(optim: OptimSection) -> float:
+    """Returns the bytes of state that the optimiser keeps for an element of a parameter, as a step on a trial shows."""
     trial = nn.Parameter(torch.zeros(64, 256))
-    optimizer = _made(recipe.optim, [{"params": [trial]}], _arguments(recipe.optim, peak_lr(recipe)))
-    _step(recipe.optim, optimizer, [trial], [torch.zeros_like(trial)])
+    optimizer = _made(optim, [{"params": [trial]}], _arguments(optim, optim.lr))
+    _step(optim, optimizer, [trial], [torch.zeros_like(trial)])
     state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
     return sum(value.nbytes for value in state) / trial.numel()
 

@@ -111,7 +111,7 @@ def assess(
             variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
         sizes = [weight.elements for weight in variant.outline.weights]
         strategy_of(launch).check_network(launch, copy.deepcopy(launch.ds_config), variant.outline.width, sizes)
-        optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(unpaged(recipe).optim, cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
     except (RecipeError, BackendError) as error:

@@ -29,13 +29,13 @@ _TAKEN = ("loss", "perplexity", "targets")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-def check_metrics(recipe: Recipe) -> None:
+def check_metrics(names: Sequence[str]) -> None:
     """Refuses metrics whose library is not installed.
 
     Raises:
         RecipeError: With what to install.
     """
-    needing = [name for name in recipe.eval.metrics if name in _ROUGE]
+    needing = [name for name in names if name in _ROUGE]
     if needing and find_spec("torchmetrics") is None:
         raise RecipeError(
             f"eval.metrics: {', '.join(needing)} cannot be computed without torchmetrics, which is not installed. "
@@ -49,7 +49,7 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
-    check_metrics(recipe)
+    check_metrics(recipe.eval.metrics)
     metrics = find_metrics(recipe.eval.metrics)
     best_by = recipe.checkpoint.keep_best_by
     # Their library takes seconds to load, and they do not fail.

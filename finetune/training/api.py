@@ -50,12 +50,12 @@ Records = Iterable[Mapping[str, Any] | str]
 
 
 class Objects(TypedDict, total=False):
-    """What a run can be handed over instead of naming it in its recipe."""
+    """Objects that a run can be handed over instead of naming them in its recipe."""
 
     task: "Task | Callable[..., Task]"
     """A `Task`, or a function of the recipe's `task.args` that returns one."""
     loss: "Loss"
-    """In place of the task's: a function of network and batch, to the sum over the batch's targets; see `task.loss`."""
+    """A loss in place of the task's: of network and batch, the sum over the batch's targets; see `task.loss`."""
     optimizer: "type[torch.optim.Optimizer]"
     """A class of optimisers; the recipe's `optim` gives its arguments."""
     train_data: Records | Callable[[], Records]
@@ -90,7 +90,7 @@ def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapp
 def _tree_of(
     source: Source, overrides: Sequence[str], sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str | None]:
-    """What is given: keys and values, and the file that they come from."""
+    """Returns the keys and values that are given, and the file that they come from."""
     origin = None
     if isinstance(source, Recipe):
         tree = source.model_dump(mode="json")
@@ -176,7 +176,7 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole run."""
+        """Steps of the whole run."""
         return self._run.length.num_steps
 
     @property
@@ -188,7 +188,7 @@ class Training:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What is known so far; `stopped` says why a run ended early."""
+        """Results so far; `stopped` says why a run ended early."""
         return self._run.results
 
     def stop(self, reason: str = "stopped by its program") -> None:
@@ -357,7 +357,7 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in its directory, finished or under way."""
+    """A run as its directory shows it, finished or under way."""
 
     history: RunHistory
     """All of it, as `finetune report` reads it."""
@@ -394,7 +394,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Series]:
-        """Of training, an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
+        """Figures of training: an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
         return self.history.training
 
     @property

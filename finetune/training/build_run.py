@@ -67,7 +67,7 @@ _PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is known of a run before its processes meet."""
+    """Everything that is known of a run before its processes meet."""
 
     task: Task
     directory: RunDirectory
@@ -76,11 +76,11 @@ class Inputs:
     metrics: dict[str, Metric]
     length: Length
     order: RowOrder
-    """Of the training rows."""
+    """Order of the training rows."""
     weights: Weights | None
     """The files of the pretrained model."""
     base: dict[str, Any] | None
-    """What the pretrained model is, by its files' digests."""
+    """The pretrained model, by its files' digests."""
     identity: dict[str, Any]
 
 
@@ -207,7 +207,7 @@ def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
+        sampling.prompt_tokens(recipe.sample, recipe.chat, data.tokenizer)
     prompts = read_prompts(recipe, data.tokenizer)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
@@ -282,7 +282,7 @@ def _prepare_model(plan: RunPlan, backend: Backend, network: BuiltNetwork) -> Pr
     if recipe.model.compile:
         # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
         activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
-    memory = backend.memory(model, optimizers.state_bytes(recipe))
+    memory = backend.memory(model, optimizers.state_bytes(recipe.optim))
     return PreparedModel(network, model, optimizer, runtime, kernels, memory)
 
 

@@ -1,4 +1,4 @@
-"""What a run would do, without data or weights."""
+"""Says what a run would do, without data or weights."""
 
 import os
 

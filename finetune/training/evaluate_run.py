@@ -10,6 +10,9 @@ import torch
 
 from finetune.data.class_labels import some
 from finetune.data.rows.feed import Rows
+from finetune.distributed.backend import Backend
+from finetune.monitoring.metrics import Reporter
+from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.tasks import metrics
 from finetune.tasks.metrics import ClassCounts
 from finetune.training import sampling
@@ -55,7 +58,13 @@ def _evaluate(run: Run) -> bool:
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         micro = recipe.eval.micro_size or recipe.batch.rows
         found = evaluate(
-            run.backend, run.model, run.task, rows, micro, stopped=lambda: _stop_requested(run), classes=classes
+            run.backend,
+            run.model,
+            run.task,
+            rows,
+            micro,
+            stopped=lambda: _stop_requested(run.backend, run.shutdown),
+            classes=classes,
         )
         if found is None:
             return False
@@ -83,25 +92,24 @@ def _evaluate(run: Run) -> bool:
     over = f" over {figures['targets']:,.0f} targets" if rows is not None else ""
     run.reporter.say(f"step {step}: validation {shown}{over}")
     if counts is not None:
-        _show_classes(run, counts)
+        run.results["classes"] = counts.by_name(run.data.label_names)
+        _say_classes(run.reporter, step, run.results["classes"])
     return True
 
 
-def _stop_requested(run: Run) -> bool:
-    requested = torch.tensor([float(run.shutdown.requested)], device=run.backend.device)
-    return run.backend.all_reduce_sum(requested).item() > 0
+def _stop_requested(backend: Backend, shutdown: ShutdownHandler) -> bool:
+    requested = torch.tensor([float(shutdown.requested)], device=backend.device)
+    return backend.all_reduce_sum(requested).item() > 0
 
 
-def _show_classes(run: Run, counts: ClassCounts) -> None:
+def _say_classes(reporter: Reporter, step: int, found: dict[str, dict[str, Any]]) -> None:
     """Says what became of each class: a share of all rows hides those that have few."""
-    found = counts.by_name(run.data.label_names)
-    run.results["classes"] = found
     held = {name: class_ for name, class_ in found.items() if class_["rows"]}
     shown = [f"{name} {c['recall']:.1%} of {c['rows']:,} (predicted {c['predicted']:,})" for name, c in held.items()]
-    run.reporter.say(f"  recognised: {some(shown)}")
+    reporter.say(f"  recognised: {some(shown)}")
     never = [f"{name} ({class_['rows']:,} rows)" for name, class_ in held.items() if not class_["predicted"]]
     if never:
-        run.reporter.warn(f"step {run.state.step}: no row is taken for the class {some(never)}.")
+        reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
 
 
 def _score_texts(run: Run) -> dict[str, float] | None:

@@ -47,7 +47,7 @@ def warn_of_rising_loss(run: Run) -> None:
 
 
 def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
-    """What to say of a run whose loss ends above where it began; None of any other.
+    """Returns a warning if the loss ends above where it began, else None.
 
     Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
 

@@ -50,7 +50,7 @@ class PeakMemoryMonitor:
             self._peak = peak_bytes() - self._base
 
     def compare(self, recipe: Recipe) -> dict[str, Any] | None:
-        """What was measured, on the rank that held the most, and what a plan predicts; every rank must call it.
+        """Compares the peak of the rank that held the most with what a plan predicts; every rank must call it.
 
         Rank 0 also writes both down for the plans to come.
 

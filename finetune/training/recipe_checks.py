@@ -23,7 +23,7 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
     """
     config = resolve_config(recipe, launch, env)
     check_task_splits(recipe, launch)
-    check_metrics(recipe)
-    optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
+    check_metrics(recipe.eval.metrics)
+    optimizers.check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
     float8.check(recipe)
     return config

@@ -39,7 +39,7 @@ class LastLog:
 
 @dataclass
 class TrainState:
-    """What changes from step to step, beside weights and optimiser state."""
+    """Values that change from step to step, beside weights and optimiser state."""
 
     step: int
     """Optimiser steps taken."""
@@ -96,9 +96,9 @@ class Run:
     data: TaskData
     length: Length
     prompts: tuple[Prompt, ...]
-    """That evaluation generates texts for."""
+    """Evaluation generates texts for these."""
     metrics: dict[str, Metric]
-    """That evaluation computes, by their names in `eval.metrics`."""
+    """Evaluation computes these, by their names in `eval.metrics`."""
 
     model: nn.Module
     """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
@@ -107,7 +107,7 @@ class Run:
     state: TrainState
     resume: ResumePoint
     identity: dict[str, Any]
-    """What the mathematics depend on."""
+    """Everything that the mathematics depend on."""
 
     directory: RunDirectory
     reporter: Reporter
@@ -119,6 +119,6 @@ class Run:
     timer: PhaseTimer
     profiler: Profiler | None
     flops_per_target: float
-    """Of training, a token."""
+    """FLOPs of training a token."""
     weight_bytes: int
     """Bytes of weights on this rank before the first step."""

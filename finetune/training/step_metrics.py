@@ -1,4 +1,4 @@
-"""What is said of a step: loss, gradient norm, rates, times, MFU; its profile; whether it was skipped."""
+"""Reports steps: loss, gradient norm, rates, times and MFU; profiles; steps that were skipped."""
 
 import math
 from typing import Any

@@ -26,7 +26,7 @@ _PATIENCE_STEPS = 8
 
 @dataclass(frozen=True)
 class Movement:
-    """What became of a network's weights, by name."""
+    """Names of weights, by what became of them."""
 
     step: int
     """The last step that is looked at."""
@@ -131,7 +131,7 @@ class WeightCheck:
 def compare_weights(
     held: list[Held], places: torch.Tensor, before: torch.Tensor, now: torch.Tensor, step: int, taken: int
 ) -> Movement:
-    """What became of weights, from their numbers: (ranks, tensors) each."""
+    """Compares weights by their digests from before and now: (ranks, tensors) each."""
     moved = (before != now).any(0).tolist()
     parted = []
     for column, one in enumerate(held):
