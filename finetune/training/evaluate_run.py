@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,15 +58,8 @@ def _evaluate(run: Run) -> bool:
         if counted or (run.metrics and not run.task.text):
             classes = torch.zeros(2, len(rows), dtype=torch.int64, device=run.backend.device)
         micro = recipe.eval.micro_size or recipe.batch.rows
-        found = evaluate(
-            run.backend,
-            run.model,
-            run.task,
-            rows,
-            micro,
-            stopped=lambda: _stop_requested(run.backend, run.shutdown),
-            classes=classes,
-        )
+        stopped = partial(_stop_requested, run.backend, run.shutdown)
+        found = evaluate(run.backend, run.model, run.task, rows, micro, stopped=stopped, classes=classes)
         if found is None:
             return False
         figures |= found
