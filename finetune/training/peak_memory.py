@@ -63,12 +63,11 @@ class PeakMemoryMonitor:
         if not (measured and backend.is_main):
             return None
         resident = backend.device.type != "cuda"
-        what = "resident" if resident else "allocated"
+        what, predicted = "resident" if resident else "allocated", None
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
-            of = candidates_of(recipe, backend.launch, device_selection.room().total)
-            found = of(recipe.batch.rows) if of is not None else None
-        predicted = None
+            candidate_of = candidates_of(recipe, backend.launch, device_selection.room().total)
+            found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
             predicted = found.peak + (found.host if resident else 0)
