@@ -277,26 +277,20 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
     lines: list[str] = []
     with signals.held_back():
         process = subprocess.Popen(command, env=env, **piped)
-    with process, _ended(process):
-        for line in process.stdout or ():
-            lines.append(line)
-            if not quiet:
-                sys.stderr.write(line)
-        process.wait()
+    with process:
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                if not quiet:
+                    sys.stderr.write(line)
+            process.wait()
+        except KeyboardInterrupt:
+            # The terminal has told it already, unless this program alone was told: within 3 s both are one request.
+            process.send_signal(signal.SIGINT)
+            process.communicate()  # it stops, once it has saved
+            raise
     paragraph = "".join(lines).strip().rpartition("\n\n")[2]
     return process.returncode, paragraph.removeprefix("Error: ")
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Ctrl-C asks a run to stop, and waits until it has saved."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        # The terminal has told it already, unless this program alone was told: within 3 s both are one request.
-        process.send_signal(signal.SIGINT)
-        process.communicate()
-        raise
 
 
 @contextmanager
