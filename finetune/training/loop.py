@@ -64,7 +64,7 @@ def steps(run: Run) -> Iterator[Step]:
         run.checkpoints.open(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)
         stopped = run.resume.evaluation_is_due(last) and not evaluate_and_sample(run)
-        weights = WeightCheck(run.backend, unwrap(run.model), run.reporter.say, run.reporter.warn)
+        weights = WeightCheck(run.backend, unwrap(run.model), run.reporter)
         if state.step < last:
             weights.open()
         skipped = run.nonfinite.total

@@ -5,7 +5,6 @@ loss curve that looks like any other. Weights are compared by numbers that are c
 (`finetune.distributed.weight_digests`) and read a step later.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from finetune.checkpoint.run_facts import brief_list
 from finetune.distributed.backend import Backend
 from finetune.distributed.weight_digests import Held
+from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import AsyncScalar
 from finetune.utils.errors import BackendError
 
@@ -67,8 +67,8 @@ class Movement:
 class WeightCheck:
     """Compares the weights of this process's first steps, and of its last, with those that it began with."""
 
-    def __init__(self, backend: Backend, network: nn.Module, say: Callable[[str], None], warn: Callable[[str], None]):
-        self._backend, self._network, self._say, self._warn = backend, network, say, warn
+    def __init__(self, backend: Backend, network: nn.Module, reporter: Reporter) -> None:
+        self._backend, self._network, self._reporter = backend, network, reporter
         self._held: list[Held] = []
         self._places, self._before = torch.empty(0), torch.empty(0)
         self._steps = self._due = 0
@@ -121,9 +121,9 @@ class WeightCheck:
         check_movement(found, nothing_moves=last or taken >= _PATIENCE_STEPS)
         first, self.newest = self.newest is None, found
         if first:
-            self._say(f"weights: {found.line()}")
+            self._reporter.say(f"weights: {found.line()}")
         if found.unmoved and (first or last):
-            self._warn(_unmoved(found))
+            self._reporter.warn(_unmoved(found))
         # Once all have moved, the end is looked at alone.
         self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
 
