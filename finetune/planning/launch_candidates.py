@@ -28,7 +28,7 @@ from finetune.planning.transient_memory import (
     late_gradients,
     transient_memory,
 )
-from finetune.tasks.task_lookup import check_task_splits
+from finetune.tasks.task_lookup import check_task_splits, head_of
 from finetune.utils.errors import BackendError, RecipeError
 
 Verdict = Literal["fits", "tight", "no", "refused"]
@@ -101,6 +101,10 @@ def assess(
     blank = Candidate(name, variant.kind, launch, setting, "refused")
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
+    if setting.checkpointed and head_of(recipe) is None:
+        return replace(
+            blank, reason="model.gradient_checkpointing does not change the network of a task without a head"
+        )
     try:
         accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
         if launch.sequence > 1:
