@@ -102,9 +102,7 @@ def assess(
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
     if setting.checkpointed and head_of(recipe) is None:
-        return replace(
-            blank, reason="model.gradient_checkpointing does not change the network of a task without a head"
-        )
+        return replace(blank, reason="model.gradient_checkpointing does not change a custom task's network")
     try:
         accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
         if launch.sequence > 1:
