@@ -20,8 +20,9 @@ from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import unwrap
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
+from finetune.training.run import Run
 from finetune.utils.library_imports import silence_libraries
 
 GIB = 2.0**30

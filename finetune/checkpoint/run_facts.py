@@ -106,10 +106,10 @@ class Incident:
         return f"step {self.step} ({self.kind}): rows {brief_list(self.rows, 32)}"
 
 
-def brief_list(numbers: Sequence[int], most: int = 10) -> str:
-    """Returns the first of many numbers, and how many more there are."""
-    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def brief_list(items: Sequence[int | str], most: int = 10) -> str:
+    """Returns the first of many numbers or names, and how many more there are."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def read_metrics(directory: Path) -> Lines:

@@ -51,7 +51,7 @@ class Backend:
     """The prepared model; the optimiser likewise."""
     optimizer: Any = None
     splits: Splits = UNSPLIT
-    """Parameters split over a tensor-parallel group; set before the optimiser is built and `prepare` is called."""
+    """Parameters of the network that are split over the ranks of a tensor-parallel group, as `prepare` was told."""
     num_weights: int = 0
     """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
@@ -111,8 +111,13 @@ class Backend:
         """Returns the context to build the network in: whole on every rank, or sharded as it loads."""
         return self.strategy.loading(self.launch, pretrained)
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, splits: Splits = UNSPLIT
+    ) -> tuple[nn.Module, Any]:
         """Wraps model and optimiser for what was asked; weights are the same on every backend afterwards.
+
+        Args:
+            splits: Parameters of the model that are split over the ranks of a tensor-parallel group.
 
         Raises:
             BackendError: If the model has tensors without storage, or parameters went missing on the way.
@@ -122,6 +127,7 @@ class Backend:
                 "The model is on the meta device and has no weights to train. Materialise it first, as "
                 "finetune.models.build_network.init_weights does."
             )
+        self.splits = splits
         named = [(inner_name(name), p) for name, p in model.named_parameters()]
         self.num_weights = sum(self._num_weights(name, p) for name, p in named)
         self.num_trained = sum(self.splits.size(name, p) for name, p in named if p.requires_grad)

@@ -16,6 +16,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import exported_by_file
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
 
@@ -73,7 +74,9 @@ def start_backend(recipe: Recipe, launch: Launch) -> Backend:
     return _still(Backend.start(recipe, launch, resolve_config(recipe, launch), quiet=True))
 
 
-def prepare_fakes(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+def prepare_fakes(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, splits: Splits
+) -> tuple[nn.Module, Any]:
     """Wraps a model of fake tensors and its optimiser, as `Backend.prepare` does."""
     from finetune.utils.compat.torch_tracing_private import keep_buckets
 
@@ -81,7 +84,7 @@ def prepare_fakes(backend: Backend, model: nn.Module, optimizer: torch.optim.Opt
         # By which Accelerate finds the optimiser's parameters again; fake ones have none.
         known: Any = parameter
         known.data_ptr = lambda number=number: number
-    wrapped, prepared = backend.prepare(model, optimizer)
+    wrapped, prepared = backend.prepare(model, optimizer, splits)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
         wrapped.register_comm_hook(None, _arrived)
         keep_buckets(wrapped)

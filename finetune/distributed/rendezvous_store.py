@@ -95,6 +95,18 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
     return note["made"]
 
 
+def gather_notes(note: Any, patience: timedelta) -> list[Any]:
+    """Returns what each rank has noted, as JSON has it, in their order; every rank calls it.
+
+    Args:
+        patience: How long ranks wait for each other.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    notes = RendezvousStore(rank, world, patience)
+    notes.write(str(rank), note)
+    return [notes.read(str(other)) for other in range(world)]
+
+
 def environment_apart(name: str) -> dict[str, str]:
     """Returns the environment of a process that a rank starts, and that meets those of other ranks, not the ranks."""
     env = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_ERROR_FILE"}

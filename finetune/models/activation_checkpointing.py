@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from finetune.models import attention
-from finetune.utils.compat import torch_private
 from finetune.utils.compat.transformers_private import enable_checkpointing
 from finetune.utils.errors import RecipeError
 
@@ -79,15 +78,3 @@ def compile_layers(network: nn.Module, layers: set[str]) -> int:
         forward: Callable[..., Any] = layer.forward
         layer.forward = torch.compile(forward)
     return len(found)
-
-
-class CompiledGraphs:
-    """Counts what `torch.compile` has compiled."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def grew(self) -> bool:
-        """Whether something was compiled since the last call."""
-        before, self.count = self.count, torch_private.num_compiled_graphs()
-        return self.count > before

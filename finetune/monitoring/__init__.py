@@ -1,1 +1,1 @@
-"""What is watched while a run goes: metrics, time, requests to stop, steps that are not finite."""
+"""Watches a run while it goes: metrics, time, requests to stop, steps that are not finite."""

@@ -46,7 +46,7 @@ def flops_per_target(network: nn.Module, sequence_length: int) -> float:
 
 
 def _shares_of_experts(network: nn.Module, text: Any) -> dict[int, float]:
-    """Of each weight that experts have, stacked or one by one, the share that a token goes through."""
+    """Returns the share that a token goes through of each weight that experts have, stacked or one by one."""
     used = next((int(getattr(text, name)) for name in _EXPERTS_A_TOKEN if getattr(text, name, None)), 0)
     shares: dict[int, float] = {}
     for name, module in network.named_modules() if used else ():

@@ -1,5 +1,6 @@
 """Steps whose loss or gradient is not finite: skipped on all ranks, counted, and reported."""
 
+import math
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ class NonFiniteGuard:
         self._backend, self._max_skipped = backend, max_skipped
         self._last: StepOutput | None = None
         before = before or {}
-        self._in_a_row: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("in_a_row", {})}
-        self.counts: dict[str, int] = {"nonfinite": 0, "overflow": 0, **before.get("counts", {})}
+        none = dict.fromkeys(("nonfinite", "overflow"), 0)
+        self._in_a_row: dict[str, int] = none | before.get("in_a_row", {})
+        self.counts: dict[str, int] = none | before.get("counts", {})
         """Skipped steps so far: because a loss or gradient was not finite, or the loss scale was too large."""
 
     @property
@@ -61,22 +63,22 @@ class NonFiniteGuard:
         if before is None:
             return None
         norm = before.norm.read()[0]
-        if norm == norm and abs(norm) != float("inf"):
+        if math.isfinite(norm):
             self._in_a_row = dict.fromkeys(self._in_a_row, 0)
             return None
         return self._incident(before, norm)
 
     def _incident(self, output: StepOutput, norm: float) -> dict[str, Any]:
-        backend = self._backend
+        backend, mesh = self._backend, self._backend.mesh
         accumulation, micro = len(output.rows), len(output.rows[0])
-        losses = torch.zeros(accumulation, backend.mesh.data_size, dtype=torch.float64, device=backend.device)
-        if backend.mesh.counts_loss:
-            losses[:, backend.mesh.data_rank] = output.losses.double()
-        rows = torch.zeros(accumulation, backend.mesh.data_size, micro, dtype=torch.int64, device=backend.device)
-        for index, own in enumerate(output.rows if backend.mesh.counts_rows else []):
-            rows[index, backend.mesh.data_rank] = torch.as_tensor(own, device=backend.device)
+        losses = torch.zeros(accumulation, mesh.data_size, dtype=torch.float64, device=backend.device)
+        if mesh.counts_loss:
+            losses[:, mesh.data_rank] = output.losses.double()
+        rows = torch.zeros(accumulation, mesh.data_size, micro, dtype=torch.int64, device=backend.device)
+        for index, own in enumerate(output.rows if mesh.counts_rows else []):
+            rows[index, mesh.data_rank] = torch.as_tensor(own, device=backend.device)
         seen, ids = backend.all_reduce_sum(losses).tolist(), backend.all_reduce_sum(rows).tolist()
-        finite = all(abs(loss) < float("inf") for per_rank in seen for loss in per_rank)
+        finite = all(math.isfinite(loss) for per_rank in seen for loss in per_rank)
         # Where losses are scaled, gradients may overflow now and then.
         kind = "overflow" if finite and backend.precision == "fp16" else "nonfinite"
         self.counts[kind] += 1

@@ -29,7 +29,7 @@ class ShutdownHandler:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank wants to stop."""
+        """True if this rank wants to stop."""
         if self.reason is None and orphan_watch.parent_is_gone():
             # An orphan would continue with nobody to see it, and hold the run directory.
             self._request("the launcher is gone", 128 + signal.SIGTERM)

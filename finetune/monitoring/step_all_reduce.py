@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step, and what a step leaves to be looked at."""
+"""Values that ranks sum in a step, and outputs of a step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class AsyncScalar:
-    """Numbers on the device that the host reads when they are long there, without waiting for what came after."""
+    """Numbers on the device that the host reads a step later, without waiting for work that was queued since."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._event: Any = None
@@ -20,7 +20,7 @@ class AsyncScalar:
             self._values = values.detach().clone()
 
     def read(self) -> list[float]:
-        """The numbers; waits for the device to have come as far as where this was made."""
+        """Returns the numbers; waits until the device has come to where this was made."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[float] = self._values.tolist()
@@ -29,7 +29,7 @@ class AsyncScalar:
 
 @dataclass(frozen=True)
 class StepSync:
-    """What the ranks tell each other at the beginning of a step; each a sum over ranks."""
+    """Values that the ranks sum at the beginning of a step."""
 
     targets: float = 0.0
     """Targets in the step's batch."""
@@ -42,18 +42,18 @@ class StepSync:
     failed: float = 0.0
     """Ranks that could not write it."""
     save: float = 0.0
-    """Whether it is time for a checkpoint by rank 0's clock."""
+    """1 if it is time for a checkpoint by rank 0's clock."""
     computed: float = 0.0
     """Tokens that are computed in this step, learned or not, without padding."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step left to be looked at."""
+    """Outputs of a step, to be read later."""
 
     step: int
     sync: AsyncScalar
-    """What the ranks told each other as it began, as `StepSync`."""
+    """Sums over the ranks, as `StepSync`."""
     norm: AsyncScalar
     """The global gradient norm; not finite if the step was skipped."""
     losses: torch.Tensor

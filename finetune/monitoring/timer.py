@@ -1,6 +1,7 @@
 """Splits the time of steps into named parts."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,8 @@ class PhaseTimer:
         """Seconds a name since the last call. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        totals: dict[str, float] = {}
+        totals: defaultdict[str, float] = defaultdict(float)
         for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            totals[name] = totals.get(name, 0.0) + seconds
+            totals[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         self._marks = self._marks[-1:]
-        return totals
+        return dict(totals)

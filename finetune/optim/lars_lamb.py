@@ -15,7 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
-Taken = list[tuple[Any, dict[str, Any]]]
+from finetune.distributed.tensor_facts import local
 
 
 class LARS(Optimizer):
@@ -43,9 +43,9 @@ class LARS(Optimizer):
         """Takes a step. There is no closure."""
         go, taken = _gate(self), _taken(self)
         for (p, group), (weight, gradient) in zip(taken, _norms([(p, p.grad) for p, _ in taken]), strict=True):
-            w, g, decay = _local(p), _local(p.grad), group["weight_decay"]
+            w, g, decay = local(p), local(p.grad), group["weight_decay"]
             ratio = group["trust_coefficient"] * weight / (gradient + decay * weight)
-            velocity = _local(_state(self, p, "momentum_buffer"))
+            velocity = _state(self, p, "momentum_buffer")
             velocity.mul_(1 - go * (1 - group["momentum"]))
             velocity.add_(g.add_(w, alpha=decay).mul_(go * group["lr"] * _where_scaled(p, weight, gradient, ratio)))
             w.sub_(velocity * go)
@@ -77,8 +77,8 @@ class LAMB(Optimizer):
         """Takes a step. There is no closure."""
         go, taken = _gate(self), _taken(self)
         for p, group in taken:
-            w, g, (beta1, beta2) = _local(p), _local(p.grad), group["betas"]
-            first, second = _local(_state(self, p, "exp_avg")), _local(_state(self, p, "exp_avg_sq"))
+            w, g, (beta1, beta2) = local(p), local(p.grad), group["betas"]
+            first, second = _state(self, p, "exp_avg"), _state(self, p, "exp_avg_sq")
             count = self.state[p].setdefault("step", torch.zeros((), device=w.device)).add_(go)
             first.lerp_(g, (1 - beta1) * go)
             second.lerp_(g.square(), (1 - beta2) * go)
@@ -87,10 +87,10 @@ class LAMB(Optimizer):
             root = (second / (1 - beta2**begun)).sqrt_().add_(group["eps"])
             g.copy_(first).div_(1 - beta1**begun).div_(root).add_(w, alpha=group["weight_decay"])
         for (p, group), (weight, update) in zip(taken, _norms([(p, p.grad) for p, _ in taken]), strict=True):
-            _local(p).sub_(_local(p.grad) * (go * group["lr"] * _where_scaled(p, weight, update, weight / update)))
+            local(p).sub_(local(p.grad) * (go * group["lr"] * _where_scaled(p, weight, update, weight / update)))
 
 
-def _taken(optimizer: Optimizer) -> Taken:
+def _taken(optimizer: Optimizer) -> list[tuple[Any, dict[str, Any]]]:
     return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
@@ -98,13 +98,13 @@ def _gate(optimizer: Optimizer) -> torch.Tensor:
     """1 on the device if the step is to be taken, 0 if not; gradients are unscaled and, where it is 0, made finite."""
     taken = _taken(optimizer)
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    device = _local(taken[0][0]).device if taken else None
+    device = local(taken[0][0]).device if taken else None
     go = torch.ones((), device=device)
     if found is not None:
         # Weights may rest on the host while the norm is on the device.
         go = (found == 0).to(device, torch.float32).reshape(())
     for p, _ in taken:
-        gradient = _local(p.grad)
+        gradient = local(p.grad)
         if scale is not None:
             gradient.div_(scale)
         if found is not None:
@@ -119,7 +119,7 @@ def _norms(pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[torch.Tensor, tor
         shared.setdefault(_groups(one), []).append(index)
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for groups, indices in shared.items():
-        squares = torch.stack([_local(tensor).norm() for index in indices for tensor in pairs[index]]).square_()
+        squares = torch.stack([local(tensor).norm() for index in indices for tensor in pairs[index]]).square_()
         if groups:
             there = squares.to(pairs[indices[0]][0].device_mesh.device_type)
             for group in groups:
@@ -142,15 +142,9 @@ def _where_scaled(p: nn.Parameter, one: torch.Tensor, other: torch.Tensor, ratio
     return torch.where((one > 0) & (other > 0), ratio, 1.0) if p.ndim > 1 else torch.ones_like(ratio)
 
 
-def _state(optimizer: Optimizer, p: nn.Parameter, name: str) -> Any:
+def _state(optimizer: Optimizer, p: nn.Parameter, name: str) -> torch.Tensor:
+    """Returns this rank's part of a state of a parameter, which begins with zeros."""
     state = optimizer.state[p]
     if name not in state:
         state[name] = torch.zeros_like(p)
-    return state[name]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, in place."""
-    tensor = tensor.detach()
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return local(state[name])

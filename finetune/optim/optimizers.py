@@ -72,22 +72,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def check_optimizer(recipe: Recipe, *, cut: bool, flat: bool) -> None:
+def check_optimizer(optim: OptimSection, *, cut: bool, flat: bool) -> None:
     """Refuses an optimiser that cannot run here, before anything is read.
 
     Args:
-        cut: Whether the launch cuts tensors or their state among ranks.
-        flat: Whether what is cut loses its shape as well: parts are vectors.
+        cut: True if the launch cuts tensors or their state among ranks.
+        flat: True if what is cut loses its shape as well: parts are vectors.
 
     Raises:
         RecipeError: If there is no such optimiser, or it cannot run here.
     """
-    name = recipe.optim.name
+    name = optim.name
     found = _find(name)
     if not found.__module__.startswith("bitsandbytes"):
-        alone = acts_on_elements(recipe)
-        if cut:
-            _check_cut(recipe, found, alone=alone, flat=flat)
+        # Taken under every launch: the trial also refuses what cannot take a step at all.
+        alone = _acts_on_elements(optim, found)
+        if cut and (flat or not getattr(found, "reads_dtensors", False)):
+            _check_cut(optim, alone=alone, flat=flat)
         return
     if cut:
         raise RecipeError(
@@ -104,16 +105,14 @@ def check_optimizer(recipe: Recipe, *, cut: bool, flat: bool) -> None:
         )
 
 
-def _check_cut(recipe: Recipe, cls: Any, *, alone: bool, flat: bool) -> None:
+def _check_cut(optim: OptimSection, *, alone: bool, flat: bool) -> None:
     """Refuses an optimiser that would compute something else of parts of tensors than of whole ones.
 
     Args:
-        alone: Whether it treats each element alone.
+        alone: True if it treats each element alone.
     """
-    name, fused = recipe.optim.name, bool(recipe.optim.args.get("fused"))
+    name, fused = optim.name, bool(optim.args.get("fused"))
     launch = "Launch on one process or with accelerate_configs/ddp.yaml, which keep tensors whole"
-    if not flat and getattr(cls, "reads_dtensors", False):
-        return
     if not alone:
         others = "AdamW" if flat else "AdamW (or LARS or LAMB, which add norms up over processes)"
         raise RecipeError(
@@ -129,20 +128,18 @@ def _check_cut(recipe: Recipe, cls: Any, *, alone: bool, flat: bool) -> None:
         )
 
 
-def acts_on_elements(recipe: Recipe) -> bool:
-    """Whether the optimiser does to parts of tensors what it does to them whole, as three steps on a trial show.
+def _acts_on_elements(optim: OptimSection, cls: Any) -> bool:
+    """Returns whether the optimiser does to parts of tensors what it does to them whole.
 
-    Each part has an optimiser of its own, as on a rank. A class that says `needs_whole_tensors` is believed.
+    A class that says `needs_whole_tensors` is believed; of any other, a trial shows it.
     """
-    cls = _find(recipe.optim.name)
     if cls in (getattr(torch.optim, name) for name in ELEMENTWISE):
         return True
-    if getattr(cls, "needs_whole_tensors", False):
-        return False
-    return _trials_agree(recipe.optim)
+    return not getattr(cls, "needs_whole_tensors", False) and _trials_agree(optim)
 
 
 def _trials_agree(optim: OptimSection) -> bool:
+    """Compares three steps on whole tensors with those on parts, each of which has an optimiser as on a rank."""
     whole = _trial(optim, slice(None))
     try:
         # Of different sizes, and with their border inside of a row.
@@ -153,7 +150,7 @@ def _trials_agree(optim: OptimSection) -> bool:
 
 
 def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
-    """What three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
+    """Returns what three steps add to two matrices, or to a part of each as a vector: (2, elements)."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 2, 6, 8, generator=generator)
 
@@ -170,11 +167,11 @@ def _trial(optim: OptimSection, part: slice) -> torch.Tensor:
     )
 
 
-def state_bytes(recipe: Recipe) -> float:
-    """Bytes of state that the optimiser keeps for an element of a parameter, as one step on a trial shows."""
+def state_bytes(optim: OptimSection) -> float:
+    """Returns the bytes of state that the optimiser keeps for an element of a parameter, as a step on a trial shows."""
     trial = nn.Parameter(torch.zeros(64, 256))
-    optimizer = _made(recipe.optim, [{"params": [trial]}], _arguments(recipe.optim, peak_lr(recipe)))
-    _step(recipe.optim, optimizer, [trial], [torch.zeros_like(trial)])
+    optimizer = _made(optim, [{"params": [trial]}], _arguments(optim, optim.lr))
+    _step(optim, optimizer, [trial], [torch.zeros_like(trial)])
     state = [value for value in optimizer.state[trial].values() if isinstance(value, torch.Tensor) and value.ndim]
     return sum(value.nbytes for value in state) / trial.numel()
 

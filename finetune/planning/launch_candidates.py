@@ -29,7 +29,7 @@ from finetune.planning.transient_memory import (
     late_gradients,
     transient_memory,
 )
-from finetune.tasks.task_lookup import check_task_splits
+from finetune.tasks.task_lookup import check_task_splits, head_of
 from finetune.utils.errors import BackendError, RecipeError
 
 Verdict = Literal["fits", "tight", "no", "refused"]
@@ -102,6 +102,8 @@ def assess(
     blank = Candidate(name, variant.kind, launch, setting, "refused")
     if casts_weights(launch):
         return replace(blank, reason="weights cast to 16 bit by the launch file are not planned")
+    if setting.checkpointed and head_of(recipe) is None:
+        return replace(blank, reason="model.gradient_checkpointing does not change a custom task's network")
     try:
         accumulation = derive_accumulation(recipe, launch.data_ranks, launch.num_processes)
         if launch.sequence > 1:
@@ -112,7 +114,7 @@ def assess(
             variant = part_of(variant, launch.tensor) if variant.parts == 1 else variant
         sizes = [weight.elements for weight in variant.outline.weights]
         strategy_of(launch).check_network(launch, copy.deepcopy(launch.ds_config), variant.outline.width, sizes)
-        optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(unpaged(recipe).optim, cut=launch.cuts_state, flat=launch.flattens)
         if steps_on_host(launch) and recipe.optim.name != "AdamW":
             raise RecipeError(f"optim.name: an offloaded optimiser is AdamW, and not {recipe.optim.name}.")
     except (RecipeError, BackendError) as error:

@@ -239,7 +239,7 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(unpaged(recipe)),
+        state_bytes=optimizers.state_bytes(unpaged(recipe).optim),
         linears=tuple(_linears(network, splits)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),

@@ -29,13 +29,13 @@ _TAKEN = ("loss", "perplexity", "targets")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-def check_metrics(recipe: Recipe) -> None:
+def check_metrics(names: Sequence[str]) -> None:
     """Refuses metrics whose library is not installed.
 
     Raises:
         RecipeError: With what to install.
     """
-    needing = [name for name in recipe.eval.metrics if name in _ROUGE]
+    needing = [name for name in names if name in _ROUGE]
     if needing and find_spec("torchmetrics") is None:
         raise RecipeError(
             f"eval.metrics: {', '.join(needing)} cannot be computed without torchmetrics, which is not installed. "
@@ -49,7 +49,7 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
     Raises:
         RecipeError: If a metric fails, or `checkpoint.keep_best_by` names nothing that evaluations have.
     """
-    check_metrics(recipe)
+    check_metrics(recipe.eval.metrics)
     metrics = find_metrics(recipe.eval.metrics)
     best_by = recipe.checkpoint.keep_best_by
     # Their library takes seconds to load, and they do not fail.
@@ -72,10 +72,10 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
         known += score_predictions(tried, [label], [label])
     keys = [f"validation_{name}" for name in known]
     # The default may name what a run without validation rows has not; nothing is kept by it then.
-    meant = best_by is not None and (best_by != "validation_loss" or recipe.eval.patience is not None)
-    if meant and best_by is not None and best_by.removeprefix("-") not in keys:
+    default = best_by == "validation_loss" and recipe.eval.patience is None
+    if best_by is not None and not default and (key := best_by.removeprefix("-")) not in keys:
         raise RecipeError(
-            f"checkpoint.keep_best_by: evaluations of this recipe have no '{best_by.removeprefix('-')}'; they have "
+            f"checkpoint.keep_best_by: evaluations of this recipe have no '{key}'; they have "
             f"{', '.join(keys) or 'nothing, without validation rows or eval.metrics'}. Name one of these."
         )
     return metrics
@@ -83,11 +83,10 @@ def build_metrics(recipe: Recipe, task: Task, data: TaskData, prompts: Sequence[
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Counts of rows by class."""
+    """Counts by class: of its rows, of rows that were taken for it, and of those in both."""
 
     rows: tuple[int, ...]
     predicted: tuple[int, ...]
-    """Rows that were taken for the class."""
     hits: tuple[int, ...]
 
     @staticmethod
@@ -117,9 +116,7 @@ def find_metrics(names: Sequence[str]) -> dict[str, Metric]:
     Raises:
         RecipeError: If one's own cannot be imported.
     """
-    return {
-        name: import_object(name, "eval.metrics") if ":" in name else partial(_BUILT_IN[name], name) for name in names
-    }
+    return {name: import_object(name, "eval.metrics") if ":" in name else _BUILT_IN[name] for name in names}
 
 
 def score_predictions(
@@ -176,8 +173,10 @@ def _overlap(one: list[str], other: list[str]) -> float:
     return 2 * (Counter(one) & Counter(other)).total() / (len(one) + len(other))
 
 
-def _of_words(name: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    like: Callable[[list[str], list[str]], float] = _overlap if name == "f1" else list.__eq__
+def _best_of_words(
+    like: Callable[[list[str], list[str]], float], predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> float:
+    """Returns the mean, over texts, of how like a text is to the reference that it is most like."""
     best = [
         max(like(_words(text), _words(wanted)) for wanted in all_wanted)
         for text, all_wanted in zip(predictions, references, strict=True)
@@ -192,21 +191,21 @@ def _rouge(name: str, predictions: Sequence[str], references: Sequence[Sequence[
     return float(found[f"{name}_fmeasure"])
 
 
-def _accuracy(_: str, predictions: Sequence[str], references: Sequence[str]) -> float:
+def _accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
     return sum(map(str.__eq__, predictions, references)) / len(predictions)
 
 
-def _f1_macro(_: str, predictions: Sequence[str], references: Sequence[str]) -> float:
-    """The mean over all classes that are predicted or true, as scikit-learn's `f1_score` has it."""
+def _f1_macro(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the mean over all classes that are predicted or true, as scikit-learn's `f1_score` has it."""
     hits = Counter(one for one, other in zip(predictions, references, strict=True) if one == other)
     sizes = Counter(predictions) + Counter(references)
     return sum(2 * hits[name] / size for name, size in sizes.items()) / len(sizes)
 
 
-_BUILT_IN: dict[str, Callable[[str, Any, Any], float]] = {
-    "exact_match": _of_words,
-    "f1": _of_words,
-    **dict.fromkeys(_ROUGE, _rouge),
+_BUILT_IN: dict[str, Callable[[Any, Any], float]] = {
+    "exact_match": partial(_best_of_words, list.__eq__),
+    "f1": partial(_best_of_words, _overlap),
+    **{name: partial(_rouge, name) for name in _ROUGE},
     "accuracy": _accuracy,
     "f1_macro": _f1_macro,
 }

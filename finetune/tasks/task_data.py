@@ -24,6 +24,8 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None)
         # It fills the rows already. Decoders classify at the last token that is another one, and so do whoever opens
         # the model and pads by its tokenizer.
         prepared.tokenizer.pad_token = prepared.tokenizer.eos_token
+    train = prepared.report.train
+    names = train.chat.ends if train is not None and train.chat is not None else {}
     return TaskData(
         train=prepared.train,
         validation=prepared.validation,
@@ -34,7 +36,7 @@ def build_task_data(recipe: Recipe, quiet: bool, classifier: Head | None = None)
         num_labels=prepared.num_labels,
         label_names=prepared.label_names,
         digest=prepared.digest,
-        ends=_ends(prepared),
+        ends=tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names),
     )
 
 
@@ -53,9 +55,3 @@ def without_validation(recipe: Recipe, data: TaskData) -> list[str]:
         documents = data.report["train"]["documents"]
         why = f"none of {documents:,} documents is held out (data.validation_fraction {fraction:g})"
     return [f"no validation rows, so nothing is evaluated: {why}", "Raise it, or name files in data.validation."]
-
-
-def _ends(prepared: prepare.PreparedData) -> tuple[int, ...]:
-    train = prepared.report.train
-    names = train.chat.ends if train is not None and train.chat is not None else {}
-    return tuple(int(prepared.tokenizer.convert_tokens_to_ids(name)) for name in names)

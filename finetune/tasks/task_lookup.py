@@ -1,6 +1,8 @@
 """The task that a recipe names. Imports no torch before it is asked for one."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.recipe import TaskTraits, source_conflicts, task_conflicts
@@ -27,12 +29,13 @@ def find_task(recipe: Recipe) -> Task:
         RecipeError: If there is none, it is not a `Task`, or the recipe asks for what it does not do.
     """
     task = named_task(recipe)
+    problems = [*_unused_keys(recipe, task)]
     if task.head is not None:
         own = source_conflicts(recipe) if recipe.task.name not in BUILT_IN else ()
-        problems = [*own, *task_conflicts(recipe, TaskTraits(text=task.text, labelled=task.labelled))]
-        if problems:
-            raise RecipeError.of("The recipe", problems)
-    elif recipe.lora is not None:
+        problems += [*own, *task_conflicts(recipe, TaskTraits(text=task.text, labelled=task.labelled))]
+    if problems:
+        raise RecipeError.of("The recipe", problems)
+    if task.head is None and recipe.lora is not None:
         from finetune.tasks.task_networks import adapted_task
 
         task = adapted_task(task)
@@ -43,6 +46,23 @@ def find_task(recipe: Recipe) -> Task:
         raise RecipeError(f"task.loss: '{recipe.task.loss}' is {type(loss).__name__}, not a function.")
     # What counts hits computes the task's own loss by the way.
     return replace(task, loss_sum=loss, loss_and_correct=None)
+
+
+def _unused_keys(recipe: Recipe, task: Task) -> Iterator[str]:
+    """Yields a sentence for each key that is set and that the task has no use for."""
+    unused: dict[str, str] = {}
+    if not (task.text or task.labelled):
+        unused |= dict.fromkeys(("sample", "eval.prompts"), "writes no text; remove it")
+    if task.head is None:
+        keys = ("quantization", "freeze", "gradient_checkpointing", "compile")
+        why = "builds its own network, which this key does not change; remove it, or give the task a `head`"
+        unused |= dict.fromkeys((f"model.{key}" for key in keys), why)
+        if not (task.text or task.labelled):
+            unused |= dict.fromkeys(("data.packing", "chat"), "reads no documents; remove it")
+    for key, why in unused.items():
+        value_of = attrgetter(key)
+        if value_of(recipe) != value_of(Recipe()):
+            yield f"{key}: the task {recipe.task.name} {why}"
 
 
 def named_task(recipe: Recipe) -> Task:

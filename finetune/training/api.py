@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from pydantic import TypeAdapter
+
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
 from finetune.config import recipe_paths
 from finetune.config.recipe import apply_override, dump_recipe, read_recipe, validate_recipe, write_out
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
     from finetune.export.load_model import LoadedModel
     from finetune.tasks.metrics import Metric
     from finetune.tasks.task import Batch, Task
-    from finetune.training.build_run import Run as _BuiltRun
     from finetune.training.loop import Step
+    from finetune.training.run import Run as _BuiltRun
 
     Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
@@ -48,12 +50,12 @@ Records = Iterable[Mapping[str, Any] | str]
 
 
 class Objects(TypedDict, total=False):
-    """What a run can be handed over instead of naming it in its recipe."""
+    """Objects that a run can be handed over instead of naming them in its recipe."""
 
     task: "Task | Callable[..., Task]"
     """A `Task`, or a function of the recipe's `task.args` that returns one."""
     loss: "Loss"
-    """In place of the task's: a function of network and batch, to the sum over the batch's targets; see `task.loss`."""
+    """A loss in place of the task's: of network and batch, the sum over the batch's targets; see `task.loss`."""
     optimizer: "type[torch.optim.Optimizer]"
     """A class of optimisers; the recipe's `optim` gives its arguments."""
     train_data: Records | Callable[[], Records]
@@ -88,12 +90,12 @@ def load_recipe(source: Source = "", *overrides: str, **sections: Section | Mapp
 def _tree_of(
     source: Source, overrides: Sequence[str], sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str | None]:
-    """What is given: keys and values, and the file that they come from."""
+    """Returns the keys and values that are given, and the file that they come from."""
     origin = None
     if isinstance(source, Recipe):
         tree = source.model_dump(mode="json")
     elif isinstance(source, Mapping):
-        tree = write_out(json.loads(json.dumps(_plain(source))))
+        tree = write_out(_plain(source))
     elif source:
         origin = recipe_file(str(source))
         tree = read_recipe(origin)
@@ -107,13 +109,7 @@ def _tree_of(
 
 def _plain(value: Any) -> Any:
     """Keys and values as YAML has them; of sections, those that were given."""
-    if isinstance(value, Section):
-        return value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+    return TypeAdapter(Any).dump_python(value, mode="json", exclude_unset=True)
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -180,7 +176,7 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole run."""
+        """Steps of the whole run."""
         return self._run.length.num_steps
 
     @property
@@ -192,7 +188,7 @@ class Training:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What is known so far; `stopped` says why a run ended early."""
+        """Results so far; `stopped` says why a run ended early."""
         return self._run.results
 
     def stop(self, reason: str = "stopped by its program") -> None:
@@ -275,35 +271,26 @@ def _run_command(command: Sequence[str], *, quiet: bool) -> tuple[int, str]:
     """Runs a command; returns its exit code, and its last paragraph where it is seen here."""
     paths = [path for path in (sys.path[0], os.environ.get("PYTHONPATH")) if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if sys.stderr is sys.__stderr__ and not quiet:
-        with signals.held_back():
-            child = subprocess.Popen(command, env=env)
-        with _ended(child):
-            return child.wait(), ""
-    lines: list[str] = []
     # A notebook shows what is written to `sys.stderr`, and not what a process writes.
+    passes_on = quiet or sys.stderr is not sys.__stderr__
+    piped: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if passes_on else {}
+    lines: list[str] = []
     with signals.held_back():
-        process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with process, _ended(process):
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if not quiet:
-                sys.stderr.write(line)
+        process = subprocess.Popen(command, env=env, **piped)
+    with process:
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                if not quiet:
+                    sys.stderr.write(line)
+            process.wait()
+        except KeyboardInterrupt:
+            # The terminal has told it already, unless this program alone was told: within 3 s both are one request.
+            process.send_signal(signal.SIGINT)
+            process.communicate()  # it stops, once it has saved
+            raise
     paragraph = "".join(lines).strip().rpartition("\n\n")[2]
     return process.returncode, paragraph.removeprefix("Error: ")
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Ctrl-C asks a run to stop, and waits until it has saved."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        # The terminal has told it already, unless this program alone was told: within 3 s both are one request.
-        process.send_signal(signal.SIGINT)
-        process.communicate()
-        raise
 
 
 @contextmanager
@@ -339,7 +326,7 @@ def _with_objects(
 
 
 def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
-    """A file with these documents in the cache, named by what it holds."""
+    """Returns a file in the cache with these documents, named by what it holds."""
     folder = cache / "records"
     folder.mkdir(parents=True, exist_ok=True)
     content = hashlib.sha256()
@@ -349,15 +336,15 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
         try:
             for number, record in enumerate(records, start=1):
                 try:
-                    line = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
+                    text = json.dumps({"text": record} if isinstance(record, str) else dict(record), ensure_ascii=False)
                 except (TypeError, ValueError) as error:
                     raise DataError(
                         f"Record {number} of what was handed over cannot be written as JSON: {error}. Give a text, or "
                         "a mapping of texts, numbers and lists."
                     ) from error
-                content.update(line.encode())
-                content.update(b"\n")
-                file.write(line.encode() + b"\n")
+                line = text.encode() + b"\n"
+                content.update(line)
+                file.write(line)
         except BaseException:
             part.unlink()
             raise
@@ -366,7 +353,7 @@ def _write_records(given: Records | Callable[[], Records], cache: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in its directory, finished or under way."""
+    """A run as its directory shows it, finished or under way."""
 
     history: RunHistory
     """All of it, as `finetune report` reads it."""
@@ -403,7 +390,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Series]:
-        """Of training, an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
+        """Figures of training: an array a key of `metrics.jsonl` (`step`, `loss`, `lr`, …), a value a logged step."""
         return self.history.training
 
     @property

@@ -1,8 +1,7 @@
-"""Builds a `Run`: everything that the loop touches, from a recipe and a launch."""
+"""Builds a `Run` from a recipe and a launch, by steps that each take what earlier ones returned."""
 
 import os
-from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,31 +10,32 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, resume_point
-from finetune.checkpoint.best_evaluation import BestEvaluation
 from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
 from finetune.config.recipe_schema import Recipe
-from finetune.data.rows.feed import Feed, TokenFileFeed
+from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
 from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
-from finetune.distributed.launch.launch_config import read_launch
-from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.held_memory import Memory
+from finetune.distributed.launch.launch_config import Launch, read_launch
+from finetune.distributed.resolve_config import ResolvedConfig, resolve_config
+from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies import sequence
+from finetune.distributed.verify_launch import RuntimeReport
 from finetune.export import save_model
 from finetune.models import (
     activation_checkpointing,
-    build_network,
     float8,
     frozen_weights,
     lora_adapters,
     quantization,
     split_layers,
 )
-from finetune.models.build_network import init_weights
+from finetune.models.build_network import init_weights, set_stop_tokens
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
@@ -45,15 +45,18 @@ from finetune.monitoring.shutdown import ShutdownHandler
 from finetune.monitoring.timer import PhaseTimer
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
-from finetune.optim.optimizers import build_optimizer
 from finetune.tasks.metrics import Metric, build_metrics
 from finetune.tasks.prompt_set import Prompt, read_prompts
 from finetune.tasks.task import Task, TaskData
-from finetune.tasks.task_lookup import check_task_splits, find_task
+from finetune.tasks.task_lookup import find_task
 from finetune.tasks.task_networks import check_task_weights
 from finetune.tasks.training_length import Length, measure_length
 from finetune.training import micro_batch_search, preflight, sampling
+from finetune.training.gradient_sums import GradientSums, choose_gradient_sums
+from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
+from finetune.training.recipe_checks import check_recipe
+from finetune.training.run import Run, TrainState
 from finetune.training.startup_summary import startup_summary
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
@@ -62,106 +65,9 @@ from finetune.utils.compat.library_versions import untested_versions
 _PATIENCE = timedelta(hours=2)
 
 
-# Lines of metrics whose losses are compared with the first.
-RECENT = 5
-
-
 @dataclass(frozen=True)
-class LastLog:
-    """Where the last line of metrics was written; the next one's rates count from here."""
-
-    step: int
-    tokens: float
-    computed: float = 0.0
-
-
-@dataclass
-class TrainState:
-    """What changes from step to step, beside weights and optimiser state."""
-
-    step: int
-    """Optimiser steps taken."""
-    tokens: torch.Tensor
-    """Targets trained on over all ranks; (1,), float64, on the device."""
-    last_log: LastLog
-    best: BestEvaluation
-    computed: float = 0.0
-    """Tokens that all ranks have computed since this process began, learned or not, without padding."""
-    recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Steps and losses of the last lines of metrics of this process."""
-    last_evaluation: dict[str, Any] = field(default_factory=dict)
-    """`step` of the last evaluation of this process, and its values as `metrics.jsonl` has them; empty before the first
-    one."""
-
-    @classmethod
-    def at(cls, step: int, tokens: int, device: torch.device, best: BestEvaluation) -> "TrainState":
-        """The state after some steps of an earlier process, or of none."""
-        counted = torch.full((1,), float(tokens), dtype=torch.float64, device=device)
-        return cls(step, counted, LastLog(step, float(tokens)), best)
-
-    def log_here(self) -> None:
-        """Has the next rates count from this step; waits for the device."""
-        self.last_log = LastLog(self.step, self.tokens.item(), self.computed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores; waits for the device."""
-        evaluated = self.last_evaluation if self.last_evaluation.get("step") == self.step else {}
-        return {
-            "step": self.step,
-            "tokens": int(self.tokens.item()),
-            "best": asdict(self.best),
-            # By one of which the best checkpoint is kept.
-            "validation_loss": None,
-            **evaluated,
-        }
-
-
-@dataclass
-class Run:
-    """Everything that the loop touches."""
-
-    recipe: Recipe
-    backend: Backend
-    task: Task
-    data: TaskData
-    prompts: tuple[Prompt, ...]
-    """That evaluation generates texts for."""
-    metrics: dict[str, Metric]
-    """That evaluation computes, by their names in `eval.metrics`."""
-    length: Length
-    model: nn.Module
-    """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
-    optimizer: Any
-    state: TrainState
-    feed: Feed
-    directory: RunDirectory
-    reporter: Reporter
-    resume: ResumePoint
-    checkpoints: CheckpointManager
-    shutdown: ShutdownHandler
-    nonfinite: NonFiniteGuard
-    timer: PhaseTimer
-    profiler: Profiler | None
-    compiled_graphs: activation_checkpointing.CompiledGraphs | None
-    """What was compiled, where layers are."""
-    identity: dict[str, Any]
-    """What the mathematics depend on."""
-    flops_per_target: float
-    """Of training, a token."""
-    weight_bytes: int
-    """Bytes of weights on this rank before the first step."""
-    results: dict[str, Any] = field(default_factory=dict)
-
-    def validation(self) -> dict[str, float] | None:
-        """The figures of the evaluation at this step, if there was one."""
-        if self.state.last_evaluation.get("step") != self.state.step:
-            return None
-        return {key: value for key, value in self.results.items() if key.startswith("validation_")}
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What is known of a run before its processes meet."""
+class Inputs:
+    """Everything that is known of a run before its processes meet."""
 
     task: Task
     directory: RunDirectory
@@ -170,19 +76,36 @@ class _Inputs:
     metrics: dict[str, Metric]
     length: Length
     order: RowOrder
-    """Of the training rows."""
+    """Order of the training rows."""
     weights: Weights | None
     """The files of the pretrained model."""
     base: dict[str, Any] | None
-    """What the pretrained model is, by its files' digests."""
+    """The pretrained model, by its files' digests."""
     identity: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Network:
+class RunPlan:
+    """Inputs, recipe and launch, with everything settled that the latter leave open."""
+
+    inputs: Inputs
+    recipe: Recipe
+    launch: Launch
+    config: ResolvedConfig
+    micro_size: MicroBatchChoice
+    gradients: GradientSums | None
+
+
+@dataclass(frozen=True)
+class BuiltNetwork:
     """The network, and what is read off it before a backend wraps it."""
 
     wrapper: ForwardWrapper
+    splits: Splits
+    whole_loss: float | None
+    """The loss of one row before layers were split; None if they are whole."""
+    mixes_rows: bool
+    """True if results depend on which rows share a forward pass: it has dropout or batch norms."""
     flops_per_target: float
     products: dict[str, str]
     """Kernels of matrix products, by name."""
@@ -190,8 +113,20 @@ class _Network:
     """Buffers that hold infinities as the network was built, such as causal masks; any other is a fault."""
 
 
+@dataclass(frozen=True)
+class PreparedModel:
+    """The network and its optimiser as the backend holds them, verified."""
+
+    network: BuiltNetwork
+    model: nn.Module
+    optimizer: Any
+    runtime: RuntimeReport
+    kernels: dict[str, str]
+    memory: Memory
+
+
 def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
-    """Makes a run of a recipe: data, model, optimiser, prepared for what the launch asks, verified, and resumed.
+    """Builds a run: data, model and optimiser, prepared as the launch asks, verified, and resumed.
 
     Raises:
         FinetuneError: With what is wrong; nothing has been overwritten then.
@@ -199,124 +134,69 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     if os.environ.get("RANK", "0") == "0" and (text := untested_versions()):
         warn(text)
     launch = read_launch()
-    config = resolve_config(recipe, launch)
-    check_task_splits(recipe, launch)
-    optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
-    float8.check(recipe)
-    inputs = _prepare_inputs(recipe, quiet)
-    data, length, directory, identity = inputs.data, inputs.length, inputs.directory, inputs.identity
-    begun = resume_point.kept_micro_size(recipe.resume.allow, directory)
-    micro = micro_batch_search.resolve_micro_size(recipe, launch, data.digest, begun=begun, quiet=quiet)
-    if micro.facts is not None:
-        recipe, config = micro.recipe, resolve_config(micro.recipe, launch)
-    backend = Backend.start(recipe, launch, config, quiet=quiet)
-    if inputs.weights is not None:
-        _check_values(inputs.weights, backend)
-    sums = micro_batch_search.resolve_gradient_sums(recipe, backend)
-    network = _build_network(recipe, backend, inputs)
-    if depends_on_micro_size(network.wrapper.network):
-        identity[MICRO_SIZE] = recipe.batch.rows
-    whole_loss = _split_layers(backend, network.wrapper, inputs)
-    sequence.install(network.wrapper, backend.mesh.group("sp"))
-    model, optimizer = backend.prepare(
-        network.wrapper, build_optimizer(network.wrapper, recipe, whole=not launch.cuts_state)
-    )
-    runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, inputs.task, data))
-    if whole_loss is not None:
-        preflight.check_layers(backend, model, inputs.task, data, whole_loss)
-    kernels = {**(preflight.kernels(backend, model, recipe) if inputs.task.text else {}), **network.products}
-    if recipe.model.compile:
-        # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
-        activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
-    memory = backend.memory(model, optimizers.state_bytes(recipe))
-    resume = resume_point.choose_resume_point(recipe, directory, backend, identity, num_steps=length.num_steps)
-    profiler = _build_profiler(recipe, backend, directory, resume, length)
-    resume.restore(backend, unwrap(model), optimizer)
+    check_recipe(recipe, launch)
+    inputs = _read_inputs(recipe, quiet)
+    plan = _settle_plan(recipe, launch, inputs, quiet)
+    backend = Backend.start(plan.recipe, plan.launch, plan.config, quiet=quiet)
+    network = _load_network(plan, backend)
+    prepared = _prepare_model(plan, backend, network)
+    identity = {**inputs.identity, MICRO_SIZE: plan.recipe.batch.rows} if network.mixes_rows else inputs.identity
+    directory, last = inputs.directory, inputs.length.num_steps
+    resume = resume_point.choose_resume_point(plan.recipe, directory, backend, identity, num_steps=last)
+    profiler = None
+    if recipe.log.profile is not None and not resume.finished:
+        folder = directory.path / "profile"
+        profiler = Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=last)
+    resume.restore(backend, unwrap(prepared.model), prepared.optimizer)
     if not resume.finished:
-        facts = {
-            **backend.facts(),
-            "precision": backend.precision,
-            "runs": runtime.to_dict(),
-            "kernels": kernels or None,
-            "memory": asdict(memory),
-            "length": asdict(length),
-            "micro_size": micro.facts or recipe.batch.rows,
-            "gradients": asdict(sums) if sums is not None else None,
-            "identity": identity,
-            "base": inputs.base,
-            "data": {"digest": data.digest, **data.report},
-        }
-        directory.create(
-            backend,
-            recipe,
-            facts,
-            begin={"from_step": resume.step, "resumed_from": resume.source, "data_ranks": launch.data_ranks},
-        )
-    told = {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
-    trackers = Trackers(recipe.log.trackers, directory.path, {"recipe": recipe.model_dump(mode="json"), "launch": told})
-    reporter = Reporter(backend, directory.path, length.num_steps, trackers=trackers, quiet=quiet)
-    if launch.sequence * launch.tensor > 1 and depends_on_micro_size(network.wrapper.network):
-        reporter.warn(
-            "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
-            "ones, so that this run takes another path than under other launch configs."
-        )
-    if slow := slow_precision(backend.precision):
-        reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
-    for line in (
-        *(inputs.weights.lines if inputs.weights is not None else ()),
-        *micro.lines,
-        *startup_summary(recipe, backend, data, length, runtime, memory, resume),
-    ):
-        reporter.say(line)
+        _write_start(plan, backend, prepared, identity, resume)
+    reporter = _open_reporter(plan, backend, prepared, resume, quiet)
     return Run(
-        recipe=recipe,
+        recipe=plan.recipe,
         backend=backend,
         task=inputs.task,
-        data=data,
+        data=inputs.data,
+        length=inputs.length,
         prompts=inputs.prompts,
         metrics=inputs.metrics,
-        length=length,
-        model=model,
-        optimizer=optimizer,
-        state=TrainState.at(
-            resume.step, resume.tokens, backend.device, BestEvaluation.resumed(recipe, resume.state.get("best"))
-        ),
+        model=prepared.model,
+        optimizer=prepared.optimizer,
         feed=TokenFileFeed(
-            data.train,
+            inputs.data.train,
             inputs.order,
             first_step=resume.step,
             first_position=resume.position,
-            num_steps=length.num_steps,
-            micro_size=recipe.batch.rows,
+            num_steps=last,
+            micro_size=plan.recipe.batch.rows,
             data_size=backend.mesh.data_size,
             data_rank=backend.mesh.data_rank,
         ),
+        state=TrainState.resumed(recipe, resume, backend.device),
+        resume=resume,
+        identity=identity,
         directory=directory,
         reporter=reporter,
-        resume=resume,
         checkpoints=CheckpointManager(
-            recipe.checkpoint,
+            plan.recipe.checkpoint,
             backend,
             directory,
             reporter,
             step=resume.step,
-            adapter_keys=lora_adapters.adapter_keys(unwrap(model)) if recipe.lora is not None else None,
-            describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
+            adapter_keys=lora_adapters.adapter_keys(unwrap(prepared.model)) if recipe.lora is not None else None,
+            describe=lambda folder: save_model.describe(unwrap(prepared.model), inputs.data.tokenizer, folder),
             infinite=network.infinite,
         ),
+        results=resume.results,
         shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),
         nonfinite=NonFiniteGuard(backend, recipe.guard.max_skipped_steps, resume.state.get("skipped")),
         timer=PhaseTimer(backend.device, *([profiler.mark] if profiler is not None else [])),
         profiler=profiler,
-        compiled_graphs=activation_checkpointing.CompiledGraphs() if recipe.model.compile else None,
-        identity=identity,
         flops_per_target=network.flops_per_target,
-        weight_bytes=memory.frozen + memory.trained,
-        results=resume.results,
+        weight_bytes=prepared.memory.frozen + prepared.memory.trained,
     )
 
 
-def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
+def _read_inputs(recipe: Recipe, quiet: bool) -> Inputs:
     """Reads the data, looks at the model's files, and compares both with the run that the directory holds.
 
     Before any process group exists, so that no rank times out in a collective while another tokenises.
@@ -327,7 +207,7 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     data = task.build_data(recipe, quiet)
     if recipe.sample is not None and task.text:
         # Refused before the first step, not after the last.
-        sampling.prompt_tokens(recipe, recipe.sample, data.tokenizer)
+        sampling.prompt_tokens(recipe.sample, recipe.chat, data.tokenizer)
     prompts = read_prompts(recipe, data.tokenizer)
     metrics = build_metrics(recipe, task, data, prompts)
     num_rows = None if data.train is None else len(data.train)
@@ -338,47 +218,47 @@ def _prepare_inputs(recipe: Recipe, quiet: bool) -> _Inputs:
     base = rendezvous_store.from_main(partial(base_of, recipe), _PATIENCE) if recipe.model.name is not None else None
     identity = identity_of(recipe, order, base)
     resume_point.compare_with_previous(recipe.resume.allow, directory, identity)
-    return _Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
+    return Inputs(task, directory, data, prompts, metrics, length, order, weights, base, identity)
 
 
-def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Network:
+def _settle_plan(recipe: Recipe, launch: Launch, inputs: Inputs, quiet: bool) -> RunPlan:
+    """Settles the size of micro-batches, and when gradients are summed; every rank must call it."""
+    begun = resume_point.kept_micro_size(recipe.resume.allow, inputs.directory)
+    micro = micro_batch_search.resolve_micro_size(recipe, launch, inputs.data.digest, begun=begun, quiet=quiet)
+    config = resolve_config(micro.recipe, launch)
+    sums = choose_gradient_sums(micro.recipe, launch, config.accumulation)
+    settled = launch if sums is None else replace(launch, sync_each_batch=sums.each)
+    return RunPlan(inputs, micro.recipe, settled, config, micro, sums)
+
+
+def _load_network(plan: RunPlan, backend: Backend) -> BuiltNetwork:
+    """Builds the network with its weights, and leaves this rank its part of what is split."""
+    recipe, inputs = plan.recipe, plan.inputs
+    if inputs.weights is not None:
+        _check_values(inputs.weights, backend)
     # Sharded as it loads only what stays as it is loaded; quantized weights are quantized whole.
     head = inputs.task.head
     whole = head is None or not head.next_token or recipe.model.quantization is not None
-    sharded = recipe.model.name is not None and not whole
-    with backend.loading(pretrained=sharded):
+    with backend.loading(pretrained=recipe.model.name is not None and not whole):
         network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
         products = float8.products(network, recipe.model.fp8)
-        build_network.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
+        set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)
         if backend.strategy.casts_weights(backend):
             frozen_weights.set_output_dtype(network, backend.dtype)
         infinite = frozenset(name for name, buffer in network.named_buffers() if bool(buffer.isinf().any()))
+    mixes_rows = depends_on_micro_size(network)
     wrapper = ForwardWrapper(network.train())
     wrapper.autocast = backend.autocast
     if recipe.model.activation_offload:
         wrapper.keeping = partial(activation_checkpointing.offload_activations, backend.device)
-    return _Network(wrapper, flops, products, infinite)
-
-
-def _split_layers(backend: Backend, wrapper: ForwardWrapper, inputs: _Inputs) -> float | None:
-    """Leaves this rank its part of each layer, where ranks share them; returns the loss of one row from before."""
-    group = backend.mesh.group("tp")
-    if group is None:
-        return None
-    loss = preflight.loss_of_row(backend, wrapper, inputs.task, inputs.data, torch.device("cpu")).item()
-    backend.splits = split_layers.split(wrapper.network, group)
-    return loss
-
-
-def _build_profiler(
-    recipe: Recipe, backend: Backend, directory: RunDirectory, resume: ResumePoint, length: Length
-) -> Profiler | None:
-    if recipe.log.profile is None or resume.finished:
-        return None
-    folder = directory.path / "profile"
-    return Profiler(folder, backend.rank, first=resume.step, steps=recipe.log.profile, last=length.num_steps)
+    splits, whole_loss = UNSPLIT, None
+    if (group := backend.mesh.group("tp")) is not None:
+        loss = preflight.loss_of_row(backend, wrapper, inputs.task, inputs.data, torch.device("cpu"))
+        splits, whole_loss = split_layers.split(network, group), loss.item()
+    sequence.install(wrapper, backend.mesh.group("sp"))
+    return BuiltNetwork(wrapper, splits, whole_loss, mixes_rows, flops, products, infinite)
 
 
 def _check_values(weights: Weights, backend: Backend) -> None:
@@ -388,3 +268,67 @@ def _check_values(weights: Weights, backend: Backend) -> None:
     worst = int(backend.all_reduce_max(torch.tensor([position], dtype=torch.float64, device=backend.device)).item())
     if worst >= 0:
         weights.refuse(worst)
+
+
+def _prepare_model(plan: RunPlan, backend: Backend, network: BuiltNetwork) -> PreparedModel:
+    """Hands network and optimiser to the backend, and verifies what it makes of them by a few forward passes."""
+    recipe, task, data = plan.recipe, plan.inputs.task, plan.inputs.data
+    built = optimizers.build_optimizer(network.wrapper, recipe, whole=not plan.launch.cuts_state)
+    model, optimizer = backend.prepare(network.wrapper, built, network.splits)
+    runtime = backend.verify(lambda: preflight.loss_of_row(backend, model, task, data))
+    if network.whole_loss is not None:
+        preflight.check_layers(backend, model, task, data, network.whole_loss)
+    kernels = {**(preflight.kernels(backend, model, recipe) if task.text else {}), **network.products}
+    if recipe.model.compile:
+        # After the forward passes that verify things, whose other shapes and hooks would be compiled as well.
+        activation_checkpointing.compile_layers(unwrap(model), set(unsplit_classes(network.wrapper)))
+    memory = backend.memory(model, optimizers.state_bytes(recipe.optim))
+    return PreparedModel(network, model, optimizer, runtime, kernels, memory)
+
+
+def _write_start(
+    plan: RunPlan, backend: Backend, prepared: PreparedModel, identity: dict[str, Any], resume: ResumePoint
+) -> None:
+    """Writes into the run directory what starts."""
+    inputs = plan.inputs
+    facts = {
+        **_launch_facts(backend, prepared.runtime),
+        "kernels": prepared.kernels or None,
+        "memory": asdict(prepared.memory),
+        "length": asdict(inputs.length),
+        "micro_size": plan.micro_size.facts or plan.recipe.batch.rows,
+        "gradients": asdict(plan.gradients) if plan.gradients is not None else None,
+        "identity": identity,
+        "base": inputs.base,
+        "data": {"digest": inputs.data.digest, **inputs.data.report},
+    }
+    begin = {"from_step": resume.step, "resumed_from": resume.source, "data_ranks": plan.launch.data_ranks}
+    inputs.directory.create(backend, plan.recipe, facts, begin=begin)
+
+
+def _launch_facts(backend: Backend, runtime: RuntimeReport) -> dict[str, Any]:
+    return {**backend.facts(), "precision": backend.precision, "runs": runtime.to_dict()}
+
+
+def _open_reporter(
+    plan: RunPlan, backend: Backend, prepared: PreparedModel, resume: ResumePoint, quiet: bool
+) -> Reporter:
+    """Makes the reporter, and says what starts."""
+    recipe, inputs, folder = plan.recipe, plan.inputs, plan.inputs.directory.path
+    told = {"recipe": recipe.model_dump(mode="json"), "launch": _launch_facts(backend, prepared.runtime)}
+    trackers = Trackers(recipe.log.trackers, folder, told)
+    reporter = Reporter(backend, folder, inputs.length.num_steps, trackers=trackers, quiet=quiet)
+    if prepared.network.mixes_rows and backend.mesh.size("sp", "tp") > 1:
+        reporter.warn(
+            "This network has dropout. In rows or layers that are split over ranks it draws other masks than in whole "
+            "ones, so that this run takes another path than under other launch configs."
+        )
+    if slow := slow_precision(backend.precision):
+        reporter.warn(f"{slow} `precision: fp32` is the faster one here.")
+    for line in (
+        *(inputs.weights.lines if inputs.weights is not None else ()),
+        *plan.micro_size.lines,
+        *startup_summary(recipe, backend, inputs.data, inputs.length, prepared.runtime, prepared.memory, resume),
+    ):
+        reporter.say(line)
+    return reporter

@@ -1,19 +1,19 @@
-"""What a run would do, without data or weights."""
+"""Says what a run would do, without data or weights."""
 
 import os
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
-from finetune.models import float8, lora_adapters, split_layers
+from finetune.models import lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
-from finetune.optim import lr_schedule, optimizers
+from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer
 from finetune.planning.model_shapes import sized
-from finetune.tasks.task_lookup import check_task_splits, find_task
+from finetune.tasks.task_lookup import find_task
+from finetune.training.recipe_checks import check_recipe
 from finetune.utils.errors import RecipeError
 
 
@@ -27,10 +27,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         FinetuneError: With what is wrong.
     """
     launch = foreseen.launch if foreseen else read_launch()
-    config = resolve_config(recipe, launch, foreseen.env if foreseen else os.environ)
-    check_task_splits(recipe, launch)
-    optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
-    float8.check(recipe)
+    config = check_recipe(recipe, launch, foreseen.env if foreseen else os.environ)
     task = find_task(recipe)
     if task.build_skeleton is None:
         raise RecipeError(

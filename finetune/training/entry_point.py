@@ -1,4 +1,4 @@
-"""What each process of a launch runs: `scripts/train.py`, from its arguments to its exit code."""
+"""Entry point of each process of a launch: `scripts/train.py`, from its arguments to its exit code."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ DRY_RUN_HELP = "check everything but data and weights, and exit"
 
 
 def train_main(arguments: Sequence[str] | None = None) -> int:
-    """What each process of `accelerate launch … scripts/train.py` runs; returns the exit code."""
+    """Runs `scripts/train.py`, in each process of a launch; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="scripts/train.py",
         description="Train a recipe in each process that a launcher starts, or in one process without a launcher.",

@@ -9,23 +9,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from finetune.config.recipe import divisors, dump_recipe, validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
-from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
-from finetune.planning.planner import candidates_of, largest
+from finetune.planning.planner import largest
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
-from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError, MemoryFullError
 from finetune.utils.temporary_folders import temporary_folder
 
@@ -47,9 +43,10 @@ _MATTERS = ("model", "lora", "task", "tokenizer", "optim", "precision", "chat")
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """What `auto` came to."""
+    """Result of `auto`."""
 
     recipe: Recipe
+    """With a number of rows."""
     facts: dict[str, Any] | None
     """For `run.json`; None where the recipe gives a number."""
     lines: tuple[str, ...] = ()
@@ -71,8 +68,7 @@ def resolve_micro_size(
     if recipe.batch.micro_size != "auto":
         return MicroBatchChoice(recipe, None)
     if begun is not None:
-        line = f"batch.micro_size: auto is {begun}, as this run began: its network has dropout or batch norms"
-        return MicroBatchChoice(_with_rows(recipe, begun), {"asked": "auto", "rows": begun}, (line,))
+        return _choose(recipe, {"rows": begun}, ", as this run began: its network has dropout or batch norms")
     rank, world = int(os.environ.get("RANK", "0")), launch.num_processes
     notes = rendezvous_store.RendezvousStore(rank, world, _PATIENCE)
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
@@ -82,7 +78,7 @@ def resolve_micro_size(
         notes.write("begin", known or {"first": largest(recipe, launch, sizes, room.total), "room": room.total})
     begin = notes.read("begin")
     if "rows" in begin:
-        return _sized(recipe, begin, room.place, known=True)
+        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
     tried: dict[int, float | None] = {}
     trials = Path(recipe.output.dir) / ".trials"
     try:
@@ -108,47 +104,8 @@ def resolve_micro_size(
             write_json(kept, found)
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
-    return _sized(recipe, found, room.place, known=False)
-
-
-@dataclass(frozen=True)
-class GradientSumChoice:
-    """When gradients of a step's micro-batches are summed over ranks."""
-
-    each: bool
-    """After each of them, with which a rank holds its shards alone; else after the last."""
-    needed: int | None
-    """Bytes that a rank would need to hold them whole, as a plan forecasts them; None if the launch decides, or if
-    the network cannot be counted."""
-    room: int
-    """Bytes that a rank can have."""
-
-
-def resolve_gradient_sums(recipe: Recipe, backend: Backend) -> GradientSumChoice | None:
-    """Settles when gradients are summed over ranks, where the launch leaves it open; every rank must call it.
-
-    What decides is the same at every start on a machine, so that a run that resumes takes the same path to the bit.
-
-    Returns:
-        None where there is nothing to choose.
-    """
-    launch, rows = backend.launch, recipe.batch.rows
-    if not launch.defers(backend.accumulation):
-        chosen = launch.sync_each_batch if backend.accumulation > 1 else None
-        return None if chosen is None else GradientSumChoice(chosen, None, 0)
-    least = backend.all_reduce_max(
-        torch.tensor([-device_selection.total_memory()], dtype=torch.float64, device=backend.device)
-    )
-    can = torch_private.reduces_unused_gradients()
-    found = GradientSumChoice(can, None, int(-least.item()))
-    if backend.is_main and can:
-        of = candidates_of(recipe, replace(launch, sync_each_batch=False), found.room)
-        whole = of(rows) if of is not None else None
-        if whole is not None and whole.memory is not None:
-            found = GradientSumChoice(whole.verdict != "fits", whole.needed, found.room)
-    found = GradientSumChoice(**backend.broadcast_object(asdict(found)))
-    backend.launch = replace(launch, sync_each_batch=found.each)
-    return found
+    how = f"{len(tried)} trial" + ("s" if len(tried) > 1 else "")
+    return _choose(recipe, {**found, "known": False}, _memory_of(found, room.place, how))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -227,7 +184,7 @@ def _try(recipe: Recipe, launch: Launch, notes: rendezvous_store.RendezvousStore
 
 
 def _wait(process: subprocess.Popen[bytes], notes: rendezvous_store.RendezvousStore, over: str) -> int | None:
-    """Its exit code; None if it is of no use any more, because another rank's has failed."""
+    """Returns its exit code; None if it is of no use any more, because another rank's has failed."""
     while True:
         try:
             return process.wait(_EVERY_S)
@@ -251,21 +208,19 @@ def _trial_of(recipe: Recipe, size: int, world: int, folder: Path) -> Recipe:
     return validate_recipe(tree)
 
 
-def _with_rows(recipe: Recipe, rows: int) -> Recipe:
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": rows})})
+def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice:
+    batch = recipe.batch.model_copy(update={"micro_size": found["rows"]})
+    line = f"batch.micro_size: auto is {found['rows']}{why}"
+    return MicroBatchChoice(recipe.model_copy(update={"batch": batch}), {"asked": "auto", **found}, (line,))
 
 
-def _sized(recipe: Recipe, found: dict[str, Any], place: str, *, known: bool) -> MicroBatchChoice:
-    share, trials = found["tried"][str(found["rows"])], len(found["tried"])
-    how = "as found before" if known else f"{trials} trial" + ("s" if trials > 1 else "")
-    line = f"batch.micro_size: auto is {found['rows']}, with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place}"
-    return MicroBatchChoice(
-        _with_rows(recipe, found["rows"]), {"asked": "auto", **found, "known": known}, (f"{line} ({how})",)
-    )
+def _memory_of(found: dict[str, Any], place: str, how: str) -> str:
+    share = found["tried"][str(found["rows"])]
+    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({how})"
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
-    """Where is written down what was found for such a model, launch and device."""
+    """Returns the file that keeps what was found for such a model, launch and device."""
     section = recipe.model
     config = Path(section.name or "") / "config.json"
     facts = {
@@ -281,7 +236,7 @@ def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:
 
 
 def _read(file: Path, room: int) -> dict[str, Any] | None:
-    """What was found before, if it fits the room that there is now: a host's changes."""
+    """Returns what was found before, if it fits the room that there is now: a host's changes."""
     try:
         found: dict[str, Any] = json_files.read(file)
         fits = found["tried"][str(int(found["rows"]))] * found["room"] <= FULL * room

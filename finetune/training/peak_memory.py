@@ -50,7 +50,7 @@ class PeakMemoryMonitor:
             self._peak = peak_bytes() - self._base
 
     def compare(self, recipe: Recipe) -> dict[str, Any] | None:
-        """What was measured, on the rank that held the most, and what a plan predicts; every rank must call it.
+        """Compares the peak of the rank that held the most with what a plan predicts; every rank must call it.
 
         Rank 0 also writes both down for the plans to come.
 
@@ -63,17 +63,17 @@ class PeakMemoryMonitor:
         if not (measured and backend.is_main):
             return None
         resident = backend.device.type != "cuda"
+        what, predicted = "resident" if resident else "allocated", None
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
-            of = candidates_of(recipe, backend.launch, device_selection.available_memory().total)
-            found = of(recipe.batch.rows) if of is not None else None
-        predicted = None
+            candidate_of = candidates_of(recipe, backend.launch, device_selection.available_memory().total)
+            found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
             predicted = found.peak + (found.host if resident else 0)
             peak = measured_peaks.Peak(
                 device=device_selection.device_identity()["device"],
-                of="resident" if resident else "allocated",
+                of=what,
                 launch=backend.launch.kind,
                 kind=kind_of(recipe),
                 processes=backend.world_size,
@@ -84,4 +84,4 @@ class PeakMemoryMonitor:
                 measured_peaks.add(Path(recipe.data.cache_dir), peak)
             except OSError as error:
                 warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
-        return {"of": "resident" if resident else "allocated", "measured": measured, "predicted": predicted}
+        return {"of": what, "measured": measured, "predicted": predicted}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.config.recipe_schema import Recipe
+from finetune.config.recipe_schema import DataSection, Recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.strategies import sequence
 from finetune.models import chunked_loss, lora_adapters
@@ -23,11 +23,13 @@ from finetune.utils.compat.transformers_private import attention_implementation
 from finetune.utils.errors import BackendError, DataError, FinetuneError
 from finetune.utils.to_device import batch_to_device
 
+_OTHER_ATTENTION = ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
+
 
 def loss_of_row(
     backend: Backend, model: nn.Module, task: Task, data: TaskData, device: torch.device | None = None
 ) -> torch.Tensor:
-    """The loss of one row, without gradients. Every rank must call it of a prepared model.
+    """Returns the loss of one row, without gradients. Every rank must call it of a prepared model.
 
     Args:
         device: Where the model is; the backend's device if left out.
@@ -56,30 +58,38 @@ def _by_name(model: nn.Module) -> Iterator[None]:
         used, reason = str(attention_implementation(inner.config)), " ".join(str(error).split()).rstrip(".")
         other = "`eager`" if used == "sdpa" else "`sdpa`"
         raise BackendError(
-            f"A forward pass of {_name(inner)} with attention `{used}` ends in {type(error).__name__}: {reason}. Set "
+            f"A forward pass of {_name(model)} with attention `{used}` ends in {type(error).__name__}: {reason}. Set "
             f"model.attention to {other}; if that ends likewise, this architecture cannot be trained on text alone."
         ) from error
 
 
-def _name(network: PreTrainedModel) -> str:
+def _inner(model: nn.Module) -> PreTrainedModel | None:
+    """The network of transformers inside a model, if there is one."""
+    return lora_adapters.transformer(unwrap(model))
+
+
+def _name(model: nn.Module) -> str:
     """The architecture, as transformers and `model.config` call it."""
+    network = _inner(model)
+    if network is None:
+        return "this network"
     kind = next(base for base in type(network).__mro__ if base.__module__.startswith("transformers"))
     return f"{kind.__name__} ({network.config.model_type})"
 
 
 def kernels(backend: Backend, model: nn.Module, recipe: Recipe) -> dict[str, str]:
-    """What a language model computes its attention and its loss with, both verified. Every rank must call it.
+    """Returns what a language model computes attention and loss with, both verified. Every rank must call it.
 
     Raises:
         BackendError: If they do something else than they should.
     """
-    inner = lora_adapters.transformer(unwrap(model))
+    inner = _inner(model)
     if inner is not None:
         check_order(backend, model, inner)
     if recipe.data.packing == "documents":
         check_isolation(backend, model, recipe)
-    if backend.launch.sequence > 1:
-        check_split(backend, model, recipe)
+    if backend.mesh.group("sp") is not None:
+        check_split(backend, model, recipe.data)
     if inner is None:
         return {"attention": "the network's own", "loss": "plain"}
     return {"attention": str(attention_implementation(inner.config)), "loss": check_loss(backend, model, recipe)}
@@ -96,7 +106,7 @@ def check_order(backend: Backend, model: nn.Module, network: PreTrainedModel) ->
         turned = getattr(network.config.get_text_config(), "is_decoder", None) is False
         hint = "Set `is_decoder: true` in model.config" if turned else "Take a causal language model"
         raise BackendError(
-            f"{_name(network)} is no causal language model as it is configured: tokens see those behind them, which "
+            f"{_name(model)} is no causal language model as it is configured: tokens see those behind them, which "
             f"they are to predict. {hint}, or set task.name to `{classification.NAME}`."
         )
 
@@ -107,34 +117,27 @@ def check_isolation(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     Raises:
         BackendError: If it is not.
     """
-    inner = lora_adapters.transformer(unwrap(model))
-    who = "this network" if inner is None else _name(inner)
-    scores = _scores(backend, model)
-    found = causal_checks.sees_documents(inner, scores, backend.device, recipe.data.sequence_length)
+    scores, who = _scores(backend, model), _name(model)
+    found = causal_checks.sees_documents(_inner(model), scores, backend.device, recipe.data.sequence_length)
+    other = "" if recipe.model.attention == "auto" else _OTHER_ATTENTION
     leak = backend.all_reduce_max(next(found)).item()
     if leak > causal_checks.seen_tolerance(backend.precision):
         raise BackendError(
             f"Documents packed into one row see each other in {who}: a change in one moves the other's scores by "
             f"{leak:.2g} of the largest. Set data.packing to `padded` (one document a row) or `wrapped` (no isolation "
-            f"wanted){_other_attention(recipe)}."
+            f"wanted){other}."
         )
     off = max((backend.all_reduce_max(apart).item() for apart in found), default=0.0)
     if off > causal_checks.alone_tolerance(backend.precision):
         raise BackendError(
             f"A document packed into a row behind another is not computed as it is alone in {who}: its scores are off "
             f"by {off:.2g} of the largest, as where positions do not restart, or count from another number than 0. Set "
-            f"data.packing to `padded` or `wrapped`{_other_attention(recipe)}."
+            f"data.packing to `padded` or `wrapped`{other}."
         )
 
 
-def _other_attention(recipe: Recipe) -> str:
-    if recipe.model.attention == "auto":
-        return ""
-    return ", or model.attention to `auto`, which takes what keeps them apart where the architecture can"
-
-
 def _scores(backend: Backend, model: nn.Module) -> causal_checks.Scores:
-    """The prepared model's, which must be finite."""
+    """Scores of the prepared model, which must be finite."""
 
     def scores(batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
         with evaluation.without_training(model), _by_name(model):
@@ -162,7 +165,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
     Raises:
         BackendError: If they differ and the recipe asks for `chunked`.
     """
-    inner = lora_adapters.transformer(unwrap(model))
+    inner = _inner(model)
     if inner is None or chunked_loss.of_network(inner) is None:
         return "plain"
     ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
@@ -172,21 +175,19 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         fused, plain, changed = (next(backend.evaluate_batches(model, function, [batch])) for function in functions)
     # All ranks must decide alike, though the last bits of their sums may not be the same.
     apart = backend.all_reduce_max(((fused - plain).abs() / plain.abs().clamp(min=1e-6)).reshape(1)).item()
-    if (
-        apart <= (1e-3 if backend.precision == "fp32" else 5e-2)
-        and not backend.all_reduce_max(changed.reshape(1)).item()
-    ):
+    most = 1e-3 if backend.precision == "fp32" else 5e-2
+    if apart <= most and not backend.all_reduce_max(changed.reshape(1)).item():
         return "chunked"
     if recipe.model.loss == "chunked":
         raise BackendError(
-            f"model.loss is `chunked`, but {_name(inner)} does something to its logits behind its head, so that the "
+            f"model.loss is `chunked`, but {_name(model)} does something to its logits behind its head, so that the "
             f"loss that the head computes is another one (off by {apart:.1%} here). Set model.loss to `plain`."
         )
     chunked_loss.unfuse(inner)
     return "plain"
 
 
-def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
+def check_split(backend: Backend, model: nn.Module, data: DataSection) -> None:
     """Verifies on the prepared model that rows split over ranks give the loss that whole rows do.
 
     Three documents share a row, two of which lie on several ranks. Whatever looks at neighbours otherwise than by the
@@ -196,12 +197,11 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
     Raises:
         BackendError: If they do not.
     """
-    length, parts = recipe.data.sequence_length, backend.launch.sequence
-    length = min(length, 16 * parts)
-    inner = lora_adapters.transformer(unwrap(model))
-    ids = causal_checks.ordinary_tokens(inner, length, backend.device)
+    parts = backend.mesh.size("sp")
+    length = min(data.sequence_length, 16 * parts)
+    ids = causal_checks.ordinary_tokens(_inner(model), length, backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
-    if recipe.data.packing == "documents":
+    if data.packing == "documents":
         begins = sorted({0, length // 3, 2 * length // 3})
         lengths = torch.tensor([*begins, length], device=backend.device)
         positions = torch.cat([torch.arange(int(count), device=backend.device) for count in lengths.diff()])
@@ -210,14 +210,12 @@ def check_split(backend: Backend, model: nn.Module, recipe: Recipe) -> None:
         (part,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
         with sequence.whole_rows(model):
             (whole,) = backend.evaluate_batches(model, CAUSAL_LM.loss_sum, [batch])
-    found = _of_all(backend, part)
-    apart = abs(found - whole.item()) / max(abs(whole.item()), 1e-6)
-    if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
-        who = "this network" if inner is None else _name(inner)
+    apart, most = _apart(backend, part, whole.item())
+    if not apart <= most:
         raise BackendError(
-            f"Rows split over {parts} ranks are not computed as whole ones in {who}: the loss is off by {apart:.2g} of "
-            "itself, as where something but attention looks at neighbouring tokens. Take a launch config without "
-            "sequence parallelism (sp_size)."
+            f"Rows split over {parts} ranks are not computed as whole ones in {_name(model)}: the loss is off by "
+            f"{apart:.2g} of itself, as where something but attention looks at neighbouring tokens. Take a launch "
+            "config without sequence parallelism (sp_size)."
         )
 
 
@@ -233,25 +231,25 @@ def check_layers(backend: Backend, model: nn.Module, task: Task, data: TaskData,
     Raises:
         BackendError: If they do not.
     """
-    found = _of_all(backend, loss_of_row(backend, model, task, data))
-    apart = abs(found - whole) / max(abs(whole), 1e-6)
-    if not apart <= (1e-5 if backend.precision == "fp32" else 5e-2):
-        inner = lora_adapters.transformer(unwrap(model))
-        who = "this network" if inner is None else _name(inner)
+    apart, most = _apart(backend, loss_of_row(backend, model, task, data), whole)
+    if not apart <= most:
         raise BackendError(
-            f"Layers split over {backend.launch.tensor} ranks are not computed as whole ones in {who}: the loss is off "
-            f"by {apart:.2g} of itself, so that its plan for tensor parallelism in transformers does not fit. Take a "
-            "launch config without tensor parallelism (tp_size)."
+            f"Layers split over {backend.mesh.size('tp')} ranks are not computed as whole ones in {_name(model)}: the "
+            f"loss is off by {apart:.2g} of itself, so that its plan for tensor parallelism in transformers does not "
+            "fit. Take a launch config without tensor parallelism (tp_size)."
         )
 
 
-def _of_all(backend: Backend, part: torch.Tensor) -> float:
-    """The loss of a row that every group of ranks has computed, of what this rank has computed of it."""
+def _apart(backend: Backend, part: torch.Tensor, whole: float) -> tuple[float, float]:
+    """How far a row's loss that ranks compute together is from that of the whole row, and the most it may be.
+
+    Args:
+        part: The loss that this rank has computed of it.
+    """
     here = part.double().reshape(1)
-    return (
-        backend.all_reduce_sum(here if backend.mesh.counts_loss else torch.zeros_like(here)).item()
-        / backend.mesh.data_size
-    )
+    counted = here if backend.mesh.counts_loss else torch.zeros_like(here)
+    found = backend.all_reduce_sum(counted).item() / backend.mesh.data_size
+    return abs(found - whole) / max(abs(whole), 1e-6), 1e-5 if backend.precision == "fp32" else 5e-2
 
 
 def _plain_loss(network: nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,12 +1,11 @@
 """Profiles some steps: a torch trace of each process, and a table by phase on rank 0."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.planning.communication_volume import COLLECTIVES
@@ -81,21 +80,19 @@ def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
         events: A profiler's.
         steps: How many were profiled.
     """
-    spans: dict[str, float] = {}
-    operations: dict[str, float] = {}
+    spans, operations = Counter[str](), Counter[str]()
     sent = 0.0
     for event in events:
         # Microseconds.
         if event.name.startswith("finetune: "):
             if str(event.device_type).endswith("CPU"):
                 name = event.name.removeprefix("finetune: ")
-                spans[name] = spans.get(name, 0.0) + event.cpu_time_total
+                spans[name] += event.cpu_time_total
             continue
         own = event.self_device_time_total or event.self_cpu_time_total
-        operations[event.name] = operations.get(event.name, 0.0) + own
+        operations[event.name] += own
         if event.name.startswith(COLLECTIVES):
             sent += own
-    longest = sorted(operations.items(), key=lambda item: -item[1])[:12]
 
     def milliseconds(value: float) -> float:
         return round(value / 1000 / steps, 3)
@@ -104,24 +101,17 @@ def by_phase(events: Iterable[Any], steps: int) -> dict[str, Any]:
         "steps": steps,
         "phases_ms": {name: milliseconds(spans[name]) for name in PHASES if name in spans},
         "communication_ms": milliseconds(sent),
-        "operations_ms": {name: milliseconds(value) for name, value in longest},
+        "operations_ms": {name: milliseconds(value) for name, value in operations.most_common(12)},
     }
 
 
 def table(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """Formats the same for people."""
     phases: dict[str, float] = found["phases_ms"]
-    whole = sum(phases.values())
-    grid = Table(box=None, pad_edge=False)
-    for name in ("phase", "ms a step", "share"):
-        grid.add_column(name, justify="left" if name == "phase" else "right")
+    whole = sum(phases.values()) or 1.0
     rows = [*phases.items(), ("communication (within these)", found["communication_ms"])]
-    for name, value in rows:
-        grid.add_row(name, f"{value:,.1f}", f"{value / whole:.1%}" if whole else "")
-    grid.add_section()
-    for name, value in found["operations_ms"].items():
-        grid.add_row(name[:60], f"{value:,.1f}", f"{value / whole:.1%}" if whole else "")
-    console = Console(width=100, force_terminal=False)
-    with console.capture() as text:
-        console.print(grid)
-    return text.get()
+    rows += [(name[:60], value) for name, value in found["operations_ms"].items()]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value:>9,.1f}  {value / whole:>7.1%}" for name, value in rows]
+    lines.insert(len(phases) + 1, "")
+    return "\n".join([f"{'phase':<{width}}  {'ms a step':>9}  {'share':>7}", *lines])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.recipe_schema import Recipe, SampleSection
+from finetune.config.recipe_schema import ChatSection, Recipe, SampleSection
 from finetune.distributed.backend import Backend
 from finetune.models import prompts
 from finetune.tasks.causal_lm import causal_lm_logits
@@ -17,15 +17,15 @@ def _last_logits(network: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return causal_lm_logits(network, batch)[:, -1].float()
 
 
-def prompt_tokens(recipe: Recipe, section: SampleSection, tokenizer: Any) -> list[int]:
-    """Tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
+def prompt_tokens(section: SampleSection, chat: ChatSection | None, tokenizer: Any) -> list[int]:
+    """Returns tokens of a sample's prompt: a text's beginning, or a user's turn, where the recipe learns conversations.
 
     Raises:
         DataError: If there is nothing to begin with, or the chat template refuses the turn.
     """
-    if recipe.chat is None:
+    if chat is None:
         return prompts.text(tokenizer, section.prompt)
-    return prompts.turn(tokenizer, section.prompt, recipe.chat.template_args)
+    return prompts.turn(tokenizer, section.prompt, chat.template_args)
 
 
 def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:
@@ -39,7 +39,7 @@ def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: A
     """
     section, longest = recipe.sample, recipe.data.sequence_length
     assert section is not None
-    ids = prompt_tokens(recipe, section, tokenizer)
+    ids = prompt_tokens(section, recipe.chat, tokenizer)
     ends = {tokenizer.eos_token_id, *taught}
     generator = torch.Generator().manual_seed(recipe.seed)
     with without_training(model):

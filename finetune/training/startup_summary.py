@@ -1,4 +1,4 @@
-"""What a run prints as it starts; all else that is known of it is in `run.json`."""
+"""Lines that a run prints as it starts; all else that is known of it is in `run.json`."""
 
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.config.recipe_schema import Recipe
@@ -22,7 +22,7 @@ def startup_summary(
     memory: Memory,
     resume: ResumePoint,
 ) -> list[str]:
-    """What will run, at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
+    """Returns at most eight lines for a terminal of 80 columns, but for names and paths that are long."""
     offload = runtime.offload()
     lines = {
         "model": _model(recipe, runtime),

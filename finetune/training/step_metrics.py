@@ -1,8 +1,6 @@
-"""The metrics of a step: loss, gradient norm, rates, times, MFU."""
+"""Reports steps: loss, gradient norm, rates, times and MFU; profiles; steps that were skipped."""
 
 import math
-from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -10,7 +8,9 @@ import torch
 from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.step_all_reduce import StepOutput
-from finetune.training.build_run import RECENT, Run
+from finetune.training import profiler
+from finetune.training.run import Run
+from finetune.utils.compat import torch_private
 
 
 def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
@@ -25,27 +25,6 @@ def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
         run.state.recent_losses.append((step, values["loss"]))
     run.reporter.step(step, values)
     return values
-
-
-def rising_loss(first: float | None, recent: Sequence[tuple[int, float]]) -> str | None:
-    """What to say of a run whose loss ends above where it began; None of any other.
-
-    Batches differ: each of several losses at the end lies above the first, or the last and most of them by a fifth.
-
-    Args:
-        first: The loss of the run's first step.
-        recent: Steps and losses of the last lines of metrics, oldest first.
-    """
-    later = [loss for step, loss in recent if step > 1]
-    if first is None or not later:
-        return None
-    all_above = len(later) == RECENT and min(later) > first
-    if not all_above and not min(median(later), later[-1]) > 1.2 * first:
-        return None
-    return (
-        f"The loss ended at {later[-1]:.4g}, above the {first:.4g} that it began with: this run has made the model "
-        "worse. Lower optim.lr, look at the curve (`finetune report`), and do not use what it wrote."
-    )
 
 
 def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
@@ -84,3 +63,35 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
         "skipped_steps": run.nonfinite.counts["nonfinite"],
         "overflows": run.nonfinite.counts["overflow"],
     }
+
+
+def look_at_profile(run: Run) -> None:
+    """Shows the profile of the steps that were profiled, and counts what the last step compiled."""
+    if run.profiler is not None:
+        found = run.profiler.after(run.state.step - 1)
+        if found is not None:
+            run.reporter.say(f"profile of {found['steps']} steps:\n{profiler.table(found)}")
+    if run.recipe.model.compile and (count := torch_private.num_compiled_graphs()) > run.state.compiled_graphs:
+        # The time of a step that compiled says nothing of the next.
+        run.timer.totals()
+        run.state.log_here()
+        run.state.compiled_graphs = run.results["compiled_graphs"] = count
+
+
+def check_nonfinite(run: Run, output: StepOutput | None) -> None:
+    """Looks at the step before, whose numbers are there by now; None looks at the newest.
+
+    Raises:
+        DivergedError: If too many steps in a row were skipped.
+    """
+    incident = run.nonfinite.check(output)
+    if incident is None:
+        return
+    run.checkpoints.incident(incident)
+    counts = ", ".join(f"{count} {kind}" for kind, count in run.nonfinite.counts.items() if count)
+    run.reporter.warn(
+        f"step {incident['step']} was skipped on all ranks: {incident['kind']} (skipped so far: {counts})"
+    )
+    if incident["fatal"]:
+        run.checkpoints.finish()
+        raise run.nonfinite.diverged(incident, run.checkpoints.newest())

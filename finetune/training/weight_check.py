@@ -1,19 +1,20 @@
-"""Whether training trains: what should move has moved, what is frozen has not, and ranks hold the same weights.
+"""Verifies that training trains: what should move moves, what is frozen does not, and ranks hold the same weights.
 
 An adapter that no gradient reaches, experts that an option froze, or ranks that never average their gradients leave a
 loss curve that looks like any other. Weights are compared by numbers that are computed on the device
 (`finetune.distributed.weight_digests`) and read a step later.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune.checkpoint.run_facts import brief_list
 from finetune.distributed.backend import Backend
 from finetune.distributed.weight_digests import Held
+from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.step_all_reduce import AsyncScalar
 from finetune.utils.errors import BackendError
 
@@ -25,7 +26,7 @@ _PATIENCE_STEPS = 8
 
 @dataclass(frozen=True)
 class Movement:
-    """What became of a network's weights."""
+    """Names of weights, by what became of them."""
 
     step: int
     """The last step that is looked at."""
@@ -33,12 +34,12 @@ class Movement:
     """Steps that this process has taken, without those that were skipped."""
     trained: tuple[str, ...]
     unmoved: tuple[str, ...]
-    """Of the trained ones, those that are what they were."""
+    """Trained weights that are what they were."""
     frozen: tuple[str, ...]
     changed: tuple[str, ...]
-    """Of the frozen ones, those that are not."""
+    """Frozen weights that are not what they were."""
     parted: tuple[str, ...]
-    """Those whose copies on several ranks differ."""
+    """Weights whose copies on several ranks differ."""
     ranks: int
 
     def line(self) -> str:
@@ -66,8 +67,8 @@ class Movement:
 class WeightCheck:
     """Compares the weights of this process's first steps, and of its last, with those that it began with."""
 
-    def __init__(self, backend: Backend, network: nn.Module, say: Callable[[str], None], warn: Callable[[str], None]):
-        self._backend, self._network, self._say, self._warn = backend, network, say, warn
+    def __init__(self, backend: Backend, network: nn.Module, reporter: Reporter) -> None:
+        self._backend, self._network, self._reporter = backend, network, reporter
         self._held: list[Held] = []
         self._places, self._before = torch.empty(0), torch.empty(0)
         self._steps = self._due = 0
@@ -120,9 +121,9 @@ class WeightCheck:
         check_movement(found, nothing_moves=last or taken >= _PATIENCE_STEPS)
         first, self.newest = self.newest is None, found
         if first:
-            self._say(f"weights: {found.line()}")
+            self._reporter.say(f"weights: {found.line()}")
         if found.unmoved and (first or last):
-            self._warn(_unmoved(found))
+            self._reporter.warn(_unmoved(found))
         # Once all have moved, the end is looked at alone.
         self._due = 2 * max(self._due, taken) if found.unmoved else 1 << 62
 
@@ -130,7 +131,7 @@ class WeightCheck:
 def compare_weights(
     held: list[Held], places: torch.Tensor, before: torch.Tensor, now: torch.Tensor, step: int, taken: int
 ) -> Movement:
-    """What became of weights, from their numbers: (ranks, tensors) each."""
+    """Compares weights by their digests from before and now: (ranks, tensors) each."""
     moved = (before != now).any(0).tolist()
     parted = []
     for column, one in enumerate(held):
@@ -139,20 +140,16 @@ def compare_weights(
         if any(seen.setdefault(place, number) != number for place, number in pairs):
             parted.append(one.name)
     # A tensor may be held twice, as a master and as the copy that is computed with: both have to move.
-    trained = {one.name: True for one in held if one.trained}
-    frozen = {one.name: False for one in held if not one.trained}
-    for one, has in zip(held, moved, strict=True):
-        if one.trained:
-            trained[one.name] &= has
-        else:
-            frozen[one.name] |= has
+    unmoved = {one.name for one, has in zip(held, moved, strict=True) if one.trained and not has}
+    changed = {one.name for one, has in zip(held, moved, strict=True) if not one.trained and has}
+    trained, frozen = (dict.fromkeys(one.name for one in held if one.trained is kind) for kind in (True, False))
     return Movement(
         step=step,
         taken=taken,
         trained=tuple(trained),
-        unmoved=tuple(name for name, has in trained.items() if not has),
+        unmoved=tuple(name for name in trained if name in unmoved),
         frozen=tuple(frozen),
-        changed=tuple(name for name, has in frozen.items() if has),
+        changed=tuple(name for name in frozen if name in changed),
         parted=tuple(dict.fromkeys(parted)),
         ranks=len(before),
     )
@@ -170,15 +167,15 @@ def check_movement(found: Movement, *, nothing_moves: bool) -> None:
     if found.changed:
         raise BackendError(
             f"{len(found.changed)} of {len(found.frozen)} frozen tensors have changed by step {found.step}: "
-            f"{_some(found.changed)}. Something writes to weights that are not trained, and what is saved lacks "
-            "it. Look for code of your own that changes weights, or for memory that fails."
+            f"{brief_list(found.changed, 3)}. Something writes to weights that are not trained, and what is saved "
+            "lacks it. Look for code of your own that changes weights, or for memory that fails."
         )
     if found.parted:
         raise BackendError(
             f"Ranks have come to hold different values of {len(found.parted)} tensors that they share by step "
-            f"{found.step}: {_some(found.parted)}. Each trains a network of its own, as where gradients are not "
-            "averaged. Look for code of your own that changes weights or gradients on some ranks, or for hardware that "
-            "computes wrongly, and resume from a checkpoint that was saved before."
+            f"{found.step}: {brief_list(found.parted, 3)}. Each trains a network of its own, as where gradients are "
+            "not averaged. Look for code of your own that changes weights or gradients on some ranks, or for hardware "
+            "that computes wrongly, and resume from a checkpoint that was saved before."
         )
     if nothing_moves and len(found.unmoved) == len(found.trained):
         raise BackendError(
@@ -197,13 +194,9 @@ def _unmoved(found: Movement) -> str:
     )
     return (
         f"{len(found.unmoved)} of {len(found.trained)} trained tensors have not moved in {_steps(found.taken)}: "
-        f"{_some(found.unmoved)}. {why}."
+        f"{brief_list(found.unmoved, 3)}. {why}."
     )
 
 
 def _steps(count: int) -> str:
     return f"{count} step" + ("s" if count != 1 else "")
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""What every run imports, for a launcher whose workers are forks of it."""
+"""Imports of every run, for a launcher whose workers are forks of it."""
 
 import finetune.monitoring.out_of_memory
 import finetune.training.build_run

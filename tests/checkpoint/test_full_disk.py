@@ -26,7 +26,7 @@ from finetune.checkpoint import integrity, row_ledger
 from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
-from finetune.training.build_run import Run
+from finetune.training.run import Run
 from finetune.utils.atomic_files import Journal, read_lines
 from finetune.utils.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from finetune.checkpoint.checkpoint_store import sealed_name, step_of
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
-from finetune.training.build_run import Run
+from finetune.training.run import Run
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError
 

@@ -78,6 +78,6 @@ def test_scores_that_are_not_finite_prove_nothing() -> None:
 
     backend = SimpleNamespace(device=torch.device("cpu"), all_reduce_max=lambda value: value, precision="fp32")
     backend.evaluate_batches = evaluate_batches
-    recipe = SimpleNamespace(data=SimpleNamespace(sequence_length=16))
+    recipe = SimpleNamespace(data=SimpleNamespace(sequence_length=16), model=SimpleNamespace(attention="auto"))
     with pytest.raises(BackendError, match="scores are not finite before the first step"):
         preflight.check_isolation(backend, ForwardWrapper(Broken()), recipe)

@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_state_is_measured(name: str, args: dict[str, Any], bytes_an_element: float) -> None:
-    assert optimizers.state_bytes(recipe_of(name, **args)) == bytes_an_element
+    assert optimizers.state_bytes(recipe_of(name, **args).optim) == bytes_an_element
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_refused(name: str, launch: str | None, says: str, monkeypatch: pytest.M
 
 def test_fused_kernels_without_sharded_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("SGD", fused=True)
-    optimizers.check_optimizer(recipe, cut=True, flat=True)
+    optimizers.check_optimizer(recipe.optim, cut=True, flat=True)
     with pytest.raises(RecipeError, match=r"optim.args.fused: the fused kernel of SGD .* or leave args.fused out"):
-        optimizers.check_optimizer(recipe, cut=True, flat=False)
+        optimizers.check_optimizer(recipe.optim, cut=True, flat=False)
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay"])
@@ -144,7 +144,7 @@ def test_who_treats_each_element_alone_is_known(name: str) -> None:
     """The names that are believed, against three steps on parts of matrices."""
     if name in ("LBFGS", "SparseAdam"):
         with pytest.raises(RecipeError, match="cannot take a step"):
-            optimizers.state_bytes(recipe_of(name))
+            optimizers.state_bytes(recipe_of(name).optim)
         return
     assert optimizers._trials_agree(recipe_of(name).optim) == (name in optimizers.ELEMENTWISE)
 

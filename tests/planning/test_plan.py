@@ -317,7 +317,8 @@ def test_optimisers_that_cannot_be_cut_are_refused_where_they_are() -> None:
 
 
 def test_networks_of_ones_own_are_counted_without_activations() -> None:
-    recipe = sections(task={"name": "own_task:mlp", "args": {"dropout": 0.1}}, batch={"micro_size": 8})
+    task = {"name": "own_task:mlp", "args": {"dropout": 0.1}}
+    recipe = sections(task=task, batch={"micro_size": 8}, data={"packing": "documents"})
     plan = planned({key: value for key, value in recipe.items() if key != "model"})
     assert "activations are not counted" in plan.candidates["ddp", "full"].reason
     assert isinstance(plan.variants["LoRA"], str)

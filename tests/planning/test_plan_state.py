@@ -70,7 +70,7 @@ def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
             launch,
             variant.outline,
             accumulation=derive_accumulation(recipe, processes),
-            state_bytes=optimizers.state_bytes(recipe),
+            state_bytes=optimizers.state_bytes(recipe.optim),
         )
         if asdict(predicted) != (read := run.check().facts["memory"]):
             wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}
@@ -91,6 +91,6 @@ def test_state_of_split_layers_is_exact_to_the_byte(launcher: Launcher, name: st
         launch,
         model_shapes.part_of(variant, launch.tensor).outline,
         accumulation=derive_accumulation(recipe, launch.data_ranks),
-        state_bytes=optimizers.state_bytes(recipe),
+        state_bytes=optimizers.state_bytes(recipe.optim),
     )
     assert asdict(predicted) == run.check().facts["memory"]

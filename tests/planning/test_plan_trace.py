@@ -271,7 +271,7 @@ def test_casts_of_weights_are_kept_where_layers_are_not_freed() -> None:
 
 
 def own(task: str) -> dict[str, Any]:
-    recipe = sections({"model_type": "llama"}, micro=4, rows=4, precision="fp32")
+    recipe = sections({"model_type": "llama"}, micro=4, rows=4, precision="fp32", packing="documents")
     return {**recipe, "model": {}, "tokenizer": {}, "task": {"name": task}}
 
 

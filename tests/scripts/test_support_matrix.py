@@ -95,7 +95,8 @@ def test_a_table_that_lies_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_marks() -> None:
     assert mark("single", "lora", "nf4") == mark("single", "lora", "all") == Mark("blank")
     assert mark("fsdp_offload", "lora") == Mark("gpu")
-    assert mark("single", "own_task", "wrapped").kind == "never"
+    assert mark("single", "own_task", "documents").kind == "never"
+    assert mark("single", "own_task", "wrapped").kind == "refused"
     assert mark("zero2", "lora") == Mark(
         "proven", "tests/models/test_lora.py::test_same_path_on_every_backend[zero2-plain]"
     )

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from finetune.checkpoint import run_directory
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
 from finetune.training.loop import train
+from finetune.training.run import Run
 from finetune.utils.atomic_files import digest_of, read_lines
 
 

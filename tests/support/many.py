@@ -25,7 +25,8 @@ from finetune.models import lora_adapters
 from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.step_all_reduce import StepSync
 from finetune.training import loop
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
+from finetune.training.run import Run
 from finetune.utils import exit_codes
 from finetune.utils.errors import FinetuneError
 from finetune.utils.library_imports import silence_libraries
@@ -64,7 +65,7 @@ def plant(fault: str) -> None:
         # No gradient reaches a tensor.
         prepare = Backend.prepare
 
-        def prepared(self: Backend, model: Any, optimizer: Any) -> Any:
+        def prepared(self: Backend, model: Any, optimizer: Any, splits: Any) -> Any:
             norm = next(m for n, m in model.named_modules() if n.endswith("layers.0.input_layernorm"))
             forward = norm.forward
 
@@ -72,7 +73,7 @@ def plant(fault: str) -> None:
                 return states + 0 * forward(states)
 
             norm.forward = without_gradient
-            return prepare(self, model, optimizer)
+            return prepare(self, model, optimizer, splits)
 
         Backend.prepare = prepared
     elif fault == "lost_steps":

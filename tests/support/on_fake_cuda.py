@@ -26,7 +26,8 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring import step_all_reduce
 from finetune.training import loop
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
+from finetune.training.run import Run
 from finetune.utils import exit_codes
 from finetune.utils.library_imports import silence_libraries
 

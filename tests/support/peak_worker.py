@@ -19,6 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.split_parameters import UNSPLIT
 from finetune.distributed.strategies import sequence
 from finetune.models import split_layers
 from finetune.models.build_network import build_model
@@ -80,11 +81,11 @@ def main(source: Path, result: Path) -> None:
     caller.autocast = backend.autocast
     if asked.sequence * asked.tensor > 1:
         send_copies()
-    if (group := backend.mesh.group("tp")) is not None:
-        backend.splits = split_layers.split(caller.network, group)
+    group = backend.mesh.group("tp")
+    splits = UNSPLIT if group is None else split_layers.split(caller.network, group)
     sequence.install(caller, backend.mesh.group("sp"))
     backend.accumulation = min(2, backend.accumulation)
-    model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe))
+    model, optimizer = backend.prepare(caller, build_optimizer(caller, recipe), splits)
     ids = torch.zeros(recipe.batch.micro_size, recipe.data.sequence_length, dtype=torch.long)
 
     def step() -> None:

@@ -233,9 +233,8 @@ OTHER_LAUNCHES: dict[str, dict[str, Any]] = {
     "Accelerate's dynamo": {"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
 }
 """Launch files that are refused, for good."""
-# Keys that a custom task does not read: its own code builds data and network.
-_UNREAD = "nf4 int8 frozen documents wrapped padded chat checkpointing selective compile fp8 texts sampling"
-UNREAD = frozenset(frozenset(("own_task", name)) for name in _UNREAD.split())
+# A custom task does not read the default of `data.packing`, and computes in fp8 if its own code asks for it.
+UNREAD = frozenset(frozenset(("own_task", name)) for name in ("documents", "fp8"))
 UNREAD_REASON = "A custom task builds data and network itself, and does not read the key."
 
 # ---------------------------------------------------------------- marks

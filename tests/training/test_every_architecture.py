@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT, Launcher, assert_same_path
-from inside import evaluate_batches
+from inside import ONE_RANK, evaluate_batches
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -20,7 +20,6 @@ import architectures as script
 
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.small_model import shrink_model
-from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
 from finetune.models.build_network import build_model
@@ -32,7 +31,7 @@ from finetune.training.dry_run import describe
 from finetune.utils.errors import BackendError, RecipeError
 
 BACKEND: Any = SimpleNamespace(
-    launch=Launch("single", 1),
+    mesh=ONE_RANK,
     device=torch.device("cpu"),
     precision="fp32",
     all_reduce_max=lambda values: values,

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from forkserver import ForkServer
 from harness import ROOT, Launcher
@@ -22,7 +21,7 @@ from finetune.distributed.resolve_config import resolve_config
 from finetune.planning import model_shapes
 from finetune.planning.communication_volume import flows
 from finetune.planning.launch_candidates import Candidate, assess, setting_of
-from finetune.training import micro_batch_search
+from finetune.training import gradient_sums
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
 
@@ -220,21 +219,6 @@ def test_offloaded_gradients_are_on_the_device_while_they_are_whole() -> None:
     assert each.host > once.host
 
 
-class OneRank:
-    """A rank's view of a backend, with what `resolve_gradient_sums` asks of it."""
-
-    is_main, device = True, torch.device("cpu")
-
-    def __init__(self, asked: Launch, accumulation: int) -> None:
-        self.launch, self.accumulation = asked, accumulation
-
-    def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def broadcast_object(self, value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-
 @pytest.mark.parametrize(
     ("gib", "accumulation", "said", "cast", "each", "forecast"),
     [
@@ -256,11 +240,10 @@ def test_a_run_settles_it_by_the_forecast(
     each: bool | None,
     forecast: bool,
 ) -> None:
-    monkeypatch.setattr(micro_batch_search.device_selection, "total_memory", lambda: round(gib * 2**30))
+    monkeypatch.setattr(gradient_sums.device_selection, "total_memory", lambda: round(gib * 2**30))
     recipe = validate_recipe(base(batch={"global_size": 4 * accumulation, "micro_size": 2}))
-    backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast), accumulation)
-    found = micro_batch_search.resolve_gradient_sums(recipe, backend)
-    assert backend.launch.sync_each_batch is each
+    asked = Launch("fsdp", 2, sync_each_batch=said, mixed_precision=cast)
+    found = gradient_sums.choose_gradient_sums(recipe, asked, accumulation)
     if each is None:
         assert found is None
         return
@@ -277,13 +260,13 @@ def test_a_run_settles_it_by_the_forecast(
 def test_a_torch_that_cannot_sum_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11: asked for it is refused, left open it is once a step, whatever the forecast."""
     monkeypatch.setattr(torch_private, "reduces_unused_gradients", lambda: False)
-    monkeypatch.setattr(micro_batch_search.device_selection, "total_memory", lambda: 2**29)
+    monkeypatch.setattr(gradient_sums.device_selection, "total_memory", lambda: 2**29)
     recipe = validate_recipe(base(batch={"global_size": 16, "micro_size": 2}))
     with pytest.raises(BackendError, match=r"fsdp_sync_each_batch: true, for which torch .* lacks a function"):
         resolve_config(recipe, Launch("fsdp", 2, sync_each_batch=True), {})
     for asked in (None, False):
-        backend: Any = OneRank(Launch("fsdp", 2, sync_each_batch=asked), 4)
-        resolve_config(recipe, backend.launch, {})
-        found = micro_batch_search.resolve_gradient_sums(recipe, backend)
+        launch = Launch("fsdp", 2, sync_each_batch=asked)
+        resolve_config(recipe, launch, {})
+        found = gradient_sums.choose_gradient_sums(recipe, launch, 4)
         assert found is not None
-        assert found.each is backend.launch.sync_each_batch is False
+        assert found.each is False

@@ -25,7 +25,7 @@ from finetune.tasks.causal_lm import next_token
 from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
 from finetune.tasks.task_lookup import BUILT_IN
-from finetune.training import generation_metrics
+from finetune.training import generate_answers
 from finetune.utils.errors import DataError, RecipeError
 
 TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
@@ -110,11 +110,11 @@ def test_own_functions_that_fail(name: str, said: str) -> None:
 
 def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = validate_recipe(texts())
-    check_metrics(recipe)
+    check_metrics(recipe.eval.metrics)
     monkeypatch.setattr("finetune.tasks.metrics.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"rouge1, rouge2, rougeL cannot .*`pip install 'finetune\[metrics\]'"):
-        check_metrics(recipe)
-    check_metrics(validate_recipe(texts(metrics=["exact_match", "f1"])))
+        check_metrics(recipe.eval.metrics)
+    check_metrics(["exact_match", "f1"])
     assert importlib.util.find_spec("torchmetrics") is not None
 
 
@@ -273,7 +273,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
         evaluate_batches=evaluate_batches,
     )
     ends = {7}
-    found = generation_metrics.generate(
+    found = generate_answers.generate(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
     )
     for prompt, text in zip(prompts, found or [], strict=True):

@@ -24,8 +24,9 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch, read_launch
 from finetune.tasks.task import Batch
 from finetune.training import entry_point, micro_batch_search, micro_batch_trial
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
 from finetune.training.micro_batch_search import FULL, next_size
+from finetune.training.run import Run
 from finetune.utils.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from inside import mlp, run_here
 
-from finetune.training.step_metrics import rising_loss
+from finetune.training.outcome import rising_loss
 
 
 @pytest.mark.parametrize(

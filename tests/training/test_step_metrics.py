@@ -17,7 +17,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
 from finetune.training import evaluation, step_metrics
-from finetune.training.build_run import Run
+from finetune.training.run import Run
 
 
 def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

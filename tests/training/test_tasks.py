@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exports import exported, opened_here
-from inside import run_here, stop_after
+from inside import mlp, run_here, stop_after
 from recipes_for_tests import ARCHITECTURES, MODEL, base
 from safetensors.torch import load_file
 
@@ -118,6 +118,27 @@ def test_outside_the_package_it_refuses_the_same(
     recipe = validate_recipe(job("bert", outside, tmp_path / "run") | sections)
     with pytest.raises(RecipeError, match=says):
         find_task(recipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("model.quantization", {"model": {"quantization": "nf4"}, "lora": {}}),
+        ("model.freeze", {"model": {"freeze": "0"}}),
+        ("model.gradient_checkpointing", {"model": {"gradient_checkpointing": True}}),
+        ("model.compile", {"model": {"compile": True}}),
+        ("data.packing", {"data": {"packing": "wrapped"}}),
+        ("chat", {"chat": {}}),
+        ("sample", {"sample": {"prompt": "Once"}}),
+        ("eval.prompts", {"eval": {"metrics": ["f1"], "prompts": [{"sample": 2}]}}),
+    ],
+)
+def test_a_key_that_a_custom_task_cannot_use_is_refused(tmp_path: Path, key: str, sections: dict[str, Any]) -> None:
+    recipe = validate_recipe(mlp(tmp_path / "run", **sections))
+    machines = Machines(find_gpu("h100-80gb"), 2, 1, 50.0, 0.4)
+    for use in (find_task, describe, lambda recipe: planner.make(recipe, machines)):
+        with pytest.raises(RecipeError, match=f"{key}: the task own_task:mlp .*; remove it"):
+            use(recipe)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

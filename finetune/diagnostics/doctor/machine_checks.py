@@ -11,7 +11,7 @@ from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import PREFIXES
-from finetune.distributed.resolve_config import check_devices, resolve_config
+from finetune.distributed.resolve_config import check_devices
 from finetune.utils import platforms
 
 # Open files. A process needs some hundred: libraries, sockets to every other, files of data.
@@ -195,15 +195,10 @@ def agreement(asked: Asked) -> Iterable[CheckResult]:
     if asked.recipe is None:
         yield ok("agreement", "not looked at; name a recipe with --recipe")
         return
-    from finetune.optim import optimizers
-    from finetune.tasks.metrics import check_metrics
-    from finetune.tasks.task_lookup import check_task_splits
+    from finetune.training.recipe_checks import check_recipe
 
     foreseen = asked.foreseen or predict_environment(None, {}, asked.env)
-    settled = resolve_config(asked.recipe, foreseen.launch, foreseen.env)
-    check_task_splits(asked.recipe, foreseen.launch)
-    check_metrics(asked.recipe)
-    optimizers.check_optimizer(asked.recipe, cut=foreseen.launch.cuts_state, flat=foreseen.launch.flattens)
+    settled = check_recipe(asked.recipe, foreseen.launch, foreseen.env)
     what = f"{foreseen.launch.kind} on {foreseen.launch.num_processes} process(es) in {settled.precision}"
     yield ok("agreement", f"{what}, {settled.accumulation} micro-batch(es) a step and process")
 

@@ -21,6 +21,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import fake_backend
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies import sequence
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -113,7 +114,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     """
     task = find_task(recipe)
     backend = fake_backend.start_backend(recipe, launch)
-    network, example = build(recipe, stored, backend), batch(recipe)
+    (network, splits), example = build(recipe, stored, backend), batch(recipe)
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
         transformers_private.assume_one_document_a_row()
     _dropout_as_on_gpus()
@@ -123,7 +124,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
         caller = ForwardWrapper(network.train())
         caller.autocast = backend.autocast
         tracker.track_external(caller)
-        model, optimizer = fake_backend.prepare_fakes(backend, caller, build_optimizer(caller, recipe))
+        model, optimizer = fake_backend.prepare_fakes(backend, caller, build_optimizer(caller, recipe), splits)
         tracker.lend()
         inner = getattr(optimizer, "optimizer", optimizer)
         for parameter in (p for group in inner.param_groups for p in group["params"]):
@@ -172,14 +173,14 @@ def local(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
-    """The network that is trained, or this rank's part of it, without storage."""
+def build(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn.Module, Splits]:
+    """The network that is trained, or this rank's part of it, without storage; and how it is split."""
     network, packed = model_shapes.skeleton(recipe, stored)
     known, head = lora_adapters.transformer(network), head_of(recipe)
     if head is not None and head.next_token and recipe.loss_by_head:
         chunked_loss.fuse(known)
-    if (group := backend.mesh.group("tp")) is not None:
-        backend.splits = split_layers.split(network, group)
+    group = backend.mesh.group("tp")
+    splits = UNSPLIT if group is None else split_layers.split(network, group)
     sequence.install(network, backend.mesh.group("sp"))
     if known is not None and backend.mesh.group("sp") is not None:
         attention.assume_one_document()
@@ -190,7 +191,7 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
     fake_quantized.stand_in(network, packed, recipe)
     if known is not None:
         activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)
-    return network
+    return network, splits
 
 
 def realise(network: nn.Module) -> None:

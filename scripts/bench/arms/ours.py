@@ -22,7 +22,8 @@ from finetune.models.forward_wrapper import unwrap
 from finetune.tasks import causal_lm
 from finetune.tasks.task import TaskData
 from finetune.training import loop
-from finetune.training.build_run import Run, build_run
+from finetune.training.build_run import build_run
+from finetune.training.run import Run
 
 
 class EqualRows:

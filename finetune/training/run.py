@@ -1,0 +1,124 @@
+"""`Run`: everything that the loop touches."""
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.checkpoint.best_evaluation import BestEvaluation
+from finetune.checkpoint.checkpoint_manager import CheckpointManager
+from finetune.checkpoint.resume_point import ResumePoint
+from finetune.checkpoint.run_directory import RunDirectory
+from finetune.config.recipe_schema import Recipe
+from finetune.data.rows.feed import Feed
+from finetune.distributed.backend import Backend
+from finetune.monitoring.metrics import Reporter
+from finetune.monitoring.nonfinite import NonFiniteGuard
+from finetune.monitoring.shutdown import ShutdownHandler
+from finetune.monitoring.timer import PhaseTimer
+from finetune.tasks.metrics import Metric
+from finetune.tasks.prompt_set import Prompt
+from finetune.tasks.task import Task, TaskData
+from finetune.tasks.training_length import Length
+from finetune.training.profiler import Profiler
+
+RECENT = 5
+"""Lines of metrics whose losses are compared with the first."""
+
+
+@dataclass(frozen=True)
+class LastLog:
+    """Where the last line of metrics was written; the next one's rates count from here."""
+
+    step: int
+    tokens: float
+    computed: float = 0.0
+
+
+@dataclass
+class TrainState:
+    """Values that change from step to step, beside weights and optimiser state."""
+
+    step: int
+    """Optimiser steps taken."""
+    tokens: torch.Tensor
+    """Targets trained on over all ranks; (1,), float64, on the device."""
+    last_log: LastLog
+    best: BestEvaluation
+    computed: float = 0.0
+    """Tokens that all ranks have computed since this process began, learned or not, without padding."""
+    recent_losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Steps and losses of the last lines of metrics of this process."""
+    compiled_graphs: int = 0
+    """Graphs that were compiled in this process."""
+    last_evaluation: dict[str, Any] = field(default_factory=dict)
+    """`step` of the last evaluation of this process, and its values as `metrics.jsonl` has them; empty before the first
+    one."""
+
+    @classmethod
+    def resumed(cls, recipe: Recipe, resume: ResumePoint, device: torch.device) -> "TrainState":
+        """Returns the state that a run begins with."""
+        counted = torch.full((1,), float(resume.tokens), dtype=torch.float64, device=device)
+        best = BestEvaluation.resumed(recipe, resume.state.get("best"))
+        return cls(resume.step, counted, LastLog(resume.step, float(resume.tokens)), best)
+
+    def log_here(self) -> None:
+        """Has the next rates count from this step; waits for the device."""
+        self.last_log = LastLog(self.step, self.tokens.item(), self.computed)
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The evaluation at this step, as `last_evaluation`; empty if there was none."""
+        return self.last_evaluation if self.last_evaluation.get("step") == self.step else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores; waits for the device."""
+        return {
+            "step": self.step,
+            "tokens": int(self.tokens.item()),
+            "best": asdict(self.best),
+            # By one of which the best checkpoint is kept.
+            "validation_loss": None,
+            **self.evaluation,
+        }
+
+
+@dataclass
+class Run:
+    """Everything that the loop touches."""
+
+    recipe: Recipe
+    """`auto` is settled in it."""
+    backend: Backend
+    task: Task
+    data: TaskData
+    length: Length
+    prompts: tuple[Prompt, ...]
+    """Evaluation generates texts for these."""
+    metrics: dict[str, Metric]
+    """Evaluation computes these, by their names in `eval.metrics`."""
+
+    model: nn.Module
+    """The prepared model: a `ForwardWrapper` inside what the backend wraps around it."""
+    optimizer: Any
+    feed: Feed
+    state: TrainState
+    resume: ResumePoint
+    identity: dict[str, Any]
+    """Everything that the mathematics depend on."""
+
+    directory: RunDirectory
+    reporter: Reporter
+    checkpoints: CheckpointManager
+    results: dict[str, Any]
+
+    shutdown: ShutdownHandler
+    nonfinite: NonFiniteGuard
+    timer: PhaseTimer
+    profiler: Profiler | None
+    flops_per_target: float
+    """FLOPs of training a token."""
+    weight_bytes: int
+    """Bytes of weights on this rank before the first step."""
