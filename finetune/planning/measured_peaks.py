@@ -37,7 +37,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Error:
-    """How far plans were off on a device."""
+    """Measured peaks on a device beside the predicted ones."""
 
     runs: int
     least: float
@@ -75,7 +75,7 @@ def read(folder: Path) -> list[Peak]:
 
 
 def error(peaks: Sequence[Peak], device: str) -> Error | None:
-    """How far plans were off on a device; None if nothing there was large enough to tell."""
+    """Compares all peaks of a device; None if none was large enough to tell."""
     told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
     ratios = [peak.ratio for peak in told]
     return Error(len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

@@ -205,7 +205,7 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
 
 
 def _time(seconds: float) -> str:
-    """With three digits, in a unit that needs no exponent."""
+    """Formats with three digits, in a unit that needs no exponent."""
     for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
@@ -278,7 +278,8 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
 
 
 def _traced(found: Traced) -> dict[str, Any]:
-    candidate = found.candidate
+    facts = vars(found).copy()
+    candidate = facts.pop("candidate")
     return {
         "launch": candidate.name,
         "kind": candidate.kind,
@@ -286,28 +287,19 @@ def _traced(found: Traced) -> dict[str, Any]:
         "peak": found.peak if found.parts else None,
         "predicted": candidate.peak,
         "difference": found.difference,
-        "parts": found.parts,
-        "moment": found.moment,
-        "state": found.state,
-        "cpu_s": found.cpu_s,
-        "reason": found.reason,
+        **facts,
     }
 
 
 def _facts(candidate: Candidate) -> dict[str, Any]:
+    facts = {key: value for key, value in vars(candidate).items() if key not in ("name", "setting")}
+    launch = candidate.launch
     return {
+        **facts,
         "launch": candidate.name,
-        "kind": candidate.kind,
-        "ranks": candidate.launch.num_processes,
-        "verdict": candidate.verdict,
-        "reason": candidate.reason,
+        "ranks": launch.num_processes,
         "memory": asdict(candidate.memory) if candidate.memory is not None else None,
-        "parts": candidate.parts,
         "peak": candidate.peak,
         "needed": candidate.needed,
-        "margin": candidate.margin,
-        "host": candidate.host,
-        "disk": candidate.disk,
-        "accumulation": candidate.accumulation,
-        "sync_each_batch": candidate.launch.sync_each_batch,
+        "sync_each_batch": launch.sync_each_batch,
     }

@@ -17,7 +17,8 @@ from finetune.distributed.gpu_specs import Gpu, find, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.launch_candidates import Candidate, Setting, assess, setting_of
+from finetune.planning.activation_memory import Setting
+from finetune.planning.launch_candidates import Candidate, assess, setting_of
 from finetune.planning.link_speeds import read as read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
@@ -28,7 +29,7 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import launch_folder
 
 if TYPE_CHECKING:
-    from finetune.planning.transient_memory import Device
+    from finetune.planning.activation_memory import Device
 
 # Where neither the command line nor this machine says.
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
@@ -45,25 +46,25 @@ class Plan:
     variants: dict[str, Variant | str]
     launches: dict[str, Launch]
     candidates: dict[tuple[str, str], Candidate]
-    """By launch file and way."""
+    """Keys are a launch file and a way."""
     cheapest: dict[tuple[str, str], str]
-    """What makes those fit that do not."""
+    """Change that makes a candidate fit, of those that do not."""
     setting: Setting
-    """Of all candidates."""
+    """The same for all candidates."""
     advice: Advice
     time: Time | None
-    """Of the candidate that is recommended."""
+    """Time of the candidate that is recommended."""
     work: Work
     own_error: Error | None
-    """Of earlier plans on this very machine, whatever this plan is for."""
+    """Error of earlier plans on this machine, whatever this plan is for."""
     device: str
     """This machine's."""
     first_size: int | None
-    """Where trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
+    """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
 
 def machines_of(parsed: argparse.Namespace) -> Machines:
-    """What the command line says of the machines. The rest is as on this one, or assumed where it has no GPU.
+    """Reads machines off the command line. The rest is as on this one, or assumed where it has no GPU.
 
     Raises:
         RecipeError: If a figure makes no sense.
@@ -143,9 +144,8 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
     setting = next((s for s in recommendations.settings(recipe, ranks) if s.checkpointed == own.checkpointed), own)
     kind = model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
-    names = list(launches)
     cheapest = {
-        key: recommendations.cheapest(found, recipe, names, variants, of)
+        key: recommendations.cheapest(found, recipe, list(launches), of)
         for key, found in candidates.items()
         if found.verdict != "fits" and not isinstance(variants[key[1]], str)
     }
@@ -231,7 +231,7 @@ def write(plan: Plan, file: Path) -> None:
 
 
 def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Candidate] | None:
-    """What a micro-batch of so many rows takes here; None if the network cannot be counted without its weights.
+    """Returns a function of the rows of a micro-batch; None if the network cannot be counted without its weights.
 
     Args:
         room: Bytes that a rank can have.

@@ -24,7 +24,7 @@ from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import model_shapes, recommendations
-from finetune.planning.launch_candidates import Setting
+from finetune.planning.activation_memory import Setting
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.classification import HEAD
 from finetune.utils.errors import BackendError, RecipeError

@@ -19,8 +19,8 @@ from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.planning import model_shapes
-from finetune.planning.communication_volume import flows
 from finetune.planning.launch_candidates import Candidate, assess, setting_of
 from finetune.training import micro_batch_search
 from finetune.utils.compat import torch_private
@@ -195,7 +195,10 @@ def test_a_plan_holds_whole_gradients_where_they_fit() -> None:
 def test_a_plan_counts_what_each_way_sends(name: str, all_reduces: int) -> None:
     variant = variant_of()
     once, each = (
-        {flow.what: flow for flow in flows(found.launch, variant.outline, found.accumulation)}
+        {
+            flow.what: flow
+            for flow in strategy_of(found.launch).predict_flows(found.launch, variant.specs, found.accumulation)
+        }
         for found in (planned(variant, name=name, each=way) for way in (False, True))
     )
     last, every = once.pop("reduce-scatter gradients"), each.pop("reduce-scatter gradients")

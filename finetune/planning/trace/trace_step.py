@@ -57,7 +57,7 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self.peak: dict[str, int] = {}
         """Bytes by part, when there were most."""
         self.moment = ""
-        """When that was: forward, backward or optimizer."""
+        """Time of that: forward, backward or optimizer."""
         self.batch = 0
         """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
         self._most = 0
@@ -97,7 +97,7 @@ def main(job: Path, result: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What cannot be traced, in one line: the operation, where it is known."""
+    """Says in one line what cannot be traced: the operation, where it is known."""
     operation = getattr(error, "func", None)
     text = " ".join(str(error).split())
     where = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "/torch/" not in f.filename), None)
@@ -168,7 +168,7 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
 
 
 def local(value: Any) -> torch.Tensor | None:
-    """What this rank holds of a tensor; None of anything else."""
+    """Returns this rank's part of a tensor; None of anything else."""
     value = value.to_local() if hasattr(value, "to_local") else value
     return value if isinstance(value, torch.Tensor) else None
 
