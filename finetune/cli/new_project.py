@@ -17,7 +17,7 @@ from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import recommendations
-from finetune.planning.planner import make
+from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
 from finetune.tasks import classification
 from finetune.utils.errors import RecipeError
@@ -86,16 +86,16 @@ def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str
     if custom:
         names = ("ddp", "fsdp") if machines.ranks > 1 else ()
         launches = {name: launch_of_file(shipped(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names}
-        files = {name: recommendations.written(launch, 1) for name, launch in launches.items()}
+        files = {name: recommendations.launch_text(launch, 1) for name, launch in launches.items()}
         chosen = "ddp" if machines.ranks > 1 else "single"
         return _in_folder(files), chosen, "the simplest that uses this machine; a custom task is not planned", ()
-    plan = make(recipe, machines, shipped(LAUNCH_FILES))
+    plan = make_plan(recipe, machines, shipped(LAUNCH_FILES))
     if plan.advice.candidate is None:
         raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {plan.advice.reason}")
     chosen, reason = plan.advice.candidate.name, plan.advice.reason
     fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
     near = [name for name in fitting if plan.launches[name].offload_params == "none"]
-    files = {name: recommendations.written(plan.launches[name], 1) for name in {*(near or fitting), chosen}}
+    files = {name: recommendations.launch_text(plan.launches[name], 1) for name in {*(near or fitting), chosen}}
     return _in_folder(files), chosen, reason, plan.advice.changes
 
 

@@ -28,7 +28,7 @@ _COMPOSITE = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu", "mish")
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """Values of a recipe that a plan may change, other than the way to train."""
 
     micro: int
@@ -116,8 +116,8 @@ def _inner(config: Any, width: int) -> int:
     return max(one) if isinstance(one, list | tuple) else int(one or getattr(config, "n_inner", None) or 4 * width)
 
 
-def activations(
-    variant: Variant, setting: Setting, *, whole: bool = False, device: Device = "cuda"
+def predict_activations(
+    variant: Variant, setting: StepSetting, *, whole: bool = False, device: Device = "cuda"
 ) -> Activations | None:
     """Predicts what a micro-batch keeps; None if the network does not say that it is a transformer.
 

@@ -5,14 +5,14 @@ import math
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.param_specs import elements_of
 from finetune.distributed.strategies.prediction import Flow
-from finetune.planning.activation_memory import Setting, shape_of
+from finetune.planning.activation_memory import StepSetting, shape_of
 from finetune.planning.model_shapes import Variant, is_half
 
 COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
 """Prefixes of operations that send, in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
 
 
-def flows_of_rows(launch: Launch, variant: Variant, setting: Setting, accumulation: int) -> list[Flow]:
+def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:
     """Returns what the ranks that share rows exchange around attention; a step waits for all of it.
 
     Queries, keys, values and what comes out, each there and back; where layers are recomputed, there once more. Keys
@@ -28,7 +28,7 @@ def flows_of_rows(launch: Launch, variant: Variant, setting: Setting, accumulati
     return [Flow("all_to_all", "parts of rows", moved, parts, "none", 4 * times, apart=launch.tensor)]
 
 
-def flows_of_layers(launch: Launch, variant: Variant, setting: Setting, accumulation: int) -> list[Flow]:
+def flows_of_layers(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:
     """Returns what the ranks that share layers sum, in fp32; a step waits for all of it.
 
     Outputs of attention and MLP, and gradients of their inputs; where layers are recomputed, attention's outputs once

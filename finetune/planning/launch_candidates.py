@@ -11,9 +11,9 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.resolve_config import agree
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.optim import optimizers
-from finetune.planning.activation_memory import Device, Setting, shape_of
-from finetune.planning.model_shapes import Variant, part_of, unpaged
-from finetune.planning.rank_memory import peak, places, state
+from finetune.planning.activation_memory import Device, StepSetting, shape_of
+from finetune.planning.model_shapes import Variant, part_of, with_unpaged_optimizer
+from finetune.planning.rank_memory import peak_memory, resting_places, state_memory
 from finetune.tasks.task_lookup import check_task_splits
 from finetune.utils.errors import BackendError, RecipeError
 
@@ -34,7 +34,7 @@ class Candidate:
     name: str
     kind: str
     launch: Launch
-    setting: Setting
+    setting: StepSetting
     verdict: Verdict
     memory: Memory | None = None
     """Held from step to step, wherever it rests; None if it is refused."""
@@ -57,15 +57,15 @@ class Candidate:
         return round(self.peak * (1 + self.margin)) + OVERHEAD
 
 
-def setting_of(recipe: Recipe) -> Setting:
-    return Setting(recipe.batch.rows, recipe.model.gradient_checkpointing is True)
+def setting_of(recipe: Recipe) -> StepSetting:
+    return StepSetting(recipe.batch.rows, recipe.model.gradient_checkpointing is True)
 
 
-def assess(
+def assess_candidate(
     name: str,
     launch: Launch,
     variant: Variant,
-    setting: Setting,
+    setting: StepSetting,
     gpu: Gpu,
     *,
     device: Device = "cuda",
@@ -83,7 +83,7 @@ def assess(
             variant = part_of(variant, launch.tensor)
         sizes = [param.elements for param in variant.specs.params]
         strategy.check_network(launch, resolved.ds_config, variant.specs.width, sizes)
-        optimizers.check_optimizer(unpaged(recipe), cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(with_unpaged_optimizer(recipe), cut=launch.cuts_state, flat=launch.flattens)
     except (RecipeError, BackendError) as error:
         return replace(blank, reason=str(error))
     shape, accumulation = shape_of(variant), resolved.accumulation
@@ -92,14 +92,14 @@ def assess(
     if launch.defers(accumulation):
         # Whole gradients send less, so they are held where they fit.
         held, cut = (
-            assess(name, replace(launch, sync_each_batch=each), variant, setting, gpu, device=device)
+            assess_candidate(name, replace(launch, sync_each_batch=each), variant, setting, gpu, device=device)
             for each in (False, True)
         )
         return held if held.verdict == "fits" else cut
     share = strategy.predict_share(launch, variant.specs, accumulation)
-    memory = state(share, variant.state_bytes)
-    resting = places(launch, share, memory)
-    parts, known = peak(launch, variant, share, memory, setting, accumulation, device)
+    memory = state_memory(share, variant.state_bytes)
+    resting = resting_places(launch, share, memory)
+    parts, known = peak_memory(launch, variant, share, memory, setting, accumulation, device)
     made = replace(
         blank,
         memory=memory,

@@ -34,7 +34,7 @@ class LinkSpeeds:
         return (self.between if far else self.within).get(collective)
 
 
-def read(names: Sequence[str]) -> LinkSpeeds:
+def read_links(names: Sequence[str]) -> LinkSpeeds:
     """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
 
     Raises:

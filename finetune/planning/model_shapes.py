@@ -97,7 +97,7 @@ def part_of(variant: Variant, size: int) -> Variant:
     return replace(variant, specs=part, parts=size)
 
 
-def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
+def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
     """The recipe's model, trained in each way; a reason in place of a way that is closed.
 
     Args:
@@ -107,16 +107,16 @@ def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = K
     Raises:
         RecipeError: If the network cannot be built without weights.
     """
-    recipe = sized(recipe)
+    recipe = with_vocabulary_size(recipe)
     found: dict[str, Variant | str] = {}
     ways = {kind: as_kind(recipe, kind) for kind in kinds}
     packed_later = _packed_later(ways)
     adapted: tuple[nn.Module, Packable] | None = None
     for kind, wanted in ways.items():
         try:
-            network, packable = adapted or skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
+            network, packable = adapted or build_skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
             quantized = wanted.model.quantization is not None
-            scales = sum(pack(module, wanted, shape) for module, shape in packable) if quantized else 0
+            scales = sum(pack_linear(module, wanted, shape) for module, shape in packable) if quantized else 0
             found[kind] = _read_variant(network, kind, wanted, scales)
             adapted = (network, packable) if kind == "LoRA" and packable else None
         except RecipeError as error:
@@ -165,13 +165,13 @@ def is_half(recipe: Recipe) -> bool:
     return recipe.precision != "fp32"
 
 
-def unpaged(recipe: Recipe) -> Recipe:
+def with_unpaged_optimizer(recipe: Recipe) -> Recipe:
     """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
     name = recipe.optim.name.removeprefix("Paged")
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
 
 
-def sized(recipe: Recipe) -> Recipe:
+def with_vocabulary_size(recipe: Recipe) -> Recipe:
     """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
     if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
@@ -180,7 +180,7 @@ def sized(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
-def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
+def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
     """Builds the network that `build_network.build_model` would, without storage.
 
     Args:
@@ -239,7 +239,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(unpaged(recipe)),
+        state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe)),
         linears=tuple(_linears(network, splits)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
@@ -326,7 +326,7 @@ def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
         yield module
 
 
-def pack(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
+def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
     """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it.
 
     Args:

@@ -78,7 +78,12 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
     _bars(plan, console)
-    _advice(plan, console)
+    advice = plan.advice
+    if advice.candidate is None:
+        console.print(f"\nRecommended: {advice.reason}")
+    else:
+        more = f" with {' '.join(advice.changes)}" if advice.changes else ""
+        console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
         console.print(plan.own_error.line(plan.device))
@@ -125,11 +130,8 @@ def _size(size: float, unit: str) -> str:
 
 
 def _bars(plan: Plan, console: Console) -> None:
-    coloured, capacity, unit = (
-        console.is_terminal and not console.no_color,
-        plan.machines.gpu.memory_gib * GIB,
-        _unit(plan),
-    )
+    coloured = console.is_terminal and not console.no_color
+    capacity, unit = plan.machines.gpu.memory_gib * GIB, _unit(plan)
     legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
     for part, (letter, colour) in _PARTS.items():
         # A mark and its name stay on one line.
@@ -156,15 +158,6 @@ def _behind_bar(candidate: Candidate, unit: str) -> str:
     places = (("host", candidate.host), ("disk", candidate.disk))
     more = [f", {place} {_size(size, unit)}" for place, size in places if size]
     return f"{_size(candidate.peak, unit)} {unit}{''.join(more)}"
-
-
-def _advice(plan: Plan, console: Console) -> None:
-    advice = plan.advice
-    if advice.candidate is None:
-        console.print(f"\nRecommended: {advice.reason}")
-        return
-    more = f" with {' '.join(advice.changes)}" if advice.changes else ""
-    console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,19 +16,19 @@ from finetune.distributed.gpu_specs import Gpu, find, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import copies_and_parts, launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.activation_memory import Setting
-from finetune.planning.launch_candidates import Candidate, assess, setting_of
-from finetune.planning.link_speeds import read as read_links
+from finetune.planning.activation_memory import Device, StepSetting
+from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
+from finetune.planning.link_speeds import read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
-from finetune.planning.step_time import Machines, Time, Work, timed, work
+from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
 from finetune.utils import atomic_files
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.shipped_files import launch_folder
 
-if TYPE_CHECKING:
-    from finetune.planning.activation_memory import Device
+# Launch files that make sense on a single GPU.
+_ON_ONE_GPU = ("single", "zero3_offload", "zero3_nvme")
 
 # Where neither the command line nor this machine says.
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
@@ -49,7 +48,7 @@ class Plan:
     """Keys are a launch file and a way."""
     cheapest: dict[tuple[str, str], str]
     """Change that makes a candidate fit, of those that do not."""
-    setting: Setting
+    setting: StepSetting
     """The same for all candidates."""
     advice: Advice
     time: Time | None
@@ -117,7 +116,7 @@ def _gpu_here() -> tuple[Gpu | None, int]:
     return (replace(known, memory_gib=memory) if known is not None else None), torch.cuda.device_count()
 
 
-def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
+def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
     """Makes a plan; nothing is loaded or launched.
 
     Args:
@@ -130,29 +129,38 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
     if recipe.length.steps == 0:
         raise RecipeError("length.steps is 0: an evaluation trains nothing that could be planned. Give a length.")
     launches = _launches(folder or launch_folder(), machines)
-    variants = model_shapes.variants(recipe, stored)
+    variants = model_shapes.read_variants(recipe, stored)
 
     @functools.cache
-    def of(name: str, kind: str, setting: Setting) -> Candidate:
+    def of(name: str, kind: str, setting: StepSetting) -> Candidate:
         variant = variants[kind]
         if isinstance(variant, str):
             return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(assess(name, launches[name], variant, setting, machines.gpu), machines)
+        return _on_host(assess_candidate(name, launches[name], variant, setting, machines.gpu), machines)
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
-    setting = next((s for s in recommendations.settings(recipe, ranks) if s.checkpointed == own.checkpointed), own)
+    setting = next(
+        (s for s in recommendations.offered_settings(recipe, ranks) if s.checkpointed == own.checkpointed), own
+    )
     kind = model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
     cheapest = {
-        key: recommendations.cheapest(found, recipe, list(launches), of)
+        key: recommendations.cheapest_change(found, recipe, list(launches), of)
         for key, found in candidates.items()
         if found.verdict != "fits" and not isinstance(variants[key[1]], str)
     }
-    advice = recommendations.recommend(recipe, kind, launches, of)
-    chosen = variants[advice.candidate.kind] if advice.candidate is not None else None
-    planned = variants[kind]
+    advice = recommendations.recommend_launch(recipe, kind, launches, of)
+    chosen, planned, time, first_size = advice.candidate, variants[kind], None, None
     assert isinstance(planned, Variant)
+    if chosen is not None:
+        variant = variants[chosen.kind]
+        assert isinstance(variant, Variant)
+        time = predict_time(chosen, variant, machines)
+        if recipe.batch.micro_size == "auto":
+            sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
+            settings = [replace(chosen.setting, micro=size) for size in sizes]
+            first_size = max(s.micro for s in settings if of(chosen.name, chosen.kind, s).verdict == "fits")
     return Plan(
         recipe=recipe,
         kind=kind,
@@ -163,20 +171,36 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
         cheapest=cheapest,
         setting=setting,
         advice=advice,
-        time=timed(advice.candidate, chosen, machines) if advice.candidate and isinstance(chosen, Variant) else None,
-        work=work(planned),
-        own_error=measured_peaks.error(
-            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
+        time=time,
+        work=count_work(planned),
+        own_error=measured_peaks.compare_peaks(
+            measured_peaks.read_peaks(Path(recipe.data.cache_dir)), device := device_selection.identity()["device"]
         ),
         device=device,
-        first_size=_first_size(recipe, advice.candidate, of),
+        first_size=first_size,
     )
 
 
 def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
-    """The launch files for these machines, what to take first at the front."""
+    """Reads the launch files that make sense on these machines, what to take first at the front.
+
+    Raises:
+        FinetuneError: If there are none.
+    """
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if not files:
+        raise BackendError(
+            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
+            "--configs accelerate_configs."
+        )
+    for name in [name for name in files if name.endswith("_2nodes")]:
+        written = files.pop(name)
+        if machines.nodes > 1:
+            files[name.removesuffix("_2nodes")] = written
     found = {}
-    for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
+    for name, file in files.items():
+        if name not in _ON_ONE_GPU if machines.ranks == 1 else name == "single":
+            continue
         copies, parts = copies_and_parts(file)
         if copies > 1:
             copies = machines.nodes if machines.nodes > 1 else copies
@@ -194,15 +218,7 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
             "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
             "folder by --configs, or another number by --gpus and --nodes."
         )
-    return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
-
-
-def _first_size(recipe: Recipe, chosen: Candidate | None, make: recommendations.Make) -> int | None:
-    if recipe.batch.micro_size != "auto" or chosen is None:
-        return None
-    sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
-    settings = (replace(chosen.setting, micro=size) for size in sizes)
-    return max(s.micro for s in settings if make(chosen.name, chosen.kind, s).verdict == "fits")
+    return dict(sorted(found.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
 
 
 def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
@@ -214,7 +230,7 @@ def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
     return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
 
-def write(plan: Plan, file: Path) -> None:
+def write_launch_file(plan: Plan, file: Path) -> None:
     """Writes the launch file that a plan recommends.
 
     Raises:
@@ -225,7 +241,7 @@ def write(plan: Plan, file: Path) -> None:
     if file.exists():
         raise RecipeError(f"--write: {file} is there already, and nothing is overwritten unasked. Name another file.")
     try:
-        atomic_files.write_text(file, recommendations.written(plan.advice.candidate.launch, plan.machines.nodes))
+        atomic_files.write_text(file, recommendations.launch_text(plan.advice.candidate.launch, plan.machines.nodes))
     except OSError as error:
         raise RecipeError(f"--write: cannot write {file}: {error.strerror}.") from error
 
@@ -238,17 +254,17 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
     """
     kind = model_shapes.kind_of(recipe)
     try:
-        variant = model_shapes.variants(recipe, kinds=[kind])[kind]
+        variant = model_shapes.read_variants(recipe, kinds=[kind])[kind]
     except RecipeError:
         return None
     assert not isinstance(variant, str)
     gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0)
     checkpointed = recipe.model.gradient_checkpointing is True
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    return lambda rows: assess("", launch, variant, Setting(rows, checkpointed), gpu, device=device)
+    return lambda rows: assess_candidate("", launch, variant, StepSetting(rows, checkpointed), gpu, device=device)
 
 
-def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
+def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
     """The largest micro-batch that fits; the smallest where nothing can be said.
 
     Args:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies.prediction import Share
-from finetune.planning.activation_memory import Activations, Device, Setting, activations
+from finetune.planning.activation_memory import Activations, Device, StepSetting, predict_activations
 from finetune.planning.model_shapes import Variant, is_half
 
 
-def state(share: Share, state_bytes: float) -> Memory:
+def state_memory(share: Share, state_bytes: float) -> Memory:
     """Returns the bytes that a rank holds from step to step.
 
     Args:
@@ -22,7 +22,7 @@ def state(share: Share, state_bytes: float) -> Memory:
     return Memory(share.frozen, share.trained, 4 * share.summed, round(state_bytes * share.stepped))
 
 
-def places(launch: Launch, share: Share, memory: Memory) -> dict[str, int]:
+def resting_places(launch: Launch, share: Share, memory: Memory) -> dict[str, int]:
     """Returns where that rests: bytes on the device, in host memory and on disk."""
     found = {"none": 0, "cpu": 0, "nvme": 0}
     found[launch.offload_params] += memory.frozen + memory.trained
@@ -31,12 +31,12 @@ def places(launch: Launch, share: Share, memory: Memory) -> dict[str, int]:
     return {"device": found["none"], "host": found["cpu"], "disk": found["nvme"]}
 
 
-def peak(
+def peak_memory(
     launch: Launch,
     variant: Variant,
     share: Share,
     memory: Memory,
-    setting: Setting,
+    setting: StepSetting,
     accumulation: int,
     device: Device,
 ) -> tuple[dict[str, int], bool]:
@@ -51,7 +51,7 @@ def peak(
     data = variant.recipe.data
     part = data.model_copy(update={"sequence_length": data.sequence_length // launch.sequence})
     rows = replace(variant, recipe=variant.recipe.model_copy(update={"data": part}))
-    counted = activations(rows, setting, whole=share.keeps_inputs, device=device)
+    counted = predict_activations(rows, setting, whole=share.keeps_inputs, device=device)
     found = counted or Activations()
     weights = (memory.frozen + memory.trained) * (launch.offload_params == "none")
     optimizer = memory.optimizer * (launch.offload_optimizer == "none")
@@ -87,7 +87,7 @@ def peak(
     return max(moments, key=lambda parts: sum(parts.values())), counted is not None
 
 
-def _copies(launch: Launch, variant: Variant, share: Share, setting: Setting) -> dict[str, int]:
+def _copies(launch: Launch, variant: Variant, share: Share, setting: StepSetting) -> dict[str, int]:
     """Returns bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
     specs, half = variant.specs, is_half(variant.recipe)
     # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.

@@ -11,15 +11,14 @@ import yaml
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.planning.activation_memory import Setting
+from finetune.planning.activation_memory import StepSetting
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.model_shapes import KINDS
-from finetune.utils.errors import BackendError
 
 NOTHING = "nothing offered"
 """Stands in place of a change that makes a candidate fit."""
 
-Make = Callable[[str, str, Setting], Candidate]
+Make = Callable[[str, str, StepSetting], Candidate]
 """A candidate, of a launch file's name, a way to train and a setting."""
 
 
@@ -34,7 +33,7 @@ class Advice:
     reason: str
 
 
-def changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
+def recipe_changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     """Returns a candidate's changes to a recipe, as `key=value`."""
     found = []
     if candidate.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
@@ -53,31 +52,31 @@ def changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     return tuple(found)
 
 
-def settings(recipe: Recipe, ranks: int) -> Iterator[Setting]:
+def offered_settings(recipe: Recipe, ranks: int) -> Iterator[StepSetting]:
     """Yields the recipe's own setting and smaller ones, the cheapest change first."""
     micro, checkpointed = recipe.batch.rows, recipe.model.gradient_checkpointing is True
     share = recipe.batch.global_size // ranks if recipe.batch.global_size % ranks == 0 else 0
     smaller = [size for size in sorted(divisors(share), reverse=True) if size < micro] if share else []
     if smaller and share % micro:
         micro, *smaller = smaller
-    yield Setting(micro, checkpointed)
+    yield StepSetting(micro, checkpointed)
     if not checkpointed:
-        yield Setting(micro, True)
+        yield StepSetting(micro, True)
     for size in smaller:
-        yield Setting(size, checkpointed)
+        yield StepSetting(size, checkpointed)
     if not checkpointed:
-        yield from (Setting(size, True) for size in smaller)
+        yield from (StepSetting(size, True) for size in smaller)
 
 
-def cheapest(candidate: Candidate, recipe: Recipe, names: Sequence[str], make: Make) -> str:
+def cheapest_change(candidate: Candidate, recipe: Recipe, names: Sequence[str], make: Make) -> str:
     """Returns the cheapest change that makes a candidate fit: to the recipe, the launch file, or the way to train."""
-    own = changes(candidate, recipe)
+    own = recipe_changes(candidate, recipe)
     places = [(name, candidate.kind) for name in names[names.index(candidate.name) :]]
     places += [(candidate.name, kind) for kind in KINDS[KINDS.index(candidate.kind) + 1 :]]
     for name, kind in places:
-        for setting in settings(recipe, candidate.launch.data_ranks):
+        for setting in offered_settings(recipe, candidate.launch.data_ranks):
             if make(name, kind, setting).verdict == "fits":
-                more = changes(make(candidate.name, candidate.kind, setting), recipe)
+                more = recipe_changes(make(candidate.name, candidate.kind, setting), recipe)
                 if kind != candidate.kind:
                     return " ".join([kind, *more])
                 where = [] if name == candidate.name else [name]
@@ -85,22 +84,22 @@ def cheapest(candidate: Candidate, recipe: Recipe, names: Sequence[str], make: M
     return NOTHING
 
 
-def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
+def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
     """Returns the simplest launch that fits: shard rather than recompute, recompute rather than offload."""
     near = [name for name, launch in launches.items() if launch.offload_params == "none"]
     far = [name for name in launches if name not in near]
     tries = []
     for names in (near, far):
         ranks = max((launches[name].num_processes for name in names), default=1)
-        tries += [(name, kind, setting) for setting in settings(recipe, ranks) for name in names]
+        tries += [(name, kind, setting) for setting in offered_settings(recipe, ranks) for name in names]
     for other in KINDS[KINDS.index(kind) + 1 :]:
         for name, launch in launches.items():
-            tries += [(name, other, setting) for setting in settings(recipe, launch.num_processes)]
+            tries += [(name, other, setting) for setting in offered_settings(recipe, launch.num_processes)]
     for name, way, setting in tries:
         candidate = make(name, way, setting)
         if candidate.verdict == "fits":
             instead = "" if way == kind else f"nothing fits as the recipe is; with {way}: "
-            return Advice(candidate, changes(candidate, recipe), instead + reason(candidate.launch))
+            return Advice(candidate, recipe_changes(candidate, recipe), instead + reason_for(candidate.launch))
     tried = [make(*each) for each in tries]
     if all(candidate.verdict == "refused" for candidate in tried):
         return Advice(None, (), f"nothing can be launched. {tried[0].reason}")
@@ -142,39 +141,18 @@ def plain_name(launch: Launch) -> str:
     return name.removeprefix("ddp_")
 
 
-def preference(launch: Launch, nodes: int) -> int:
+def preference_of(launch: Launch, nodes: int) -> int:
     """Returns its place in the order, from 0; on one machine, full shards come before copies of them."""
     place = [*_REASONS].index(plain_name(launch)) if plain_name(launch) in _REASONS else len(_REASONS)
     return place * 2 + (5 if nodes == 1 and launch.replicate > 1 else 0)
 
 
-def reason(launch: Launch) -> str:
+def reason_for(launch: Launch) -> str:
     """Returns why to take it."""
     return _REASONS.get(plain_name(launch), "a custom launch file")
 
 
-def files(folder: Path, gpus: int, nodes: int) -> dict[str, Path]:
-    """Finds the launch files in a folder that make sense on so many GPUs of so many machines, by name.
-
-    Raises:
-        BackendError: If there are none.
-    """
-    found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    if not found:
-        raise BackendError(
-            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
-            "--configs accelerate_configs."
-        )
-    for name in [n for n in found if n.endswith("_2nodes")]:
-        place = found.pop(name)
-        if nodes > 1:
-            found[name.removesuffix("_2nodes")] = place
-    ranks = gpus * nodes
-    sole = {"single", "zero3_offload", "zero3_nvme"}
-    return {n: f for n, f in found.items() if (ranks > 1 and n != "single") or (ranks == 1 and n in sole)}
-
-
-def written(launch: Launch, nodes: int) -> str:
+def launch_text(launch: Launch, nodes: int) -> str:
     """Returns a launch file's text for the launch's processes on so many machines."""
     source = Path(str(launch.file))
     text = source.read_text(encoding="utf-8")

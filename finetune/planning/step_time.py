@@ -88,7 +88,7 @@ class Time:
     energy_kwh: float | None
 
 
-def work(variant: Variant) -> Work:
+def count_work(variant: Variant) -> Work:
     """Counts a variant's arithmetic."""
     recipe = variant.recipe
     length, a_step = recipe.length, recipe.batch.global_size * recipe.data.sequence_length
@@ -107,7 +107,7 @@ def work(variant: Variant) -> Work:
     )
 
 
-def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
+def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
     """Predicts a candidate's step; None in fp32, whose rate is not in the table of GPUs.
 
     Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
@@ -139,7 +139,7 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
         moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
         exposed += max(0.0, seconds - window)
     step = compute + exposed
-    steps = work(variant).steps
+    steps = count_work(variant).steps
     hours = None if steps is None else steps * step / 3600
     gpu_hours = None if hours is None else hours * ranks
     return Time(

@@ -22,7 +22,7 @@ from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
-from finetune.planning.planner import candidates_of, largest
+from finetune.planning.planner import candidates_of, largest_micro_size
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.compat import torch_private
@@ -79,7 +79,9 @@ def resolve_micro_size(
     kept = _kept(recipe, launch, digest)
     if rank == 0:
         known = _read(kept, room.total)
-        notes.write("begin", known or {"first": largest(recipe, launch, sizes, room.total), "room": room.total})
+        notes.write(
+            "begin", known or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
+        )
     begin = notes.read("begin")
     if "rows" in begin:
         return _sized(recipe, begin, room.place, known=True)

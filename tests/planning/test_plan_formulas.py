@@ -25,8 +25,8 @@ from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.monitoring import flops
 from finetune.planning import model_shapes, recommendations
-from finetune.planning.activation_memory import Setting, activations, shape_of
-from finetune.planning.rank_memory import places, state
+from finetune.planning.activation_memory import StepSetting, predict_activations, shape_of
+from finetune.planning.rank_memory import resting_places, state_memory
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 BILLION = 10**9
@@ -52,7 +52,7 @@ def ds(kind: str) -> dict[str, Any]:
 
 
 def held(launch: Launch, specs: ParamSpecs, *, state_bytes: float = 8, gradient_bytes: int = 4) -> int:
-    memory = state(share_of(launch, specs), state_bytes)
+    memory = state_memory(share_of(launch, specs), state_bytes)
     return memory.frozen + memory.trained + memory.gradients * gradient_bytes // 4 + memory.optimizer
 
 
@@ -86,7 +86,7 @@ def test_shards_add_up(kind: str) -> None:
     specs, elements = ParamSpecs(weights, 0, 64), 21 + 5 + 4096 + 9
     for ranks in (1, 2, 3, 8, 64):
         launch = Launch(kind=kind, num_processes=ranks, ds_config=ds(kind))
-        memory = state(share_of(launch, specs), 8)
+        memory = state_memory(share_of(launch, specs), 8)
         assert elements * 8 <= memory.optimizer * ranks <= (elements + ranks * sum(w.elements for w in weights)) * 8
         # A row, or an element, is not cut.
         least = sum(math.prod(w.shape[1:]) if kind == "fsdp" else 1 for w in weights)
@@ -96,7 +96,7 @@ def test_shards_add_up(kind: str) -> None:
 def test_whole_gradients_while_micro_batches_add_up() -> None:
     for kind, whole in (("fsdp", True), ("zero2", False), ("zero3", False)):
         launch, specs = one(kind, 8, 1_000_000)
-        one_by_one, added = (state(share_of(launch, specs, times), 8).gradients for times in (1, 4))
+        one_by_one, added = (state_memory(share_of(launch, specs, times), 8).gradients for times in (1, 4))
         assert added == (4_000_000 if whole else one_by_one)
 
 
@@ -221,9 +221,9 @@ def test_layers_keep_what_the_formula_says(half: bool, lora: bool, model: dict, 
     """Within a few percent a layer: left out are products of rank 4, and a number a token."""
     few, many = recipe(1, half, lora, model, **config), recipe(3, half, lora, model, **config)
     measured = (saved(many)[0] - saved(few)[0]) / 2
-    variant = model_shapes.variants(many)[model_shapes.kind_of(many)]
+    variant = model_shapes.read_variants(many)[model_shapes.kind_of(many)]
     checkpointed = many.model.gradient_checkpointing
-    found = activations(variant, Setting(ROWS, checkpointed is True))
+    found = predict_activations(variant, StepSetting(ROWS, checkpointed is True))
     predicted = 4 * ROWS * TOKENS * LLAMA["hidden_size"] if checkpointed else found.layer
     assert predicted == pytest.approx(measured, rel=0.05)
 
@@ -234,7 +234,7 @@ def test_autocast_copies_what_is_counted(lora: bool) -> None:
     counted, measured = [], []
     for layers in (1, 3):
         wanted = recipe(layers, True, lora)
-        weights = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)].specs.params
+        weights = model_shapes.read_variants(wanted)[model_shapes.kind_of(wanted)].specs.params
         counted.append(sum(2 * w.elements for w in weights if w.multiplied and w.itemsize == 4))
         measured.append(saved(wanted)[1])
     assert counted[1] - counted[0] == measured[1] - measured[0]
@@ -279,7 +279,7 @@ def test_arithmetic_is_that_of_a_counted_step(lora: bool, config: dict[str, Any]
     # Torch does not count the products of stacked experts either.
     network.set_experts_implementation("eager")
     kind = model_shapes.kind_of(wanted)
-    variant = model_shapes.variants(wanted, kinds=(kind,))[kind]
+    variant = model_shapes.read_variants(wanted, kinds=(kind,))[kind]
     with FlopCounterMode(display=False) as forward:
         loss = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
     with FlopCounterMode(display=False) as backward:
@@ -310,8 +310,8 @@ def test_offload_leaves_the_device() -> None:
     for name, place in (("zero3_offload", "host"), ("zero3_nvme", "disk"), ("fsdp_offload", "host"), ("ddp", "device")):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
         share = share_of(launch, one("ddp", 8, 8_000_000)[1])
-        memory = state(share, 8)
-        found = places(launch, share, memory)
+        memory = state_memory(share, 8)
+        found = resting_places(launch, share, memory)
         assert (
             found[place] == sum(found.values()) == memory.frozen + memory.trained + memory.gradients + memory.optimizer
         )
@@ -321,6 +321,6 @@ def test_every_shipped_launch_file_has_its_place_and_reason() -> None:
     found = {}
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         launch = launch_of_file(file, 1 if file.stem == "single" else 16)
-        found[file.stem] = (recommendations.plain_name(launch), recommendations.reason(launch))
+        found[file.stem] = (recommendations.plain_name(launch), recommendations.reason_for(launch))
     assert all(name.removesuffix("_2nodes") == plain for name, (plain, _) in found.items())
     assert "a custom launch file" not in {reason for _, reason in found.values()}

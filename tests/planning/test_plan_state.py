@@ -17,7 +17,7 @@ from finetune.distributed.resolve_config import derive_accumulation
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning import model_shapes
-from finetune.planning.rank_memory import state
+from finetune.planning.rank_memory import state_memory
 
 LAUNCHES = {
     "single": 1,
@@ -66,9 +66,9 @@ def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
     wrong = {}
     for job, run in launcher.many(name, recipes, processes=processes).items():
         recipe = validate_recipe(recipes[job])
-        variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
+        variant = model_shapes.read_variants(recipe)[model_shapes.kind_of(recipe)]
         share = strategy_of(launch).predict_share(launch, variant.specs, derive_accumulation(recipe, processes))
-        predicted = state(share, optimizers.state_bytes(recipe))
+        predicted = state_memory(share, optimizers.state_bytes(recipe))
         if asdict(predicted) != (read := run.check().facts["memory"]):
             wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}
     assert not wrong, "(predicted, read back)"
@@ -82,8 +82,8 @@ def test_state_of_split_layers_is_exact_to_the_byte(launcher: Launcher, name: st
     run = launcher.many("tp", SPLIT_LAYERS)[job] if name == "tp" else launcher.one(name, KEPT)
     recipe = validate_recipe(SPLIT_LAYERS[job] if name == "tp" else KEPT)
     launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 2 if name == "tp" else 4)
-    variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
+    variant = model_shapes.read_variants(recipe)[model_shapes.kind_of(recipe)]
     assert isinstance(variant, model_shapes.Variant)
     specs = model_shapes.part_of(variant, launch.tensor).specs
     share = strategy_of(launch).predict_share(launch, specs, derive_accumulation(recipe, launch.data_ranks))
-    assert asdict(state(share, optimizers.state_bytes(recipe))) == run.check().facts["memory"]
+    assert asdict(state_memory(share, optimizers.state_bytes(recipe))) == run.check().facts["memory"]

@@ -21,7 +21,7 @@ from finetune.distributed.launch.predicted_environment import launch_of_file, pr
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.planning import model_shapes
-from finetune.planning.launch_candidates import Candidate, assess, setting_of
+from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
 from finetune.training import micro_batch_search
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -160,7 +160,7 @@ def variant_of(micro: int = 1) -> model_shapes.Variant:
             "precision": "bf16",
         }
     )
-    variant = model_shapes.variants(recipe, kinds=["full"])["full"]
+    variant = model_shapes.read_variants(recipe, kinds=["full"])["full"]
     assert isinstance(variant, model_shapes.Variant)
     return variant
 
@@ -169,7 +169,7 @@ def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *,
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
     gpu = find(f"h100-80gb,memory={gib}")
-    return assess(name, asked, variant, setting_of(recipe), gpu)
+    return assess_candidate(name, asked, variant, setting_of(recipe), gpu)
 
 
 def test_a_plan_holds_whole_gradients_where_they_fit() -> None:

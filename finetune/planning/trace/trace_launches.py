@@ -47,7 +47,7 @@ class Traced:
         return self.candidate.peak / self.peak - 1 if self.parts and self.candidate.parts else None
 
 
-def wanted(plan: Plan, names: str) -> list[Candidate]:
+def find_wanted(plan: Plan, names: str) -> list[Candidate]:
     """The candidates to trace.
 
     Args:
@@ -70,7 +70,7 @@ def wanted(plan: Plan, names: str) -> list[Candidate]:
     return [plan.candidates[name, plan.kind] for name in chosen]
 
 
-def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
+def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
     """Traces candidates one after the other.
 
     Args:
