@@ -78,7 +78,7 @@ def _stage3_share(launch: Launch, specs: ParamSpecs, section: dict[str, Any]) ->
     live = round(whole * min(1.0, int(section["stage3_max_live_parameters"]) / elements))
     again = round(whole * min(1.0, int(section["stage3_max_reuse_distance"]) / 2 / elements))
     ahead = bytes_of(specs.units.get(specs.head, [])) + 4 * int(section["stage3_prefetch_bucket_size"])
-    loss = max(again, min(live, ahead))
+    loss, largest = max(again, min(live, ahead)), max(p.nbytes for p in specs.params)
     stepped = sum(math.ceil(p.elements / ranks) for p in specs.trained)
     return Share(
         frozen=held(specs.frozen) + specs.rest,
@@ -92,7 +92,7 @@ def _stage3_share(launch: Launch, specs: ParamSpecs, section: dict[str, Any]) ->
             loss=loss,
             loss_gradient=loss,
             # A head that looks no tokens up is first to run backwards, and freed.
-            backward=max(again, min(live, loss + max(p.nbytes for p in specs.params))) - specs.head_alone,
+            backward=max(again - specs.head_alone, min(live, whole - specs.head_alone, loss + largest)),
         ),
         # A bucket goes when it is full: all of an adapter's may fit in one.
         in_flight=max(min(bucket, 4 * elements_of(specs.trained)), specs.largest_gradient),
