@@ -130,7 +130,7 @@ def predict_activations(
     half, length = is_half(recipe), recipe.data.sequence_length
     tokens, c = setting.micro * length, 2 if half else 4
     # True if the inputs of MLPs' last modules are kept.
-    last = any(inputs == s.f * s.parts and kept for inputs, kept, _ in variant.linears)
+    last = any(inputs == s.f * s.parts and kept for inputs, kept in variant.linears)
     pairs = _pairs(variant, s, c) * setting.micro * length**2
     layer = pairs + tokens * (
         _norms(variant, s, half, whole)
@@ -204,11 +204,7 @@ def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
 
 def _inputs(variant: Variant, s: Shape) -> int:
     """Counts 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway."""
-    inside = [
-        inputs // (s.parts if split else 1)
-        for inputs, kept, split in variant.linears
-        if kept and inputs != s.f * s.parts
-    ]
+    inside = [inputs for inputs, kept in variant.linears if kept and inputs != s.f * s.parts]
     head = s.h if variant.linears and variant.linears[-1][1] else 0
     return 2 * (sum(inside) - head) // s.layers
 

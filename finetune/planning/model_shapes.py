@@ -54,9 +54,8 @@ class Variant:
     trained: int
     state_bytes: float
     """Bytes that the optimiser keeps for an element."""
-    linears: tuple[tuple[int, bool, bool], ...]
-    """Each linear module's input features, True if these are kept for the backward pass, and True if ranks that share
-    its layer have a part of them each."""
+    linears: tuple[tuple[int, bool], ...]
+    """Each linear module's input features, and True if these are kept for the backward pass."""
     adapters: str | None
     adapted: tuple[tuple[int, int], ...]
     """Input and output features of each module that has an adapter."""
@@ -240,7 +239,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
         state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe)),
-        linears=tuple(_linears(network, splits)),
+        linears=tuple(_linears(network)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
         config=config,
@@ -358,13 +357,10 @@ def _wrappers(network: nn.Module) -> list[Any]:
     return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
 
 
-def _linears(network: nn.Module, splits: Splits) -> Iterator[tuple[int, bool, bool]]:
+def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
     adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
     module: Any
     for name, module in network.named_modules():
-        if type(module).__name__ not in ("Linear", "StoredLinear", "Conv1D") or ".lora_" in name:
-            continue
-        inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
-        how = splits.parameters.get(f"{name}.weight")
-        by_inputs = how is not None and how.dim == 1 and (how.packed is None or how.shape[0] > 1)
-        yield inputs, id(module) in adapted or bool(module.weight.requires_grad), by_inputs
+        if type(module).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in name:
+            inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
+            yield inputs, id(module) in adapted or bool(module.weight.requires_grad)

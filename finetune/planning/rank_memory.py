@@ -88,29 +88,25 @@ def peak_memory(
 
 
 def _copies(launch: Launch, variant: Variant, share: Share, setting: StepSetting) -> dict[str, int]:
-    """Returns bytes of weights in another dtype, and of a gradient in 16 bit, by moment."""
-    specs, half = variant.specs, is_half(variant.recipe)
-    # Quantized weights, and stored ones of 16 bit where products are fp32, are read up one at a time.
-    read = max(2 * p.packed if half else 4 * (p.packed or p.elements * (p.itemsize < 4)) for p in specs.params)
-    if not half:
-        return {"forward": read, "loss": 0, "loss gradient": 0, "backward": read, "end": read}
+    """Returns bytes of 16-bit copies of weights, by moment."""
+    specs = variant.specs
     fused = specs.head if variant.loss_by_head else None
     cast = {
-        name: [2 * p.elements for p in unit if p.multiplied and p.itemsize == 4] for name, unit in specs.units.items()
+        name: [2 * p.elements for p in unit if p.multiplied and p.itemsize == 4 and is_half(variant.recipe)]
+        for name, unit in specs.units.items()
     }
     head, layers = sum(cast.pop(specs.head, [])), [*map(sum, cast.values())]
-    trained = [2 * p.elements for p in specs.trained if p.multiplied and p.unit != fused]
     # Autograd keeps copies until the backward pass, unless they are made anew for each product or with their layer.
     kept = 0 if setting.checkpointed or share.keeps_inputs else sum(layers)
     used = max(map(max, filter(None, cast.values())), default=0) if share.keeps_inputs else max(layers, default=0)
     # Autocast keeps its copies of trained weights through a forward pass, unless layers are gathered and freed.
-    cached = max(kept, 0 if launch.sharded else sum(trained))
-    made = read + max(trained, default=0)
+    trained = [2 * p.elements for p in specs.trained if p.multiplied and p.unit != fused]
+    cached = max(kept, 0 if launch.sharded or not is_half(variant.recipe) else sum(trained))
     return {
-        "forward": max(cached, used) + read,
+        "forward": max(cached, used),
         # A head that computes the loss lets go of its copy.
         "loss": cached + head,
         "loss gradient": kept + (head if fused is None else 0),
-        "backward": max(kept, used) + made,
-        "end": used + made,
+        "backward": max(kept, used),
+        "end": used,
     }
