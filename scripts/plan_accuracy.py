@@ -30,7 +30,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.gpu_specs import find_gpu
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import model_shapes
-from finetune.planning.launch_candidates import Candidate, assess, setting_of
+from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -110,11 +110,11 @@ def predicted(name: str, recipe: dict[str, Any], each: bool | None = None) -> Ca
     """
     way, launch, _ = name.split(":")
     wanted = validate_recipe(recipe)
-    variant = model_shapes.variants(wanted, kinds=[WAYS[way]])[WAYS[way]]
+    variant = model_shapes.read_variants(wanted, kinds=[WAYS[way]])[WAYS[way]]
     assert not isinstance(variant, str), variant
     asked = launch_of_file(ROOT / "accelerate_configs" / f"{launch}.yaml", LAUNCHES[launch])
     asked = replace(asked, sync_each_batch=each)
-    return assess(launch, asked, variant, setting_of(wanted), find_gpu("h100-80gb"), device="cpu")
+    return assess_candidate(launch, asked, variant, setting_of(wanted), find_gpu("h100-80gb"), device="cpu")
 
 
 def measured(name: str, recipe: dict[str, Any], folder: Path, each: bool | None = None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import recommendations
-from finetune.planning.planner import make
+from finetune.planning.planner import make_plan
 from finetune.planning.step_time import Machines
 from finetune.tasks import classification
 from finetune.utils.errors import RecipeError
@@ -84,25 +84,22 @@ def write_project(folder: Path, project: Project) -> list[str]:
 def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
     """Returns the launch files that fit, the name of the one to take, why, and what to change of the recipe with it."""
     machines = this_machine()
-    changes: tuple[str, ...] = ()
     if custom:
         names = ("ddp", "fsdp") if machines.ranks > 1 else ()
         launches = {
             name: launch_of_file(shipped_path(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names
         }
+        files = {name: recommendations.launch_text(launch, 1) for name, launch in launches.items()}
         chosen = "ddp" if machines.ranks > 1 else "single"
-        reason = "the simplest that uses this machine; a custom task is not planned"
-    else:
-        plan = make(recipe, machines, shipped_path(LAUNCH_FILES))
-        reason, changes = plan.advice.reason, plan.advice.changes
-        if plan.advice.candidate is None:
-            raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {reason}")
-        chosen = plan.advice.candidate.name
-        fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
-        near = [name for name in fitting if plan.launches[name].offload_params == "none"]
-        launches = {name: plan.launches[name] for name in {*(near or fitting), chosen}}
-    files = {name: recommendations.written(launch, 1) for name, launch in launches.items()}
-    return _in_folder(files), chosen, reason, changes
+        return _in_folder(files), chosen, "the simplest that uses this machine; a custom task is not planned", ()
+    plan = make_plan(recipe, machines, shipped_path(LAUNCH_FILES))
+    if plan.advice.candidate is None:
+        raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {plan.advice.reason}")
+    chosen, reason = plan.advice.candidate.name, plan.advice.reason
+    fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
+    near = [name for name in fitting if plan.launches[name].offload_params == "none"]
+    files = {name: recommendations.launch_text(plan.launches[name], 1) for name in {*(near or fitting), chosen}}
+    return _in_folder(files), chosen, reason, plan.advice.changes
 
 
 def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:

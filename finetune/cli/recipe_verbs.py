@@ -192,17 +192,17 @@ def plan(parsed: argparse.Namespace) -> None:
     go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
-        from finetune.planning.planner import machines_of, make, write
+        from finetune.planning.planner import machines_of, make_plan, write_launch_file
 
         silence_libraries()
 
-    plan = make(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
+    plan = make_plan(recipe, machines_of(parsed), Path(parsed.configs) if parsed.configs else None, parsed.stored)
     console, found = plain_console(), None
     if parsed.trace:
         from finetune.planning.trace import trace_launches
 
         say = to_stderr if sys.stderr.isatty() else lambda _: None
-        found = trace_launches.trace(plan, trace_launches.wanted(plan, parsed.trace), parsed.stored, say)
+        found = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
         print(plan_report.as_json(plan, found))
     else:
@@ -210,7 +210,7 @@ def plan(parsed: argparse.Namespace) -> None:
         if found is not None:
             plan_report.print_traced(found, console)
     if parsed.write:
-        write(plan, Path(parsed.write))
+        write_launch_file(plan, Path(parsed.write))
         if not parsed.json:
             print(f"Written: {parsed.write}")
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import distributed
 
 from finetune.utils.atomic_files import write_json
@@ -71,8 +72,8 @@ class Size:
 class Line:
     """A ring's link: `seconds = hops * latency_s + share * bytes / bandwidth`."""
 
-    latency_s: float
-    bandwidth: float
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Bytes a second."""
 
     def seconds(self, ring: Ring, processes: int, size: int) -> float:

@@ -1,1 +1,1 @@
-"""What a run would take, before it is launched: memory, time, traffic and cost, under every launch file."""
+"""Predicts memory, time, traffic and cost of a run under every launch file, before it is launched."""

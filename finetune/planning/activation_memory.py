@@ -1,4 +1,4 @@
-"""Predicts what a forward pass keeps for the backward pass.
+"""Predicts what a forward pass keeps for the backward pass, for the table of a plan; `trace/` counts it exactly.
 
 After Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, section 4.1), who count what each operation saves, but
 for what transformers' networks save as this toolkit trains them: weights, norms and the residual stream in fp32, and
@@ -10,15 +10,17 @@ values, `d` width of a head, `c` bytes that products are computed in (2 or 4), `
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from finetune.config.recipe_schema import Recipe
 from finetune.models import chunked_loss
 from finetune.monitoring import flops
 from finetune.planning.model_shapes import Variant, is_half
-from finetune.planning.transient_memory import Device
 
-# What architectures call their dropout: of attention's weights, and of what is added to the residual stream.
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+Device = Literal["cuda", "cpu"]
+"""Plans are for GPUs, and are compared with runs on CPUs, where the loss is computed for fewer tokens at once."""
+
+# What architectures call the dropout of what is added to the residual stream. Attention's keeps nothing on GPUs.
 _DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout")
 
 # Activations written out in elementary operations save their steps.
@@ -26,25 +28,39 @@ _COMPOSITE = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu", "mish")
 
 
 @dataclass(frozen=True)
+class StepSetting:
+    """Values of a recipe that a plan may change, other than the way to train."""
+
+    micro: int
+    """Rows of a micro-batch."""
+    checkpointed: bool
+    """True if layers are recomputed in the backward pass."""
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """Returns a recipe in this setting."""
+        # Of `selective` too little is recomputed to be planned.
+        again = self.checkpointed or (recipe.model.gradient_checkpointing == "selective" and "selective")
+        batch = recipe.batch.model_copy(update={"micro_size": self.micro})
+        model = recipe.model.model_copy(update={"gradient_checkpointing": again})
+        return recipe.model_copy(update={"batch": batch, "model": model})
+
+
+@dataclass(frozen=True)
 class Activations:
     """Bytes of a micro-batch on a rank."""
 
     kept: int = 0
-    """What the layers keep until the backward pass comes to them."""
+    """Kept by all layers until the backward pass comes to them."""
     norm_and_head: int = 0
-    """What the last norm and the head keep, until the backward pass begins with these."""
+    """Kept by the last norm and the head."""
     layer: int = 0
-    """What one layer keeps: recomputed, where activations are checkpointed."""
-    attention: int = 0
-    """What attention and its norm keep of that, the last to run backwards."""
-    gradients: int = 0
-    """Gradients of activations at a layer's fullest moment in the backward pass, in its MLP."""
-    outputs: int = 0
-    """What a layer's last linear module is given, casts to and puts out, beside what it keeps."""
-    scores: int = 0
-    """The head's output and the loss when the backward pass begins, which is its largest moment."""
-    scores_forward: int = 0
-    """The same when the forward pass ends."""
+    """Kept by one layer: recomputed, where activations are checkpointed."""
+    working: int = 0
+    """Beside that at a layer's fullest moment, in its MLP: outputs, or gradients of activations."""
+    loss: int = 0
+    """The head's output and the loss when the forward pass ends."""
+    loss_gradient: int = 0
+    """The same, with gradients, when the backward pass begins."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +78,13 @@ class Shape:
     rms: bool
     head_norms: bool
     composite: bool
+    dropout: bool
     parts: int
     """Ranks that the layer is split over: `f`, `a` and `k` are a rank's."""
 
 
 def shape_of(variant: Variant) -> Shape | None:
-    """The sizes of a variant's network; None if it does not say that it is a transformer."""
+    """Returns the sizes of a variant's network; None if it does not say that it is a transformer."""
     config: Any = variant.config.get_text_config() if variant.config is not None else None
     each = flops.layers_of(config)
     heads = max((int(getattr(layer, "num_attention_heads", None) or 0) for layer in each), default=0)
@@ -88,99 +105,85 @@ def shape_of(variant: Variant) -> Shape | None:
         rms=hasattr(config, "rms_norm_eps"),
         head_norms="q_norm" in variant.names,
         composite=kind in _COMPOSITE,
+        dropout=any(getattr(config, name, None) for name in _DROPOUT),
         parts=variant.parts,
     )
 
 
 def _inner(config: Any, width: int) -> int:
-    """The width between an MLP's layers; of a mixture, of one expert. Gemma 3n lists it for each layer."""
+    """Returns the width between an MLP's layers, or one expert's. Gemma 3n lists it for each layer."""
     one = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     return max(one) if isinstance(one, list | tuple) else int(one or getattr(config, "n_inner", None) or 4 * width)
 
 
-def activations(
-    variant: Variant,
-    *,
-    checkpointed: bool,
-    micro: int,
-    whole: bool = False,
-    device: Device = "cuda",
+def predict_activations(
+    variant: Variant, setting: StepSetting, *, whole: bool = False, device: Device = "cuda"
 ) -> Activations | None:
-    """What a micro-batch keeps; None if the network does not say that it is a transformer.
+    """Predicts what a micro-batch keeps; None if the network does not say that it is a transformer.
 
     Args:
-        checkpointed: Whether layers are recomputed in the backward pass.
-        micro: Rows.
-        whole: Whether linear modules keep their inputs as they are given; see `transient_memory.keeps_inputs_whole`.
+        whole: True if linear modules keep their inputs as they are given; see `Share.keeps_inputs`.
     """
     recipe, s = variant.recipe, shape_of(variant)
     if s is None:
         return None
-    half = is_half(recipe)
-    length = recipe.data.sequence_length
-    tokens = micro * length
-    c = 2 if half else 4
-    norms = tokens * _norms(variant, s, half, whole)
-    attention = tokens * _attention(variant, s, half, whole) + _pairs(variant, s, c) * micro * length**2
-    if device == "cpu" and recipe.model.attention in ("auto", "packed", "sdpa") and _rate(variant, _ATTENTION_DROPOUT):
-        # Without a fused kernel that has dropout: scores, mask and product, in fp32.
-        attention += 12 * s.a * micro * length**2
-    attention += tokens * _adapted(variant, s, c, device)
-    layer = norms + attention + tokens * _mlp(variant, s, half, whole)
-    if _rate(variant, _DROPOUT):
-        # Masks of both sublayers' outputs: of a byte, or as CPUs make them.
-        layer += 2 * tokens * s.h * (1 if device == "cuda" else c)
+    half, length = is_half(recipe), recipe.data.sequence_length
+    tokens, c = setting.micro * length, 2 if half else 4
+    # True if the inputs of MLPs' last modules are kept.
+    last = any(inputs == s.f * s.parts and kept for inputs, kept in variant.linears)
+    pairs = _pairs(variant, s, c) * setting.micro * length**2
+    layer = pairs + tokens * (
+        _norms(variant, s, half, whole)
+        + _attention(variant, s, half, whole)
+        + _mlp(variant, s, half, whole, last)
+        + _adapted(variant, s, c)
+    )
+    if s.dropout:
+        layer += 2 * tokens * s.h
     # The residual stream; what a norm's own weight needs; what the head is given.
     norm_and_head = 4 + (4 if variant.norms_trained else 0)
     head_trained = bool(variant.linears and variant.linears[-1][1])
-    fused = variant.loss_by_head
-    if whole and not fused:
-        norm_and_head += 4
-    elif head_trained and not fused:
-        norm_and_head += c
-    kept = (4 * tokens * s.h if checkpointed else layer) * s.layers
-    # Of both factors of a gated product, and of the residual stream, also in 16 bit. An adapter's is made in fp32.
-    last = _keeps_last_inputs(variant, s)
-    cast = half and last and variant.adapters is not None
+    if not variant.loss_by_head:
+        norm_and_head += 4 if whole else c * head_trained
+    # Of the residual stream, also in 16 bit.
     stream = (6 if half else 4) * s.h
-    if s.parts > 1:
-        # What is summed over ranks is copied for it in fp32; in 16 bit, part and sum are there beside that.
-        stream += (6 if half else 4) * s.h
-    # And where its inputs were dropped, that gradient is there before and after.
-    dropped = cast and recipe.lora is not None and recipe.lora.dropout > 0
-    gradients = tokens * (((2 if s.gated else 1) * c + (2 if cast else 0) + (4 if dropped else 0)) * s.f + stream)
-    # Autograd keeps what is given to a module that is trained, but an adapter's 16-bit copy of an fp32 one.
-    given = (c if whole else c + 4) if cast else 0 if last else c
-    outputs = tokens * (given * s.f + stream) + _norms_of_dora(variant, c)
-    forward, scores = _loss(variant, s, tokens, c, head_trained, fused, device)
-    norm_and_head *= tokens * s.h
-    return Activations(kept, norm_and_head, layer, norms // 2 + attention, gradients, outputs, scores, forward)
+    # Of both factors of a gated product; an adapter's are made in fp32.
+    cast = half and last and variant.adapters is not None
+    inner = c + 4 if cast else 2 * c if s.gated else c
+    if cast and recipe.lora is not None and recipe.lora.dropout:
+        # Where its inputs were dropped, that gradient is there before and after.
+        inner += 4
+    loss, loss_gradient = _loss(variant, s, tokens, c, head_trained, device)
+    return Activations(
+        kept=(4 * tokens * s.h if setting.checkpointed else layer) * s.layers,
+        norm_and_head=norm_and_head * tokens * s.h,
+        layer=layer,
+        working=tokens * (inner * s.f + stream) + _norms_of_dora(variant, c),
+        loss=loss,
+        loss_gradient=loss_gradient,
+    )
 
 
-def _loss(
-    variant: Variant, s: Shape, tokens: int, c: int, head_trained: bool, fused: bool, device: Device
-) -> tuple[int, int]:
-    """Bytes of head and loss when the forward pass ends, and when the backward pass begins."""
+def _loss(variant: Variant, s: Shape, tokens: int, c: int, head_trained: bool, device: Device) -> tuple[int, int]:
+    """Returns bytes of head and loss when the forward pass ends, and when the backward pass begins."""
     if not variant.next_token:
         return 0, 0
     half = c < 4
-    if not fused:
+    if not variant.loss_by_head:
         # Logits, their fp32 copy, log-probabilities; then these, and their gradient and that of their copy.
         return (10 if half else 8) * tokens * s.vocabulary, 12 * tokens * s.vocabulary
     # A chunk's products and logits; what the head is given, and its gradient; the weight's, and a chunk's part of it.
-    # Ranks that share layers compute the loss of a part of the tokens each, in a copy, and join its gradients.
-    gathered = 4 * tokens * s.h if s.parts > 1 else 0
+    # Ranks that share layers compute the loss of a part of the tokens each.
     tokens = -(-tokens // s.parts)
     rows = chunked_loss.rows_of_chunk(tokens, s.vocabulary)
     chunk = s.vocabulary * (c * rows + (4 * chunked_loss.rows_in_cache(rows, s.vocabulary, device) if half else 0))
     inputs, weight = tokens * s.h, s.vocabulary * s.h * head_trained
-    copied = 4 * inputs if s.parts > 1 else 0
     parts = (10 if rows < tokens else 6) if half else 4
-    return chunk + copied + (2 * c if half else c) * inputs + parts * weight, gathered + 4 * (inputs + weight)
+    return chunk + (2 * c if half else c) * inputs + parts * weight, 4 * (inputs + weight)
 
 
 def _norms(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
-    """The residual stream before each norm, in fp32; what comes out of an RMS norm, before and after its weight."""
+    """Counts the residual stream before each norm, in fp32, and RMS norms' outputs before and after their weight."""
     given = (whole or not half) and bool(variant.linears)
     each = 4 + (4 if s.rms and variant.norms_trained else 0) + (4 if given else 0)
     heads = 4 * (s.a + s.k) * s.d * (2 if variant.norms_trained else 1) if s.head_norms else 0
@@ -200,36 +203,24 @@ def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
 
 
 def _inputs(variant: Variant, s: Shape) -> int:
-    """16-bit copies of linear modules' inputs, but for those that come out of an MLP's product in 16 bit anyway."""
-    inside = [
-        inputs // (s.parts if split else 1)
-        for inputs, kept, split in variant.linears
-        if kept and inputs != s.f * s.parts
-    ]
+    """Counts 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway."""
+    inside = [inputs for inputs, kept in variant.linears if kept and inputs != s.f * s.parts]
     head = s.h if variant.linears and variant.linears[-1][1] else 0
     return 2 * (sum(inside) - head) // s.layers
 
 
-def _keeps_last_inputs(variant: Variant, s: Shape) -> bool:
-    """Whether what MLPs' last modules are given is kept."""
-    return any(inputs == s.f * s.parts and kept for inputs, kept, _ in variant.linears)
-
-
-def _mlp(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
-    """What goes into the activation and into the product, and what comes out."""
+def _mlp(variant: Variant, s: Shape, half: bool, whole: bool, last: bool) -> int:
+    """Counts inputs of the activation and of the product, and the product's output, if `last` says that it is kept."""
     c = 2 if half else 4
-    kept = _keeps_last_inputs(variant, s)
-    last = c * s.f if kept else 0
+    out = c * s.f if last else 0
     if whole and half:
         # A frozen module keeps it as well, unless it is packed; an adapter is given it in fp32.
-        last = (0 if variant.recipe.model.quantization else c * s.f) + (4 * s.f if kept and variant.adapters else 0)
-    if s.gated:
-        return 3 * c * s.f + last
-    return (4 if s.composite else 1) * c * s.f + last
+        out = (0 if variant.recipe.model.quantization else c * s.f) + (4 * s.f if last and variant.adapters else 0)
+    return (3 if s.gated else 4 if s.composite else 1) * c * s.f + out
 
 
-def _adapted(variant: Variant, s: Shape, c: int, device: Device) -> int:
-    """What adapters keep beside their inputs, a token and layer: what dropout leaves of these, and what DoRA scales.
+def _adapted(variant: Variant, s: Shape, c: int) -> int:
+    """Counts what adapters keep beside their inputs, a token and layer: these after dropout, and DoRA's factors.
 
     Source: peft's `DoraLinearLayer.forward`: the frozen module's output and the adapter's are both factors.
     """
@@ -237,8 +228,7 @@ def _adapted(variant: Variant, s: Shape, c: int, device: Device) -> int:
     if section is None:
         return 0
     if section.dropout:
-        inputs = sum(inputs for inputs, _ in variant.adapted) // s.layers
-        found += inputs * (1 if device == "cuda" else 4)
+        inputs = found = sum(inputs for inputs, _ in variant.adapted) // s.layers
         if c == 4:
             # Without it, modules that are given the same keep it once.
             found += 4 * max(0, inputs - 2 * s.h - s.a * s.d - s.f)
@@ -248,7 +238,7 @@ def _adapted(variant: Variant, s: Shape, c: int, device: Device) -> int:
 
 
 def _norms_of_dora(variant: Variant, c: int) -> int:
-    """What DoRA takes for a while to know the length of a weight's columns.
+    """Counts DoRA's temporary tensors, from which it takes the length of a weight's columns.
 
     Source: peft's `get_lora_weight`: both matrices are multiplied with an identity of fp32, and its 16-bit copy.
     """
@@ -257,14 +247,8 @@ def _norms_of_dora(variant: Variant, c: int) -> int:
     return max((4 + c % 4) * inputs**2 + c * inputs * outputs for inputs, outputs in variant.adapted)
 
 
-def _rate(variant: Variant, names: tuple[str, ...]) -> float:
-    """The largest dropout of some names that a network's configuration has."""
-    config = variant.config.get_text_config() if variant.config is not None else None
-    return max((float(getattr(config, name, None) or 0.0) for name in names), default=0.0)
-
-
 def _pairs(variant: Variant, s: Shape, c: int) -> int:
-    """Bytes of a layer for a pair of tokens: scores, where attention writes them out, or a mask as kernels take it."""
+    """Counts bytes of a layer for a pair of tokens: scores, where attention writes them out, or a mask."""
     recipe = variant.recipe
     if recipe.model.attention == "eager":
         return s.a * (4 + (c if c < 4 else 0))

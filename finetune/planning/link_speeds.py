@@ -5,35 +5,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.utils.errors import RecipeError
 
 
-class _Ring(BaseModel):
-    """A link by which a ring comes nearest to what was measured."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    latency_s: NonNegativeFloat
-    bandwidth: PositiveFloat
-
-
 class _Measured(BaseModel):
-    """What a plan reads of the file."""
+    """The part of the file that a plan reads."""
 
     format: Literal[1]
     machines: PositiveInt
     processes: Annotated[int, Field(gt=1)]
-    collectives: dict[str, _Ring]
+    collectives: dict[str, Line]
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """What each collective was measured to do, by name; empty where nothing was."""
+    """Measured links by the name of the collective; empty where nothing was measured."""
 
     within: dict[str, Line] = field(default_factory=dict)
-    """On one machine."""
+    """Links on one machine."""
     between: dict[str, Line] = field(default_factory=dict)
     """Between machines."""
 
@@ -42,7 +34,7 @@ class LinkSpeeds:
         return (self.between if far else self.within).get(collective)
 
 
-def read(names: Sequence[str]) -> LinkSpeeds:
+def read_links(names: Sequence[str]) -> LinkSpeeds:
     """Reads files of `finetune comms --json`: of one machine, of several, or one of each.
 
     Raises:
@@ -55,7 +47,7 @@ def read(names: Sequence[str]) -> LinkSpeeds:
         if far in found:
             kind = "several machines" if far else "one machine"
             raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
-        found[far] = {key: Line(ring.latency_s, ring.bandwidth) for key, ring in measured.collectives.items()}
+        found[far] = measured.collectives
     return LinkSpeeds(found.get(False, {}), found.get(True, {}))
 
 

@@ -37,7 +37,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Error:
-    """How far plans were off on a device."""
+    """Measured peaks on a device beside the predicted ones."""
 
     runs: int
     least: float
@@ -53,7 +53,7 @@ class Error:
         )
 
 
-def add(folder: Path, peak: Peak) -> None:
+def add_peak(folder: Path, peak: Peak) -> None:
     """Writes a peak down.
 
     Raises:
@@ -65,7 +65,7 @@ def add(folder: Path, peak: Peak) -> None:
         file.write(json.dumps(asdict(peak)) + "\n")
 
 
-def read(folder: Path) -> list[Peak]:
+def read_peaks(folder: Path) -> list[Peak]:
     """All that can be read of what was written down."""
     try:
         lines: list[Any] = read_lines(folder / _FILE)
@@ -74,8 +74,8 @@ def read(folder: Path) -> list[Peak]:
     return [Peak(**line) for line in lines if line.keys() == Peak.__dataclass_fields__.keys()]
 
 
-def error(peaks: Sequence[Peak], device: str) -> Error | None:
-    """How far plans were off on a device; None if nothing there was large enough to tell."""
+def compare_peaks(peaks: Sequence[Peak], device: str) -> Error | None:
+    """Compares all peaks of a device; None if none was large enough to tell."""
     told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
     ratios = [peak.ratio for peak in told]
     return Error(len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

@@ -13,16 +13,19 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
+from finetune.distributed.param_specs import ParamSpec, ParamSpecs
 from finetune.distributed.split_parameters import UNSPLIT, Splits
+from finetune.distributed.tensor_facts import width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
+from finetune.models.module_matching import embeddings_and_head
 from finetune.models.quantization import BLOCK
 from finetune.models.split_layers import Division
 from finetune.monitoring.flops import flops_per_target
 from finetune.optim import optimizers
 from finetune.optim.optimizers import parameter_groups
-from finetune.planning.rank_memory import Outline, outline
 from finetune.tasks.task_lookup import find_task, head_of
+from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.errors import BackendError, RecipeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,18 +45,17 @@ class Variant:
     kind: str
     """One of `KINDS`."""
     recipe: Recipe
-    outline: Outline
+    specs: ParamSpecs
     flops_per_token: float
     forward_flops: float
-    """Of a forward pass alone, a token."""
+    """A token, of a forward pass alone."""
     parameters: int
     """Weights that the network stands for, packed or not."""
     trained: int
     state_bytes: float
-    """That the optimiser keeps for an element."""
-    linears: tuple[tuple[int, bool, bool], ...]
-    """Of each linear module: its input features, whether these are kept for the backward pass, and whether ranks that
-    share its layer have a part of them each."""
+    """Bytes that the optimiser keeps for an element."""
+    linears: tuple[tuple[int, bool], ...]
+    """Each linear module's input features, and True if these are kept for the backward pass."""
     adapters: str | None
     adapted: tuple[tuple[int, int], ...]
     """Input and output features of each module that has an adapter."""
@@ -64,9 +66,9 @@ class Variant:
     """True if its head computes the loss, some tokens at a time."""
     norms_trained: bool
     names: frozenset[str]
-    """Of the modules."""
+    """Last parts of all modules' names."""
     division: Division | str
-    """How its layers can be split over ranks, or why they cannot."""
+    """Division of its layers over ranks, or the reason why they cannot be split."""
     parts: int = 1
     """Ranks that its layers are split over."""
 
@@ -78,7 +80,7 @@ class Variant:
 
 
 def part_of(variant: Variant, size: int) -> Variant:
-    """What one of so many ranks has of a variant, which split its layers among them.
+    """Returns what each of `size` ranks has of a variant whose layers they split.
 
     Raises:
         BackendError: If they cannot.
@@ -86,16 +88,15 @@ def part_of(variant: Variant, size: int) -> Variant:
     if isinstance(variant.division, str):
         raise BackendError(variant.division)
     variant.division.check(size)
-    weights = variant.outline.weights
+    specs = variant.specs
     # The scales of what is split are no longer quantized themselves.
-    double, packed = variant.recipe.model.double_quantization, [w.packed for w in weights if w.packed and w.split]
+    double, packed = variant.recipe.model.double_quantization, [p.packed for p in specs.params if p.packed and p.split]
     more = sum(_scales(count // size, double=False) - _scales(count, double=double) for count in packed)
-    parts = tuple(w.part(size) for w in weights)
-    outline = replace(variant.outline, weights=parts, rest=variant.outline.rest + more)
-    return replace(variant, outline=outline, parts=size)
+    part = replace(specs, params=tuple(p.part(size) for p in specs.params), rest=specs.rest + more)
+    return replace(variant, specs=part, parts=size)
 
 
-def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
+def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
     """The recipe's model, trained in each way; a reason in place of a way that is closed.
 
     Args:
@@ -105,17 +106,17 @@ def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = K
     Raises:
         RecipeError: If the network cannot be built without weights.
     """
-    recipe = sized(recipe)
+    recipe = with_vocabulary_size(recipe)
     found: dict[str, Variant | str] = {}
     ways = {kind: as_kind(recipe, kind) for kind in kinds}
     packed_later = _packed_later(ways)
     adapted: tuple[nn.Module, Packable] | None = None
     for kind, wanted in ways.items():
         try:
-            network, packable = adapted or skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
+            network, packable = adapted or build_skeleton(wanted, stored, packed_later if kind == "LoRA" else None)
             quantized = wanted.model.quantization is not None
-            scales = sum(pack(module, wanted, shape) for module, shape in packable) if quantized else 0
-            found[kind] = _read(network, kind, wanted, scales)
+            scales = sum(pack_linear(module, wanted, shape) for module, shape in packable) if quantized else 0
+            found[kind] = _read_variant(network, kind, wanted, scales)
             adapted = (network, packable) if kind == "LoRA" and packable else None
         except RecipeError as error:
             if kind == kind_of(recipe):
@@ -125,7 +126,7 @@ def variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = K
 
 
 def _packed_later(ways: dict[str, Recipe]) -> Recipe | None:
-    """QLoRA's recipe if its network is LoRA's, packed: attaching adapters is most of the work, and once is enough."""
+    """Returns QLoRA's recipe if its network is LoRA's, packed: attaching adapters is most of the work of a plan."""
     if not {"LoRA", "QLoRA"} <= ways.keys() or head_of(ways["QLoRA"]) is None:
         return None
     return ways["QLoRA"] if ways["LoRA"].lora == ways["QLoRA"].lora else None
@@ -159,17 +160,17 @@ def as_kind(recipe: Recipe, kind: str) -> Recipe:
 
 
 def is_half(recipe: Recipe) -> bool:
-    """Whether products are computed in 16 bit; `auto` is bf16 on every GPU that plans know."""
+    """True if products are computed in 16 bit; `auto` is bf16 on every GPU that plans know."""
     return recipe.precision != "fp32"
 
 
-def unpaged(recipe: Recipe) -> Recipe:
+def with_unpaged_optimizer(recipe: Recipe) -> Recipe:
     """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
     name = recipe.optim.name.removeprefix("Paged")
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
 
 
-def sized(recipe: Recipe) -> Recipe:
+def with_vocabulary_size(recipe: Recipe) -> Recipe:
     """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
     if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
@@ -178,8 +179,8 @@ def sized(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
-def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
-    """The network that `build_network.build_model` would build, without storage.
+def build_skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None) -> tuple[nn.Module, Packable]:
+    """Builds the network that `build_network.build_model` would, without storage.
 
     Args:
         packed_as: The recipe that it is to be packed for, if another.
@@ -198,9 +199,7 @@ def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None
         )
     network = task.build_skeleton(plain, None)
     # Before adapters hide what they wrap.
-    goal = packed_as or recipe
-    quantized = goal.model.quantization is not None
-    packable = [(module, module.weight.shape) for module in _packable(network, goal)] if quantized else []
+    packable = [(module, module.weight.shape) for module in _packable(network, packed_as or recipe)]
     if recipe.lora is not None:
         network.requires_grad_(False)
         with torch.device("meta"):
@@ -211,7 +210,7 @@ def skeleton(recipe: Recipe, stored: str | None, packed_as: Recipe | None = None
     return network, packable
 
 
-def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
+def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant:
     caller = ForwardWrapper(network)
     known = lora_adapters.transformer(network)
     length, trained = recipe.data.sequence_length, [p for p in network.parameters() if p.requires_grad]
@@ -234,13 +233,13 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     return Variant(
         kind=kind,
         recipe=recipe,
-        outline=outline(caller, parameter_groups(caller, recipe.optim.weight_decay), scales, splits),
+        specs=_param_specs(caller, recipe, scales, splits),
         flops_per_token=flops_per_target(network, length),
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(unpaged(recipe).optim),
-        linears=tuple(_linears(network, splits)),
+        state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe).optim),
+        linears=tuple(_linears(network)),
         adapters=lora_adapters.describe(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
         config=config,
@@ -252,8 +251,48 @@ def _read(network: nn.Module, kind: str, recipe: Recipe, scales: int) -> Variant
     )
 
 
+def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) -> ParamSpecs:
+    """Reads the parameters of a network on the meta device.
+
+    Args:
+        model: The `ForwardWrapper` around the network.
+        scales: Bytes of the scales of quantized weights that are no buffers.
+    """
+    groups = parameter_groups(model, recipe.optim.weight_decay)
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    both, layers = embeddings_and_head(model), unsplit_classes(model)
+    unit_of: dict[int, str] = {}
+    looked_up: set[int] = set()
+    for name, module in model.named_modules():
+        if type(module).__name__ in layers or module in both:
+            for parameter in module.parameters():
+                unit_of.setdefault(id(parameter), name)
+        if isinstance(module, nn.Embedding):
+            looked_up |= {id(p) for p in module.parameters(recurse=False)}
+    head = both[1]
+    looked_up -= {id(p) for p in head.parameters()} if head is not None else set()
+    params = []
+    for name, p in model.named_parameters():
+        packed = int(getattr(p, "packed_weights", 0))
+        params.append(
+            ParamSpec(
+                shape=tuple(p.shape),
+                itemsize=p.element_size(),
+                group=group_of.get(id(p)),
+                unit=unit_of.get(id(p), ""),
+                multiplied=p.ndim >= 2 and id(p) not in looked_up and not packed,
+                packed=packed,
+                split=splits.parameters.get(name.removeprefix("network.")),
+                partial=name.removeprefix("network.") in splits.partial,
+            )
+        )
+    # A head may be without weights of its own, such as one that a task adds.
+    units = [unit_of.get(id(next(iter(end.parameters()), None)), "") if end is not None else "" for end in both]
+    return ParamSpecs(tuple(params), scales + sum(b.nbytes for b in model.buffers()), width_of(model), *units)
+
+
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
-    """As `build_network.build_model` finds it, but without reading weights that are not there."""
+    """Finds it as `build_network.build_model` does, but without reading weights that are not there."""
     section = recipe.model
     pissa = recipe.lora is not None and recipe.lora.init == "pissa"
     if pissa or (recipe.lora is None and section.freeze is None):
@@ -272,7 +311,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
 def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
     """The linear modules that `quantization.quantise`, or transformers while it loads, would pack."""
     section = recipe.model
-    if not isinstance(network, PreTrainedModel):
+    if section.quantization is None or not isinstance(network, PreTrainedModel):
         return
     loaded = section.name is not None and section.quantization != "int8"
     kept = get_keys_to_not_convert(network) if loaded else []
@@ -286,11 +325,11 @@ def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
         yield module
 
 
-def pack(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
+def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = False) -> int:
     """Gives a linear module a weight of the size that packing leaves; returns the bytes of scales beside it.
 
     Args:
-        part: Whether `shape` is a rank's part of a split weight, whose scales are no longer quantized themselves.
+        part: True if `shape` is a rank's part of a split weight, whose scales are no longer quantized themselves.
     """
     out, inputs = shape
     count, bits = out * inputs, 8 if recipe.model.quantization == "int8" else 4
@@ -318,13 +357,10 @@ def _wrappers(network: nn.Module) -> list[Any]:
     return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
 
 
-def _linears(network: nn.Module, splits: Splits) -> Iterator[tuple[int, bool, bool]]:
+def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
     adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
     module: Any
     for name, module in network.named_modules():
-        if type(module).__name__ not in ("Linear", "StoredLinear", "Conv1D") or ".lora_" in name:
-            continue
-        inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
-        how = splits.parameters.get(f"{name}.weight")
-        by_inputs = how is not None and how.dim == 1 and (how.packed is None or how.shape[0] > 1)
-        yield inputs, id(module) in adapted or bool(module.weight.requires_grad), by_inputs
+        if type(module).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in name:
+            inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
+            yield inputs, id(module) in adapted or bool(module.weight.requires_grad)

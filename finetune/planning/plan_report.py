@@ -78,7 +78,12 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
     _bars(plan, console)
-    _advice(plan, console)
+    advice = plan.advice
+    if advice.candidate is None:
+        console.print(f"\nRecommended: {advice.reason}")
+    else:
+        more = f" with {' '.join(advice.changes)}" if advice.changes else ""
+        console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
         console.print(plan.own_error.line(plan.device))
@@ -125,11 +130,8 @@ def _size(size: float, unit: str) -> str:
 
 
 def _bars(plan: Plan, console: Console) -> None:
-    coloured, capacity, unit = (
-        console.is_terminal and not console.no_color,
-        plan.machines.gpu.memory_gib * GIB,
-        _unit(plan),
-    )
+    coloured = console.is_terminal and not console.no_color
+    capacity, unit = plan.machines.gpu.memory_gib * GIB, _unit(plan)
     legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
     for part, (letter, colour) in _PARTS.items():
         # A mark and its name stay on one line.
@@ -156,15 +158,6 @@ def _behind_bar(candidate: Candidate, unit: str) -> str:
     places = (("host", candidate.host), ("disk", candidate.disk))
     more = [f", {place} {_size(size, unit)}" for place, size in places if size]
     return f"{_size(candidate.peak, unit)} {unit}{''.join(more)}"
-
-
-def _advice(plan: Plan, console: Console) -> None:
-    advice = plan.advice
-    if advice.candidate is None:
-        console.print(f"\nRecommended: {advice.reason}")
-        return
-    more = f" with {' '.join(advice.changes)}" if advice.changes else ""
-    console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:
@@ -205,7 +198,7 @@ def _work(plan: Plan, console: Console, *, energy: bool) -> None:
 
 
 def _time(seconds: float) -> str:
-    """With three digits, in a unit that needs no exponent."""
+    """Formats with three digits, in a unit that needs no exponent."""
     for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
@@ -278,7 +271,8 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
 
 
 def _traced(found: Traced) -> dict[str, Any]:
-    candidate = found.candidate
+    facts = vars(found).copy()
+    candidate = facts.pop("candidate")
     return {
         "launch": candidate.name,
         "kind": candidate.kind,
@@ -286,28 +280,19 @@ def _traced(found: Traced) -> dict[str, Any]:
         "peak": found.peak if found.parts else None,
         "predicted": candidate.peak,
         "difference": found.difference,
-        "parts": found.parts,
-        "moment": found.moment,
-        "state": found.state,
-        "cpu_s": found.cpu_s,
-        "reason": found.reason,
+        **facts,
     }
 
 
 def _facts(candidate: Candidate) -> dict[str, Any]:
+    facts = {key: value for key, value in vars(candidate).items() if key not in ("name", "setting")}
+    launch = candidate.launch
     return {
+        **facts,
         "launch": candidate.name,
-        "kind": candidate.kind,
-        "ranks": candidate.launch.num_processes,
-        "verdict": candidate.verdict,
-        "reason": candidate.reason,
+        "ranks": launch.num_processes,
         "memory": asdict(candidate.memory) if candidate.memory is not None else None,
-        "parts": candidate.parts,
         "peak": candidate.peak,
         "needed": candidate.needed,
-        "margin": candidate.margin,
-        "host": candidate.host,
-        "disk": candidate.disk,
-        "accumulation": candidate.accumulation,
-        "sync_each_batch": candidate.launch.sync_each_batch,
+        "sync_each_batch": launch.sync_each_batch,
     }

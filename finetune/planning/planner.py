@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,18 +17,19 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
-from finetune.planning.launch_candidates import Candidate, Setting, assess, setting_of
-from finetune.planning.link_speeds import read as read_links
+from finetune.planning.activation_memory import Device, StepSetting
+from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
+from finetune.planning.link_speeds import read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
-from finetune.planning.step_time import Machines, Time, Work, timed, work
+from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
 from finetune.utils import atomic_files
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.shipped_files import launch_folder
 
-if TYPE_CHECKING:
-    from finetune.planning.transient_memory import Device
+# Launch files that make sense on a single GPU.
+_ON_ONE_GPU = ("single", "zero3_offload", "zero3_nvme")
 
 # Where neither the command line nor this machine says.
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
@@ -46,25 +46,25 @@ class Plan:
     variants: dict[str, Variant | str]
     launches: dict[str, Launch]
     candidates: dict[tuple[str, str], Candidate]
-    """By launch file and way."""
+    """Keys are a launch file and a way."""
     cheapest: dict[tuple[str, str], str]
-    """What makes those fit that do not."""
-    setting: Setting
-    """Of all candidates."""
+    """Change that makes a candidate fit, of those that do not."""
+    setting: StepSetting
+    """The same for all candidates."""
     advice: Advice
     time: Time | None
-    """Of the candidate that is recommended."""
+    """Time of the candidate that is recommended."""
     work: Work
     own_error: Error | None
-    """Of earlier plans on this very machine, whatever this plan is for."""
+    """Error of earlier plans on this machine, whatever this plan is for."""
     device: str
     """This machine's."""
     first_size: int | None
-    """Where trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
+    """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
 
 def machines_of(parsed: argparse.Namespace) -> Machines:
-    """What the command line says of the machines. The rest is as on this one, or assumed where it has no GPU.
+    """Reads machines off the command line. The rest is as on this one, or assumed where it has no GPU.
 
     Raises:
         RecipeError: If a figure makes no sense.
@@ -117,7 +117,7 @@ def _gpu_here() -> tuple[Gpu | None, int]:
     return (replace(known, memory_gib=memory) if known is not None else None), torch.cuda.device_count()
 
 
-def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
+def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
     """Makes a plan; nothing is loaded or launched.
 
     Args:
@@ -130,30 +130,38 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
     if recipe.length.steps == 0:
         raise RecipeError("length.steps is 0: an evaluation trains nothing that could be planned. Give a length.")
     launches = _launches(folder or launch_folder(), machines)
-    variants = model_shapes.variants(recipe, stored)
+    variants = model_shapes.read_variants(recipe, stored)
 
     @functools.cache
-    def of(name: str, kind: str, setting: Setting) -> Candidate:
+    def of(name: str, kind: str, setting: StepSetting) -> Candidate:
         variant = variants[kind]
         if isinstance(variant, str):
             return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(assess(name, launches[name], variant, setting, machines.gpu), machines)
+        return _on_host(assess_candidate(name, launches[name], variant, setting, machines.gpu), machines)
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
-    setting = next((s for s in recommendations.settings(recipe, ranks) if s.checkpointed == own.checkpointed), own)
+    setting = next(
+        (s for s in recommendations.offered_settings(recipe, ranks) if s.checkpointed == own.checkpointed), own
+    )
     kind = model_shapes.kind_of(recipe)
     candidates = {(name, way): of(name, way, setting) for name in launches for way in model_shapes.KINDS}
-    names = list(launches)
     cheapest = {
-        key: recommendations.cheapest(found, recipe, names, variants, of)
+        key: recommendations.cheapest_change(found, recipe, list(launches), of)
         for key, found in candidates.items()
         if found.verdict != "fits" and not isinstance(variants[key[1]], str)
     }
-    advice = recommendations.recommend(recipe, kind, launches, of)
-    chosen = variants[advice.candidate.kind] if advice.candidate is not None else None
-    planned = variants[kind]
+    advice = recommendations.recommend_launch(recipe, kind, launches, of)
+    chosen, planned, time, first_size = advice.candidate, variants[kind], None, None
     assert isinstance(planned, Variant)
+    if chosen is not None:
+        variant = variants[chosen.kind]
+        assert isinstance(variant, Variant)
+        time = predict_time(chosen, variant, machines)
+        if recipe.batch.micro_size == "auto":
+            sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
+            settings = [replace(chosen.setting, micro=size) for size in sizes]
+            first_size = max(s.micro for s in settings if of(chosen.name, chosen.kind, s).verdict == "fits")
     return Plan(
         recipe=recipe,
         kind=kind,
@@ -164,20 +172,37 @@ def make(recipe: Recipe, machines: Machines, folder: Path | None = None, stored:
         cheapest=cheapest,
         setting=setting,
         advice=advice,
-        time=timed(advice.candidate, chosen, machines) if advice.candidate and isinstance(chosen, Variant) else None,
-        work=work(planned),
-        own_error=measured_peaks.error(
-            measured_peaks.read(Path(recipe.data.cache_dir)), device := device_selection.device_identity()["device"]
+        time=time,
+        work=count_work(planned),
+        own_error=measured_peaks.compare_peaks(
+            measured_peaks.read_peaks(Path(recipe.data.cache_dir)),
+            device := device_selection.device_identity()["device"],
         ),
         device=device,
-        first_size=_first_size(recipe, advice.candidate, of),
+        first_size=first_size,
     )
 
 
 def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
-    """The launch files for these machines, what to take first at the front."""
+    """Reads the launch files that make sense on these machines, what to take first at the front.
+
+    Raises:
+        FinetuneError: If there are none.
+    """
+    files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    if not files:
+        raise BackendError(
+            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
+            "--configs accelerate_configs."
+        )
+    for name in [name for name in files if name.endswith("_2nodes")]:
+        written = files.pop(name)
+        if machines.nodes > 1:
+            files[name.removesuffix("_2nodes")] = written
     found = {}
-    for name, file in recommendations.files(folder, machines.gpus, machines.nodes).items():
+    for name, file in files.items():
+        if name not in _ON_ONE_GPU if machines.ranks == 1 else name == "single":
+            continue
         sizes = read_launch_file(str(file)).parallelism_config
         copies = sizes.parallelism_config_dp_replicate_size
         parts = sizes.parallelism_config_sp_size * sizes.parallelism_config_tp_size
@@ -197,15 +222,7 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
             "offload, more take files whose groups (dp_replicate_size, sp_size x tp_size) come out even. Name another "
             "folder by --configs, or another number by --gpus and --nodes."
         )
-    return dict(sorted(found.items(), key=lambda pair: recommendations.preference(pair[1], machines.nodes)))
-
-
-def _first_size(recipe: Recipe, chosen: Candidate | None, make: recommendations.Make) -> int | None:
-    if recipe.batch.micro_size != "auto" or chosen is None:
-        return None
-    sizes = divisors(recipe.batch.global_size // chosen.launch.data_ranks)
-    settings = (replace(chosen.setting, micro=size) for size in sizes)
-    return max(s.micro for s in settings if make(chosen.name, chosen.kind, s).verdict == "fits")
+    return dict(sorted(found.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
 
 
 def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
@@ -217,7 +234,7 @@ def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
     return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
 
-def write(plan: Plan, file: Path) -> None:
+def write_launch_file(plan: Plan, file: Path) -> None:
     """Writes the launch file that a plan recommends.
 
     Raises:
@@ -228,30 +245,30 @@ def write(plan: Plan, file: Path) -> None:
     if file.exists():
         raise RecipeError(f"--write: {file} is there already, and nothing is overwritten unasked. Name another file.")
     try:
-        atomic_files.write_text(file, recommendations.written(plan.advice.candidate.launch, plan.machines.nodes))
+        atomic_files.write_text(file, recommendations.launch_text(plan.advice.candidate.launch, plan.machines.nodes))
     except OSError as error:
         raise RecipeError(f"--write: cannot write {file}: {error.strerror}.") from error
 
 
 def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], Candidate] | None:
-    """What a micro-batch of so many rows takes here; None if the network cannot be counted without its weights.
+    """Returns a function of the rows of a micro-batch; None if the network cannot be counted without its weights.
 
     Args:
         room: Bytes that a rank can have.
     """
     kind = model_shapes.kind_of(recipe)
     try:
-        variant = model_shapes.variants(recipe, kinds=[kind])[kind]
+        variant = model_shapes.read_variants(recipe, kinds=[kind])[kind]
     except RecipeError:
         return None
     assert not isinstance(variant, str)
     gpu = Gpu("this one", "", room / 2**30, 0.0, 0.0, 0.0)
     checkpointed = recipe.model.gradient_checkpointing is True
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    return lambda rows: assess("", launch, variant, Setting(rows, checkpointed), gpu, device=device)
+    return lambda rows: assess_candidate("", launch, variant, StepSetting(rows, checkpointed), gpu, device=device)
 
 
-def largest(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
+def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
     """The largest micro-batch that fits; the smallest where nothing can be said.
 
     Args:

@@ -3,25 +3,28 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
+
+import yaml
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
-from finetune.planning.launch_candidates import Candidate, Setting
-from finetune.planning.model_shapes import KINDS, Variant
-from finetune.utils.errors import BackendError
+from finetune.planning.activation_memory import StepSetting
+from finetune.planning.launch_candidates import Candidate
+from finetune.planning.model_shapes import KINDS
 
 NOTHING = "nothing offered"
-"""In place of a change that makes a candidate fit."""
+"""Stands in place of a change that makes a candidate fit."""
 
-Make = Callable[[str, str, Setting], Candidate]
+Make = Callable[[str, str, StepSetting], Candidate]
 """A candidate, of a launch file's name, a way to train and a setting."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to launch."""
+    """The launch to take."""
 
     candidate: Candidate | None
     """None if nothing fits."""
@@ -30,8 +33,8 @@ class Advice:
     reason: str
 
 
-def changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
-    """What a candidate changes of a recipe, as `key=value`."""
+def recipe_changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
+    """Returns a candidate's changes to a recipe, as `key=value`."""
     found = []
     if candidate.setting.checkpointed != (recipe.model.gradient_checkpointing is True):
         found.append(f"model.gradient_checkpointing={str(candidate.setting.checkpointed).lower()}")
@@ -49,134 +52,108 @@ def changes(candidate: Candidate, recipe: Recipe) -> tuple[str, ...]:
     return tuple(found)
 
 
-def settings(recipe: Recipe, ranks: int) -> Iterator[Setting]:
-    """The recipe's own setting and what makes it smaller, the cheapest change first."""
+def offered_settings(recipe: Recipe, ranks: int) -> Iterator[StepSetting]:
+    """Yields the recipe's own setting and smaller ones, the cheapest change first."""
     micro, checkpointed = recipe.batch.rows, recipe.model.gradient_checkpointing is True
     share = recipe.batch.global_size // ranks if recipe.batch.global_size % ranks == 0 else 0
     smaller = [size for size in sorted(divisors(share), reverse=True) if size < micro] if share else []
     if smaller and share % micro:
         micro, *smaller = smaller
-    yield Setting(micro, checkpointed)
+    yield StepSetting(micro, checkpointed)
     if not checkpointed:
-        yield Setting(micro, True)
+        yield StepSetting(micro, True)
     for size in smaller:
-        yield Setting(size, checkpointed)
+        yield StepSetting(size, checkpointed)
     if not checkpointed:
-        yield from (Setting(size, True) for size in smaller)
+        yield from (StepSetting(size, True) for size in smaller)
 
 
-def cheapest(
-    candidate: Candidate, recipe: Recipe, names: Sequence[str], variants: dict[str, Variant | str], make: Make
-) -> str:
-    """The cheapest change that makes a candidate fit: to the recipe, else to the next launch file, else to the way."""
-    offered = list(settings(recipe, candidate.launch.data_ranks))
-    tries = [(candidate.name, candidate.kind, setting) for setting in offered]
-    for name in names[names.index(candidate.name) + 1 :]:
-        tries += [(name, candidate.kind, setting) for setting in offered]
-    for kind in KINDS[KINDS.index(candidate.kind) + 1 :]:
-        if not isinstance(variants[kind], str):
-            tries += [(candidate.name, kind, setting) for setting in offered]
-    for name, kind, setting in tries:
-        if make(name, kind, setting).verdict == "fits":
-            more = changes(make(candidate.name, candidate.kind, setting), recipe)
-            if kind != candidate.kind:
-                return " ".join([kind, *more])
-            more = tuple(change for change in more if change not in changes(candidate, recipe))
-            return " ".join(more if name == candidate.name else [name, *more])
+def cheapest_change(candidate: Candidate, recipe: Recipe, names: Sequence[str], make: Make) -> str:
+    """Returns the cheapest change that makes a candidate fit: to the recipe, the launch file, or the way to train."""
+    own = recipe_changes(candidate, recipe)
+    places = [(name, candidate.kind) for name in names[names.index(candidate.name) :]]
+    places += [(candidate.name, kind) for kind in KINDS[KINDS.index(candidate.kind) + 1 :]]
+    for name, kind in places:
+        for setting in offered_settings(recipe, candidate.launch.data_ranks):
+            if make(name, kind, setting).verdict == "fits":
+                more = recipe_changes(make(candidate.name, candidate.kind, setting), recipe)
+                if kind != candidate.kind:
+                    return " ".join([kind, *more])
+                where = [] if name == candidate.name else [name]
+                return " ".join([*where, *(change for change in more if change not in own)])
     return NOTHING
 
 
-def recommend(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
-    """The simplest launch that fits: cut rather than recompute, recompute rather than rest in host memory."""
+def recommend_launch(recipe: Recipe, kind: str, launches: dict[str, Launch], make: Make) -> Advice:
+    """Returns the simplest launch that fits: shard rather than recompute, recompute rather than offload."""
     near = [name for name, launch in launches.items() if launch.offload_params == "none"]
     far = [name for name in launches if name not in near]
     tries = []
     for names in (near, far):
         ranks = max((launches[name].num_processes for name in names), default=1)
-        tries += [(name, kind, setting) for setting in settings(recipe, ranks) for name in names]
+        tries += [(name, kind, setting) for setting in offered_settings(recipe, ranks) for name in names]
     for other in KINDS[KINDS.index(kind) + 1 :]:
         for name, launch in launches.items():
-            tries += [(name, other, setting) for setting in settings(recipe, launch.num_processes)]
+            tries += [(name, other, setting) for setting in offered_settings(recipe, launch.num_processes)]
     for name, way, setting in tries:
         candidate = make(name, way, setting)
         if candidate.verdict == "fits":
             instead = "" if way == kind else f"nothing fits as the recipe is; with {way}: "
-            return Advice(candidate, changes(candidate, recipe), instead + reason(candidate.launch))
+            return Advice(candidate, recipe_changes(candidate, recipe), instead + reason_for(candidate.launch))
     tried = [make(*each) for each in tries]
     if all(candidate.verdict == "refused" for candidate in tried):
         return Advice(None, (), f"nothing can be launched. {tried[0].reason}")
-    return Advice(None, (), f"nothing fits. {NONE_LEFT}.")
+    left = "Take more or larger GPUs, or a larger tp_size; pipeline parallelism is not offered here"
+    return Advice(None, (), f"nothing fits. {left}.")
 
 
 # From the simplest to the slowest, each with the reason to take it where all before it do not fit.
-_ORDER = (
-    ("single", "one process: nothing to move between ranks"),
-    ("ddp", "the simplest that uses every GPU: all is whole on each, gradients are averaged"),
-    ("zero1", "only the optimiser is cut: as much traffic as DDP"),
-    ("zero2", "gradients and optimiser are cut, weights stay whole"),
-    ("fsdp_grad_op", "gradients and optimiser are cut, weights stay gathered from forward to backward"),
-    ("hsdp", "cut within groups only, copies between them: layers are gathered over the fast links"),
-    ("fsdp", "all is cut, and layers are gathered for use"),
-    ("zero3", "all is cut, and layers are gathered for use"),
-    ("sp", "rows are split over ranks, which exchange them around attention: a rank holds a part of the activations"),
-    ("fsdp_sp", "all is cut, and rows are split over ranks: a rank holds a part of the activations"),
-    ("tp", "each layer is split over ranks, which sum what they find: a rank holds a part of weights and activations"),
-    ("fsdp_tp", "each layer is split over ranks, and what each has of it is cut over the others"),
-    ("fsdp_tp_sp", "layers and rows are split over ranks, and all is cut: the least on each without host memory"),
-    ("fsdp_offload", "what is cut rests in host memory"),
-    ("zero3_offload", "what is cut rests in host memory, where the optimiser steps"),
-    ("zero3_nvme", "what is cut rests on disk: slow, and the last way on these GPUs"),
-)
-NONE_LEFT = "Take more or larger GPUs, or a larger tp_size; pipeline parallelism is not offered here"
+_REASONS = {
+    "single": "one process: nothing to move between ranks",
+    "ddp": "the simplest that uses every GPU: each holds the whole network, and gradients are averaged",
+    "zero1": "only the optimiser state is sharded: as much traffic as DDP",
+    "zero2": "gradients and optimiser state are sharded, weights stay whole",
+    "fsdp_grad_op": "gradients and optimiser state are sharded, weights stay gathered from forward to backward",
+    "hsdp": "all is sharded within groups, which hold copies: layers are gathered over the fast links",
+    "fsdp": "all is sharded, and layers are gathered for use",
+    "zero3": "all is sharded, and layers are gathered for use",
+    "sp": "rows are split over ranks, which exchange them around attention: a rank holds a part of the activations",
+    "fsdp_sp": "all is sharded, and rows are split over ranks: a rank holds a part of the activations",
+    "tp": "layers are split over ranks, which sum their results: a rank holds a part of weights and activations",
+    "fsdp_tp": "layers are split over ranks, and each part is sharded over the others",
+    "fsdp_tp_sp": "layers and rows are split over ranks, and all is sharded: the least on each without host memory",
+    "fsdp_offload": "shards rest in host memory",
+    "zero3_offload": "shards rest in host memory, where the optimiser steps",
+    "zero3_nvme": "shards rest on disk: slow, and the last way on these GPUs",
+}
 
 
 def plain_name(launch: Launch) -> str:
-    """The shipped file that does the same on one machine."""
-    if launch.sequence * launch.tensor > 1:
-        split = ("_tp" if launch.tensor > 1 else "") + ("_sp" if launch.sequence > 1 else "")
-        return split.removeprefix("_") if launch.kind == "ddp" else launch.kind + split
-    if launch.kind == "fsdp" and not launch.reshard:
-        return "fsdp_grad_op"
-    if launch.offload_params == "nvme":
-        return f"{launch.kind}_nvme"
-    return launch.kind + ("_offload" if launch.offload_params != "none" else "")
+    """Returns the name of the shipped file that does the same on one machine."""
+    name = launch.kind
+    if launch.tensor > 1:
+        name += "_tp"
+    if launch.sequence > 1:
+        name += "_sp"
+    if not launch.reshard:
+        name += "_grad_op"
+    name += {"none": "", "cpu": "_offload", "nvme": "_nvme"}[launch.offload_params]
+    return name.removeprefix("ddp_")
 
 
-def preference(launch: Launch, nodes: int) -> int:
-    """Its place in the order, 0 for what to take first. On one machine, full shards come before hybrid ones."""
-    names = [name for name, _ in _ORDER]
-    place = names.index(plain_name(launch)) if plain_name(launch) in names else len(names)
-    return place * 2 + (5 if nodes == 1 and launch.kind == "hsdp" else 0)
+def preference_of(launch: Launch, nodes: int) -> int:
+    """Returns its place in the order, from 0; on one machine, full shards come before copies of them."""
+    place = [*_REASONS].index(plain_name(launch)) if plain_name(launch) in _REASONS else len(_REASONS)
+    return place * 2 + (5 if nodes == 1 and launch.replicate > 1 else 0)
 
 
-def reason(launch: Launch) -> str:
-    """Why to take it."""
-    return dict(_ORDER).get(plain_name(launch), "a custom launch file")
+def reason_for(launch: Launch) -> str:
+    """Returns why to take it."""
+    return _REASONS.get(plain_name(launch), "a custom launch file")
 
 
-def files(folder: Path, gpus: int, nodes: int) -> dict[str, Path]:
-    """The launch files in a folder that make sense on so many GPUs of so many machines, by name.
-
-    Raises:
-        BackendError: If there are none.
-    """
-    found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-    if not found:
-        raise BackendError(
-            f"There are no launch files in {folder}. Start from a checkout, or name a folder: "
-            "--configs accelerate_configs."
-        )
-    for name in [n for n in found if n.endswith("_2nodes")]:
-        place = found.pop(name)
-        if nodes > 1:
-            found[name.removesuffix("_2nodes")] = place
-    ranks = gpus * nodes
-    sole = {"single", "zero3_offload", "zero3_nvme"}
-    return {n: f for n, f in found.items() if (ranks > 1 and n != "single") or (ranks == 1 and n in sole)}
-
-
-def written(launch: Launch, nodes: int) -> str:
-    """A launch file's text for the launch's processes on so many machines."""
+def launch_text(launch: Launch, nodes: int) -> str:
+    """Returns a launch file's text for the launch's processes on so many machines."""
     source = Path(str(launch.file))
     text = source.read_text(encoding="utf-8")
     text = _set(text, "num_processes", str(launch.num_processes))
@@ -184,29 +161,19 @@ def written(launch: Launch, nodes: int) -> str:
     if launch.replicate > 1:
         text = _set(text, "parallelism_config_dp_replicate_size", str(launch.replicate))
         text = _set(text, "parallelism_config_dp_shard_size", str(launch.num_processes // launch.replicate))
-    if launch.ds_place and not Path(_get(text, "deepspeed_config_file")).is_file():
+    if launch.ds_place and not Path(yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"]).is_file():
         # It would not be found from where the file is written.
         text = _set(text, "deepspeed_config_file", str(Path(launch.ds_place).absolute()))
     if nodes > 1 and "machine_rank" not in text:
-        if launch.uses_deepspeed:
+        if launch.ds_place:
             text = text.rstrip() + "\n  deepspeed_multinode_launcher: standard\n"
         text = text.rstrip() + (
             "\n# The first machine's address, and a port that is free on it.\nmain_process_ip: 127.0.0.1\n"
             "main_process_port: 29500\nmachine_rank: 0\nrdzv_backend: static\nsame_network: true\n"
         )
     # What the shipped file says of its own use, up to its first key, need not hold for this one.
-    return f"# {launch.num_processes} processes on {nodes} machine(s), after {source.name}.\n{_without_head(text)}"
-
-
-def _without_head(text: str) -> str:
-    lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    return "\n".join(lines[first:]) + "\n"
-
-
-def _get(text: str, key: str) -> str:
-    found = re.search(rf"(?m)^\s*{key}: *(.*?) *$", text)
-    return found.group(1) if found else ""
+    keys = dropwhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
+    return f"# {launch.num_processes} processes on {nodes} machine(s), after {source.name}.\n{''.join(keys)}"
 
 
 def _set(text: str, key: str, value: str) -> str:

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.planning.communication_volume import Flow, flows, flows_of_layers, flows_of_rows
+from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.prediction import Flow
+from finetune.planning.communication_volume import flows_of_layers, flows_of_rows
 from finetune.planning.launch_candidates import Candidate
 from finetune.planning.link_speeds import LinkSpeeds
 from finetune.planning.model_shapes import Variant, is_half, part_of
@@ -15,24 +17,24 @@ CHINCHILLA = 20.0
 
 @dataclass(frozen=True)
 class Machines:
-    """What a plan is for."""
+    """Machines that a plan is for."""
 
     gpu: Gpu
     gpus: int
-    """Of a machine."""
+    """A machine."""
     nodes: int
     network_gbs: float
     """Between machines, each way and GPU, in 10^9 bytes a second."""
     utilisation: float
-    """Of the peak, while a GPU computes; recomputation counts as computing."""
+    """Share of the peak rate, while a GPU computes; recomputation counts as computing."""
     price: float | None = None
-    """Of a GPU and hour."""
+    """A GPU and hour."""
     host_gib: float | None = None
-    """Of a machine, for what is offloaded; None: enough."""
+    """Host memory of a machine, for what is offloaded; None: enough."""
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     """Measured ones, which stand in for the data sheet's."""
     assumed: str | None = None
-    """What of this nobody has said, for people."""
+    """A line for people on what of this nobody has said."""
 
     @property
     def ranks(self) -> int:
@@ -67,9 +69,9 @@ class Moved:
     between_machines: bool
     seconds: float
     hidden: bool
-    """Whether the arithmetic that it can run beside takes as long."""
+    """True if the arithmetic that it can run beside takes as long."""
     measured: bool
-    """Whether the link was measured; else it is the data sheet's, without a latency."""
+    """True if the link was measured; else it is the data sheet's, without a latency."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Time:
     energy_kwh: float | None
 
 
-def work(variant: Variant) -> Work:
+def count_work(variant: Variant) -> Work:
     """Counts a variant's arithmetic."""
     recipe = variant.recipe
     length, a_step = recipe.length, recipe.batch.global_size * recipe.data.sequence_length
@@ -105,8 +107,8 @@ def work(variant: Variant) -> Work:
     )
 
 
-def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
-    """How long a cell's step takes; None in fp32, whose rate is not in the table of GPUs.
+def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> Time | None:
+    """Predicts a candidate's step; None in fp32, whose rate is not in the table of GPUs.
 
     Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
     not.
@@ -125,18 +127,11 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
     backward = compute * (1 - forward / a_token)
     windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
     moved, exposed = [], 0.0
-    between = [
-        flow
-        for of in (flows_of_rows, flows_of_layers)
-        for flow in of(
-            candidate.launch,
-            variant,
-            micro=candidate.setting.micro,
-            checkpointed=candidate.setting.checkpointed,
-            accumulation=candidate.accumulation,
-        )
-    ]
-    for flow in [*flows(candidate.launch, variant.outline, candidate.accumulation), *between]:
+    launch, setting, accumulation = candidate.launch, candidate.setting, candidate.accumulation
+    flows = strategy_of(launch).predict_flows(launch, variant.specs, accumulation)
+    for of_split in (flows_of_rows, flows_of_layers):
+        flows += of_split(launch, variant, setting, accumulation)
+    for flow in (flow for flow in flows if flow.ranks > 1):
         far = flow.ranks * flow.apart > machines.gpus
         line = machines.links.line(flow.collective, far=far)
         seconds = _seconds(flow, machines, line, far=far)
@@ -144,7 +139,7 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
         moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
         exposed += max(0.0, seconds - window)
     step = compute + exposed
-    steps = work(variant).steps
+    steps = count_work(variant).steps
     hours = None if steps is None else steps * step / 3600
     gpu_hours = None if hours is None else hours * ranks
     return Time(
@@ -159,14 +154,13 @@ def timed(candidate: Candidate, variant: Variant, machines: Machines) -> Time | 
 
 
 def _head_flops(variant: Variant) -> float:
-    """Of a language model's head, a token: forward, and the gradients of its inputs and, if it is trained, weights."""
-    units = variant.outline.by_unit()
-    weights = [w for w in units.get(variant.outline.head, []) if variant.outline.head and len(w.shape) == 2]
-    return sum(2.0 * w.elements * (2 if w.group is None else 3) for w in weights)
+    """Counts a head's, a token: forward, and the gradients of its inputs and, if it is trained, weights."""
+    head = variant.specs.units[variant.specs.head] if variant.specs.head else []
+    return sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head if len(p.shape) == 2)
 
 
 def _seconds(flow: Flow, machines: Machines, line: Line | None, *, far: bool) -> float:
-    """What a flow takes: by measured links with their latency, else by the data sheet's bandwidth alone."""
+    """Predicts a flow's, by measured links with their latency, else by the data sheet's bandwidth alone."""
     if line is not None:
         return flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s + flow.nbytes / line.bandwidth
     speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs

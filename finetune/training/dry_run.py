@@ -11,7 +11,7 @@ from finetune.models import lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer
-from finetune.planning.model_shapes import sized
+from finetune.planning.model_shapes import with_vocabulary_size
 from finetune.tasks.task_lookup import find_task
 from finetune.training.recipe_checks import check_recipe
 from finetune.utils.errors import RecipeError
@@ -33,7 +33,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         raise RecipeError(
             f"task '{recipe.task.name}' has no build_skeleton, which a dry run needs to count its network."
         )
-    network = task.build_skeleton(sized(recipe), None)
+    network = task.build_skeleton(with_vocabulary_size(recipe), None)
     if launch.tensor > 1:
         split_layers.divide(network, loss_by_head=False).check(launch.tensor)
     sizes = [parameter.numel() for parameter in network.parameters()]

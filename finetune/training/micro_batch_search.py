@@ -19,7 +19,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection, rendezvous_store
 from finetune.distributed.launch.launch_config import Launch
 from finetune.monitoring.metrics import warn
-from finetune.planning.planner import largest
+from finetune.planning.planner import largest_micro_size
 from finetune.utils import json_files
 from finetune.utils.atomic_files import digest_of, write_json
 from finetune.utils.errors import BackendError, MemoryFullError
@@ -75,7 +75,9 @@ def resolve_micro_size(
     kept = _kept(recipe, launch, digest)
     if rank == 0:
         known = _read(kept, room.total)
-        notes.write("begin", known or {"first": largest(recipe, launch, sizes, room.total), "room": room.total})
+        notes.write(
+            "begin", known or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
+        )
     begin = notes.read("begin")
     if "rows" in begin:
         return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))

@@ -81,7 +81,7 @@ class PeakMemoryMonitor:
                 measured=measured,
             )
             try:
-                measured_peaks.add(Path(recipe.data.cache_dir), peak)
+                measured_peaks.add_peak(Path(recipe.data.cache_dir), peak)
             except OSError as error:
                 warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
         return {"of": what, "measured": measured, "predicted": predicted}

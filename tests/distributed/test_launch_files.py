@@ -31,8 +31,8 @@ from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.strategies.deepspeed_config import fit_to_model
 from finetune.monitoring.metrics import Reporter
 from finetune.monitoring.trackers import Trackers
-from finetune.planning.launch_candidates import assess, setting_of
-from finetune.planning.model_shapes import Variant, variants
+from finetune.planning.launch_candidates import assess_candidate, setting_of
+from finetune.planning.model_shapes import Variant, read_variants
 from finetune.training import entry_point
 from finetune.utils import exit_codes, orphan_watch
 from finetune.utils.errors import BackendError, RecipeError
@@ -515,9 +515,11 @@ def test_stage_3_that_would_shard_nothing_is_known_before_the_run(
     code = main.main(["launch", str(recipe), "--config_file", str(file), "--dry-run"])
     assert code == (2 if says else 0)
     foreseen = predict_environment(str(file), {}, ALONE)
-    variant = variants(load_recipe(recipe), kinds=["full"])["full"]
+    variant = read_variants(load_recipe(recipe), kinds=["full"])["full"]
     assert isinstance(variant, Variant)
-    candidate = assess("zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find_gpu("h100-80gb"))
+    candidate = assess_candidate(
+        "zero3", foreseen.launch, variant, setting_of(variant.recipe), gpu_specs.find_gpu("h100-80gb")
+    )
     assert (candidate.verdict == "refused") == bool(says)
     if says:
         assert_said(capsys.readouterr().err, says, '"stage3_param_persistence_threshold": "auto"')

@@ -24,7 +24,7 @@ from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.planning import model_shapes, recommendations
-from finetune.planning.launch_candidates import Setting
+from finetune.planning.activation_memory import StepSetting
 from finetune.tasks.causal_lm import CAUSAL_LM, causal_lm_logits
 from finetune.tasks.classification import HEAD
 from finetune.utils.errors import BackendError, RecipeError
@@ -324,6 +324,6 @@ def test_what_does_not_go_together() -> None:
 def test_a_plan_for_adapters_leaves_it_out() -> None:
     recipe: Recipe = validate_recipe(recipe_of())
     for kind in ("LoRA", "QLoRA"):
-        cell: Any = SimpleNamespace(kind=kind, setting=Setting(recipe.batch.rows, False))
-        assert "model.fp8=false" in recommendations.changes(cell, recipe)
+        cell: Any = SimpleNamespace(kind=kind, setting=StepSetting(recipe.batch.rows, False))
+        assert "model.fp8=false" in recommendations.recipe_changes(cell, recipe)
         validate_recipe(model_shapes.as_kind(recipe, kind).model_dump(mode="json"))

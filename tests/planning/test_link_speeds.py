@@ -14,7 +14,7 @@ from test_plan import planned, said, sections
 from finetune.distributed.measure_bandwidth import RINGS, Line
 from finetune.planning import link_speeds
 from finetune.planning.model_shapes import Variant
-from finetune.planning.step_time import Time, timed
+from finetune.planning.step_time import Time, predict_time
 from finetune.utils.errors import RecipeError
 
 
@@ -34,7 +34,7 @@ def time_of(name: str, found: link_speeds.LinkSpeeds, nodes: int = 1) -> Time:
     plan = planned(sections(), nodes=nodes)
     variant = plan.variants["full"]
     assert isinstance(variant, Variant)
-    time = timed(plan.candidates[name, "full"], variant, replace(plan.machines, links=found))
+    time = predict_time(plan.candidates[name, "full"], variant, replace(plan.machines, links=found))
     assert time is not None
     return time
 
@@ -92,18 +92,18 @@ def test_slow_links_are_not_hidden() -> None:
 def test_what_is_no_measurement_is_refused(tmp_path: Path, content: Any, says: str) -> None:
     file = written(tmp_path, "links.json", content)
     with pytest.raises(RecipeError) as caught:
-        link_speeds.read([file])
+        link_speeds.read_links([file])
     assert says in str(caught.value)
     assert file in str(caught.value)
 
 
 def test_two_of_a_kind_and_none_are_refused(tmp_path: Path) -> None:
     one, two = written(tmp_path, "one", measured()), written(tmp_path, "two", measured(machines=2))
-    assert {*link_speeds.read([one, two]).within} == {*link_speeds.read([two, one]).between} == {*RINGS}
+    assert {*link_speeds.read_links([one, two]).within} == {*link_speeds.read_links([two, one]).between} == {*RINGS}
     with pytest.raises(RecipeError, match="both of one machine"):
-        link_speeds.read([one, one])
+        link_speeds.read_links([one, one])
     with pytest.raises(RecipeError, match="cannot read"):
-        link_speeds.read([str(tmp_path / "missing")])
+        link_speeds.read_links([str(tmp_path / "missing")])
 
 
 def test_a_real_measurement_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def planned(recipe: dict[str, Any], gpu: str = "h100-80gb", number: int = 8, nod
 @functools.cache
 def _planned(recipe: str, gpu: str, number: int, nodes: int) -> planner.Plan:
     machines = Machines(gpu_specs.find_gpu(gpu), number, nodes, 50.0, 0.4)
-    return planner.make(validate_recipe(json.loads(recipe)), machines, stored="bf16")
+    return planner.make_plan(validate_recipe(json.loads(recipe)), machines, stored="bf16")
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_more_ranks_never_hold_more_each() -> None:
 def test_ways_that_share_a_network_are_those_built_alone(lora: dict[str, Any], quantization: str) -> None:
     model = {"config": SMALL} | ({} if "init" in lora else {"quantization": quantization})
     recipe = validate_recipe(sections(model=model, lora=lora))
-    together = model_shapes.variants(recipe, "bf16")
+    together = model_shapes.read_variants(recipe, "bf16")
     for kind, found in together.items():
-        alone = model_shapes.variants(recipe, "bf16", [kind])[kind]
+        alone = model_shapes.read_variants(recipe, "bf16", [kind])[kind]
         assert isinstance(found, model_shapes.Variant)
         assert isinstance(alone, model_shapes.Variant)
         assert replace(found, config=None) == replace(alone, config=None)
@@ -234,7 +234,7 @@ def test_written_launch_files_ask_for_what_was_planned(number: int, nodes: int, 
     folder = tmp_path / "elsewhere" / "accelerate_configs"
     folder.mkdir(parents=True)
     for name, launch in plan.launches.items():
-        (written := folder / f"{name}.yaml").write_text(recommendations.written(launch, nodes))
+        (written := folder / f"{name}.yaml").write_text(recommendations.launch_text(launch, nodes))
         config = yaml.safe_load(written.read_text())
         assert (config["num_processes"], config["num_machines"]) == (number * nodes, nodes)
         assert ("machine_rank" in config) == (nodes > 1)
@@ -382,7 +382,7 @@ def test_recipes_that_ship_can_be_planned() -> None:
         if "config" not in text.get("model", {}) or "name" in text.get("tokenizer", {}):
             continue
         recipe: Recipe = validate_recipe(text)
-        plan = planner.make(recipe, Machines(gpu_specs.find_gpu("a100-80gb"), 8, 1, 50.0, 0.4))
+        plan = planner.make_plan(recipe, Machines(gpu_specs.find_gpu("a100-80gb"), 8, 1, 50.0, 0.4))
         assert plan.advice.candidate is not None, place.name
 
 
@@ -443,7 +443,7 @@ def test_nothing_to_recommend(
     (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "accelerate_configs" / f"{name}.yaml", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trace_launches, "trace", lambda *_: [])  # it has tests of its own, and takes long
+    monkeypatch.setattr(trace_launches, "trace_all", lambda *_: [])  # it has tests of its own, and takes long
     words = [*machines.split(), *flags.split(), "--configs", tmp_path / "configs"]
     code, out, err = said(capsys, file, *words)
     assert code == (2 if "No launch file" in says or flags in ("--trace", "--write new.yaml") else 0), err
@@ -545,8 +545,8 @@ def test_a_deepspeed_config_of_a_stage_alone_is_planned_with_its_defaults(tmp_pa
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
     )
     recipe = validate_recipe(sections(model={"config": LLAMA_8B}))
-    found = planner.make(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    found = planner.make_plan(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
     full = {"stage": stage, "reduce_bucket_size": 500_000_000}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": full}))
-    again = planner.make(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
+    again = planner.make_plan(recipe, Machines(gpu_specs.find_gpu("h100-80gb"), 2, 1, 50.0, 0.4), tmp_path)
     assert found.candidates["zero", "full"].peak == again.candidates["zero", "full"].peak > 0

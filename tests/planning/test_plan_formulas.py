@@ -16,24 +16,34 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import launch_of_file
+from finetune.distributed.param_specs import ParamSpec, ParamSpecs
+from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.prediction import Flow, Share
 from finetune.models import quantization
 from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
 from finetune.monitoring import flops
 from finetune.planning import model_shapes, recommendations
-from finetune.planning.activation_memory import activations, shape_of
-from finetune.planning.communication_volume import flows
-from finetune.planning.rank_memory import Outline, Weight, places, state
+from finetune.planning.activation_memory import StepSetting, predict_activations, shape_of
+from finetune.planning.rank_memory import resting_places, state_memory
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 BILLION = 10**9
 
 
-def one(kind: str, ranks: int, elements: int, itemsize: int = 4) -> tuple[Launch, Outline]:
+def one(kind: str, ranks: int, elements: int, itemsize: int = 4) -> tuple[Launch, ParamSpecs]:
     """A network of a single weight, whose shape every backend cuts evenly."""
-    weight = Weight((elements // 1000, 1000), itemsize, 0, "", True)
-    return Launch(kind=kind, num_processes=ranks, ds_config=ds(kind)), Outline((weight,), 0, 1000)
+    weight = ParamSpec((elements // 1000, 1000), itemsize, 0, "", True)
+    return Launch(kind=kind, num_processes=ranks, ds_config=ds(kind)), ParamSpecs((weight,), 0, 1000)
+
+
+def share_of(launch: Launch, specs: ParamSpecs, accumulation: int = 1) -> Share:
+    return strategy_of(launch).predict_share(launch, specs, accumulation)
+
+
+def flows(launch: Launch, specs: ParamSpecs, accumulation: int) -> list[Flow]:
+    return strategy_of(launch).predict_flows(launch, specs, accumulation)
 
 
 def ds(kind: str) -> dict[str, Any]:
@@ -41,9 +51,9 @@ def ds(kind: str) -> dict[str, Any]:
     return {"zero_optimization": {"stage": int(kind[-1]), **auto}} if kind.startswith("zero") else {}
 
 
-def held(launch: Launch, outline: Outline, *, state_bytes: float = 8, gradient_bytes: int = 4) -> int:
-    memory = state(launch, outline, accumulation=1, state_bytes=state_bytes, gradient_bytes=gradient_bytes)
-    return memory.frozen + memory.trained + memory.gradients + memory.optimizer
+def held(launch: Launch, specs: ParamSpecs, *, state_bytes: float = 8, gradient_bytes: int = 4) -> int:
+    memory = state_memory(share_of(launch, specs), state_bytes)
+    return memory.frozen + memory.trained + memory.gradients * gradient_bytes // 4 + memory.optimizer
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ddp", 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
@@ -72,11 +82,11 @@ def test_documented_examples() -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "zero3"])
 def test_shards_add_up(kind: str) -> None:
     """What is cut is held once among all ranks, but for padding."""
-    weights = tuple(Weight(shape, 4, i % 2, "", True) for i, shape in enumerate([(7, 3), (5,), (64, 64), (1, 9)]))
-    outline, elements = Outline(weights, 0, 64), 21 + 5 + 4096 + 9
+    weights = tuple(ParamSpec(shape, 4, i % 2, "", True) for i, shape in enumerate([(7, 3), (5,), (64, 64), (1, 9)]))
+    specs, elements = ParamSpecs(weights, 0, 64), 21 + 5 + 4096 + 9
     for ranks in (1, 2, 3, 8, 64):
         launch = Launch(kind=kind, num_processes=ranks, ds_config=ds(kind))
-        memory = state(launch, outline, accumulation=1, state_bytes=8)
+        memory = state_memory(share_of(launch, specs), 8)
         assert elements * 8 <= memory.optimizer * ranks <= (elements + ranks * sum(w.elements for w in weights)) * 8
         # A row, or an element, is not cut.
         least = sum(math.prod(w.shape[1:]) if kind == "fsdp" else 1 for w in weights)
@@ -85,9 +95,8 @@ def test_shards_add_up(kind: str) -> None:
 
 def test_whole_gradients_while_micro_batches_add_up() -> None:
     for kind, whole in (("fsdp", True), ("zero2", False), ("zero3", False)):
-        launch, outline = one(kind, 8, 1_000_000)
-        one_by_one = state(launch, outline, accumulation=1, state_bytes=8).gradients
-        added = state(launch, outline, accumulation=4, state_bytes=8).gradients
+        launch, specs = one(kind, 8, 1_000_000)
+        one_by_one, added = (state_memory(share_of(launch, specs, times), 8).gradients for times in (1, 4))
         assert added == (4_000_000 if whole else one_by_one)
 
 
@@ -110,21 +119,21 @@ TRAFFIC = {
 def test_traffic_is_the_ring_formulas(name: str, accumulation: int) -> None:
     for ranks in (2, 8, 1000):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", ranks)
-        _, outline = one("ddp", ranks, 8_000_000)
+        _, specs = one("ddp", ranks, 8_000_000)
         for each in (True, False):
             asked = replace(launch, sync_each_batch=each)
-            moved = sum(flow.nbytes for flow in flows(asked, outline, accumulation))
+            moved = sum(flow.nbytes for flow in flows(asked, specs, accumulation))
             once = 4 * (accumulation - 1) if name.startswith("fsdp") and not each else 0
             expected = (TRAFFIC[name](accumulation) - once) * 8_000_000 * (ranks - 1) / ranks
             assert moved == pytest.approx(expected, abs=4)
 
 
 def test_frozen_weights_are_gathered_and_not_reduced() -> None:
-    frozen, trained = Weight((8000, 1000), 2, None, "", True), Weight((8, 1000), 4, 0, "", True)
-    outline = Outline((frozen, trained), 0, 1000)
+    frozen, trained = ParamSpec((8000, 1000), 2, None, "", True), ParamSpec((8, 1000), 4, 0, "", True)
+    specs = ParamSpecs((frozen, trained), 0, 1000)
     for name, gathered in (("ddp", False), ("fsdp", True), ("zero3", True)):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
-        found = {flow.what.split()[0]: flow.nbytes for flow in flows(launch, outline, 1)}
+        found = {flow.what.split()[0]: flow.nbytes for flow in flows(launch, specs, 1)}
         assert found.get("all-gather", 0) == (2 * (16_000_000 + 32_000) * 7 // 8 if gathered else 0)
         assert sum(n for what, n in found.items() if what != "all-gather") <= 2 * 32_000 * 7 / 8
 
@@ -212,9 +221,9 @@ def test_layers_keep_what_the_formula_says(half: bool, lora: bool, model: dict, 
     """Within a few percent a layer: left out are products of rank 4, and a number a token."""
     few, many = recipe(1, half, lora, model, **config), recipe(3, half, lora, model, **config)
     measured = (saved(many)[0] - saved(few)[0]) / 2
-    variant = model_shapes.variants(many)[model_shapes.kind_of(many)]
+    variant = model_shapes.read_variants(many)[model_shapes.kind_of(many)]
     checkpointed = many.model.gradient_checkpointing
-    found = activations(variant, checkpointed=checkpointed, micro=ROWS)
+    found = predict_activations(variant, StepSetting(ROWS, checkpointed is True))
     predicted = 4 * ROWS * TOKENS * LLAMA["hidden_size"] if checkpointed else found.layer
     assert predicted == pytest.approx(measured, rel=0.05)
 
@@ -225,7 +234,7 @@ def test_autocast_copies_what_is_counted(lora: bool) -> None:
     counted, measured = [], []
     for layers in (1, 3):
         wanted = recipe(layers, True, lora)
-        weights = model_shapes.variants(wanted)[model_shapes.kind_of(wanted)].outline.weights
+        weights = model_shapes.read_variants(wanted)[model_shapes.kind_of(wanted)].specs.params
         counted.append(sum(2 * w.elements for w in weights if w.multiplied and w.itemsize == 4))
         measured.append(saved(wanted)[1])
     assert counted[1] - counted[0] == measured[1] - measured[0]
@@ -270,7 +279,7 @@ def test_arithmetic_is_that_of_a_counted_step(lora: bool, config: dict[str, Any]
     # Torch does not count the products of stacked experts either.
     network.set_experts_implementation("eager")
     kind = model_shapes.kind_of(wanted)
-    variant = model_shapes.variants(wanted, kinds=(kind,))[kind]
+    variant = model_shapes.read_variants(wanted, kinds=(kind,))[kind]
     with FlopCounterMode(display=False) as forward:
         loss = CAUSAL_LM.loss_sum(network, {"input_ids": ids, "targets": ids})
     with FlopCounterMode(display=False) as backward:
@@ -300,8 +309,9 @@ def test_every_configuration_has_sizes(model_type: str) -> None:
 def test_offload_leaves_the_device() -> None:
     for name, place in (("zero3_offload", "host"), ("zero3_nvme", "disk"), ("fsdp_offload", "host"), ("ddp", "device")):
         launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 8)
-        memory = state(launch, one("ddp", 8, 8_000_000)[1], accumulation=1, state_bytes=8)
-        found = places(launch, memory, 1)
+        share = share_of(launch, one("ddp", 8, 8_000_000)[1])
+        memory = state_memory(share, 8)
+        found = resting_places(launch, share, memory)
         assert (
             found[place] == sum(found.values()) == memory.frozen + memory.trained + memory.gradients + memory.optimizer
         )
@@ -311,6 +321,6 @@ def test_every_shipped_launch_file_has_its_place_and_reason() -> None:
     found = {}
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         launch = launch_of_file(file, 1 if file.stem == "single" else 16)
-        found[file.stem] = (recommendations.plain_name(launch), recommendations.reason(launch))
+        found[file.stem] = (recommendations.plain_name(launch), recommendations.reason_for(launch))
     assert all(name.removesuffix("_2nodes") == plain for name, (plain, _) in found.items())
     assert "a custom launch file" not in {reason for _, reason in found.values()}

@@ -14,9 +14,10 @@ from stored_model import store
 from finetune.config.recipe import validate_recipe
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.resolve_config import derive_accumulation
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning import model_shapes
-from finetune.planning.rank_memory import state
+from finetune.planning.rank_memory import state_memory
 
 LAUNCHES = {
     "single": 1,
@@ -65,13 +66,9 @@ def test_state_is_exact_to_the_byte(launcher: Launcher, name: str) -> None:
     wrong = {}
     for job, run in launcher.many(name, recipes, processes=processes).items():
         recipe = validate_recipe(recipes[job])
-        variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
-        predicted = state(
-            launch,
-            variant.outline,
-            accumulation=derive_accumulation(recipe, processes),
-            state_bytes=optimizers.state_bytes(recipe.optim),
-        )
+        variant = model_shapes.read_variants(recipe)[model_shapes.kind_of(recipe)]
+        share = strategy_of(launch).predict_share(launch, variant.specs, derive_accumulation(recipe, processes))
+        predicted = state_memory(share, optimizers.state_bytes(recipe.optim))
         if asdict(predicted) != (read := run.check().facts["memory"]):
             wrong[job] = {key: (value, read[key]) for key, value in asdict(predicted).items() if value != read[key]}
     assert not wrong, "(predicted, read back)"
@@ -85,12 +82,8 @@ def test_state_of_split_layers_is_exact_to_the_byte(launcher: Launcher, name: st
     run = launcher.many("tp", SPLIT_LAYERS)[job] if name == "tp" else launcher.one(name, KEPT)
     recipe = validate_recipe(SPLIT_LAYERS[job] if name == "tp" else KEPT)
     launch = launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", 2 if name == "tp" else 4)
-    variant = model_shapes.variants(recipe)[model_shapes.kind_of(recipe)]
+    variant = model_shapes.read_variants(recipe)[model_shapes.kind_of(recipe)]
     assert isinstance(variant, model_shapes.Variant)
-    predicted = state(
-        launch,
-        model_shapes.part_of(variant, launch.tensor).outline,
-        accumulation=derive_accumulation(recipe, launch.data_ranks),
-        state_bytes=optimizers.state_bytes(recipe.optim),
-    )
-    assert asdict(predicted) == run.check().facts["memory"]
+    specs = model_shapes.part_of(variant, launch.tensor).specs
+    share = strategy_of(launch).predict_share(launch, specs, derive_accumulation(recipe, launch.data_ranks))
+    assert asdict(state_memory(share, optimizers.state_bytes(recipe.optim))) == run.check().facts["memory"]

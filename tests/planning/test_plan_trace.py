@@ -84,8 +84,8 @@ def trace(recipe: dict[str, Any], name: str = "single", ranks: int = 1) -> Trace
 @functools.cache
 def _trace(recipe: str, name: str, ranks: int) -> Traced:
     machines = Machines(gpu_specs.find_gpu("h100-80gb"), ranks, 1, 50.0, 0.4)
-    plan = planner.make(validate_recipe(json.loads(recipe)), machines)
-    (found,) = trace_launches.trace(plan, trace_launches.wanted(plan, name), None, lambda _: None)
+    plan = planner.make_plan(validate_recipe(json.loads(recipe)), machines)
+    (found,) = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, name), None, lambda _: None)
     return found
 
 
@@ -252,12 +252,12 @@ def test_what_cannot_be_imagined_keeps_its_own_parts() -> None:
 
 
 def test_split_rows_under_deepspeed_are_not_traced() -> None:
-    plan = planner.make(
+    plan = planner.make_plan(
         validate_recipe(sections(SMALL, rows=8)), Machines(gpu_specs.find_gpu("h100-80gb"), 4, 1, 50.0, 0.4)
     )
-    (candidate,) = trace_launches.wanted(plan, "zero2")
+    (candidate,) = trace_launches.find_wanted(plan, "zero2")
     split = replace(candidate, launch=replace(candidate.launch, sequence=2))
-    (found,) = trace_launches.trace(plan, [split], None, lambda _: None)
+    (found,) = trace_launches.trace_all(plan, [split], None, lambda _: None)
     assert not found.parts
     assert "without its other ranks, and its ranks exchange parts of rows" in found.reason
 

@@ -18,9 +18,9 @@ from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
+from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.planning import model_shapes
-from finetune.planning.communication_volume import flows
-from finetune.planning.launch_candidates import Candidate, assess, setting_of
+from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
 from finetune.training import gradient_sums
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError
@@ -162,7 +162,7 @@ def variant_of(micro: int = 1) -> model_shapes.Variant:
             "precision": "bf16",
         }
     )
-    variant = model_shapes.variants(recipe, kinds=["full"])["full"]
+    variant = model_shapes.read_variants(recipe, kinds=["full"])["full"]
     assert isinstance(variant, model_shapes.Variant)
     return variant
 
@@ -171,7 +171,7 @@ def planned(variant: model_shapes.Variant, gib: int = 79, name: str = "fsdp", *,
     recipe = variant.recipe
     asked = replace(launch_of_file(ROOT / "accelerate_configs" / f"{name}.yaml", RANKS), sync_each_batch=each)
     gpu = find_gpu(f"h100-80gb,memory={gib}")
-    return assess(name, asked, variant, setting_of(recipe), gpu)
+    return assess_candidate(name, asked, variant, setting_of(recipe), gpu)
 
 
 def test_a_plan_holds_whole_gradients_where_they_fit() -> None:
@@ -197,7 +197,10 @@ def test_a_plan_holds_whole_gradients_where_they_fit() -> None:
 def test_a_plan_counts_what_each_way_sends(name: str, all_reduces: int) -> None:
     variant = variant_of()
     once, each = (
-        {flow.what: flow for flow in flows(found.launch, variant.outline, found.accumulation)}
+        {
+            flow.what: flow
+            for flow in strategy_of(found.launch).predict_flows(found.launch, variant.specs, found.accumulation)
+        }
         for found in (planned(variant, name=name, each=way) for way in (False, True))
     )
     last, every = once.pop("reduce-scatter gradients"), each.pop("reduce-scatter gradients")

@@ -96,9 +96,9 @@ def test_outside_the_package_it_is_planned_the_same(
         recipes.append(recipe)
     assert [line.split() for line in said[0]] == [line.split() for line in said[1]]
     machines = Machines(find_gpu("h100-80gb"), 2, 1, 50.0, 0.4)
-    plans = [planner.make(recipe, machines, stored="bf16") for recipe in recipes]
+    plans = [planner.make_plan(recipe, machines, stored="bf16") for recipe in recipes]
     assert repr(plans[0].candidates) == repr(plans[1].candidates).replace(outside, classification.NAME)
-    batches = [trace_step.batch(recipe) for recipe in recipes]
+    batches = [trace_step.meta_batch(recipe) for recipe in recipes]
     assert {k: v.shape for k, v in batches[0].items()} == {k: v.shape for k, v in batches[1].items()}
 
 
@@ -136,7 +136,7 @@ def test_outside_the_package_it_refuses_the_same(
 def test_a_key_that_a_custom_task_cannot_use_is_refused(tmp_path: Path, key: str, sections: dict[str, Any]) -> None:
     recipe = validate_recipe(mlp(tmp_path / "run", **sections))
     machines = Machines(find_gpu("h100-80gb"), 2, 1, 50.0, 0.4)
-    for use in (find_task, describe, lambda recipe: planner.make(recipe, machines)):
+    for use in (find_task, describe, lambda recipe: planner.make_plan(recipe, machines)):
         with pytest.raises(RecipeError, match=f"{key}: the task own_task:mlp .*; remove it"):
             use(recipe)
 

@@ -1,6 +1,8 @@
 """Data parallel: each rank, or group of ranks that share layers, holds all of the network; gradients are averaged."""
 
+import math
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,13 +11,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.param_specs import ParamSpecs, elements_of
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
 from finetune.utils.compat import torch_private
 from finetune.utils.compat.torch_private import GradBucket
+
+# DDP's default of bucket_cap_mb, in bytes.
+_BUCKET = 25 * 2**20
 
 
 def _accelerator_options(launch: Launch, settled: ResolvedConfig, reduced: torch.dtype, cpu: bool) -> dict[str, Any]:
@@ -82,6 +89,18 @@ def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> 
     }
 
 
+def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Share:
+    share = predict_whole_share(launch, specs, accumulation)
+    # Gradients are views of DDP's buckets, and new ones are copied there.
+    return replace(share, gradients_from="step", in_flight=specs.largest_gradient)
+
+
+def _predict_flows(launch: Launch, specs: ParamSpecs, accumulation: int) -> list[Flow]:
+    ranks, gradients = launch.averaged_ranks, 4 * elements_of(specs.trained)
+    sent, buckets = round(2 * (ranks - 1) / ranks * gradients), math.ceil(gradients / _BUCKET)
+    return [Flow("all_reduce", "gradients", sent, ranks, "last backward", buckets, launch.tensor)]
+
+
 STRATEGY = Strategy(
     holds=lambda model: isinstance(model, DistributedDataParallel),
     accelerator_options=_accelerator_options,
@@ -90,5 +109,7 @@ STRATEGY = Strategy(
     # As views of buckets that are there anyway: made anew where micro-batches add up, they would be there twice until
     # the last micro-batch.
     keeps_gradients=lambda runtime: runtime.accumulation > 1,
+    predict_share=_predict_share,
+    predict_flows=_predict_flows,
     read_back=_read_back,
 )

@@ -15,7 +15,7 @@ from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies import deepspeed_config, first_gradients, strategy
+from finetune.distributed.strategies import deepspeed_config, first_gradients, strategy, zero_prediction
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.utils.errors import BackendError
@@ -326,5 +326,7 @@ STRATEGY = Strategy(
     set_scaler_state=_set_scaler_state,
     held_weights=_held_weights,
     copies_masters=lambda launch: launch.kind != "zero3",
+    predict_share=zero_prediction.predict_share,
+    predict_flows=zero_prediction.predict_flows,
     read_back=_read_back,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.param_specs import ParamSpec, ParamSpecs, bytes_of, elements_of
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies.prediction import Flow, Gathered, Share, Window
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import (
     inner_name,
@@ -236,6 +239,71 @@ def rows_of(rows: int, rank: int, shards: int) -> int:
     return max(0, min(most, rows - rank * most))
 
 
+def _predict_share(launch: Launch, specs: ParamSpecs, accumulation: int) -> Share:
+    shards = launch.averaged_ranks // launch.replicate
+
+    def part(param: ParamSpec) -> int:
+        return rows_of(param.shape[0], 0, shards) * (param.elements // max(1, param.shape[0]))
+
+    stepped, whole = sum(map(part, specs.trained)), launch.holds_whole_gradients(accumulation)
+    gathered, in_flight = _predict_gathers(launch, specs)
+    return Share(
+        frozen=sum(part(p) * p.itemsize for p in specs.frozen) + specs.rest,
+        trained=sum(part(p) * p.itemsize for p in specs.trained),
+        stepped=stepped,
+        summed=elements_of(specs.trained) if whole else stepped,
+        # It offloads only gradients that it has reduce-scattered.
+        gradients_rest="none" if whole else launch.offload_optimizer,
+        gathered=gathered,
+        in_flight=in_flight,
+    )
+
+
+def _predict_gathers(launch: Launch, specs: ParamSpecs) -> tuple[Gathered, int]:
+    """Returns what is gathered, and bytes of whole gradients in the backward pass.
+
+    FSDP2 gathers into one tensor, copies weights out of it, and keeps it until the next unit is copied out. In the
+    backward pass the next unit is gathered while one computes, and the last one's gradients are still being scattered
+    while this one's are made. Accelerate never frees the head's unit between the passes.
+    Source: torch, `FSDPParamGroup.wait_for_unshard` and `post_backward`; accelerate, `fsdp2_prepare_model`.
+    """
+    # What is in no unit of its own is gathered with the head, or with the root.
+    last = [p for p in specs.params if p.unit in ("", specs.head)]
+    units = [unit for name, unit in specs.units.items() if name not in ("", specs.head)] or [[]]
+    gradients = [4 * elements_of(p for p in unit if p.group is not None) for unit in [*units, last]]
+    in_flight = max(map(sum, pairwise(gradients)))
+    sizes, tail = [bytes_of(unit) for unit in units], bytes_of(last)
+    if not launch.reshard:
+        every = sum(sizes) + tail
+        return Gathered(forward=every + max(sizes), loss=every + tail, loss_gradient=every, backward=every), in_flight
+    if specs.head_alone:
+        early, loss, sizes = 0, 2 * tail, [*sizes, tail]
+    else:
+        # A head that is the embedding too, or what the root has, is there from the beginning.
+        early, loss, sizes = tail, tail + sizes[-1], sizes if len(sizes) > 1 else [0, *sizes]
+    forward, backward = (max(a + times * b for a, b in pairwise(sizes)) + early for times in (2, 1))
+    return Gathered(forward=forward, loss=loss, loss_gradient=tail, backward=backward), in_flight
+
+
+def _predict_flows(launch: Launch, specs: ParamSpecs, accumulation: int) -> list[Flow]:
+    """Frozen weights are gathered, and never reduced."""
+    copies, units = launch.replicate, specs.units.values()
+    shards, gradients = launch.averaged_ranks // copies, 4 * elements_of(specs.trained)
+    trained = sum(any(p.group is not None for p in unit) for unit in units)
+    times = accumulation if launch.sync_each_batch else 1
+    window: Window = "backward" if launch.sync_each_batch else "last backward"
+    ring, gathers = (shards - 1) / shards, (2 if launch.reshard else 1) * accumulation
+    weights, sent = round(gathers * ring * bytes_of(specs.params)), round(times * ring * gradients)
+    found = [
+        Flow("all_gather", "weights", weights, shards, "all", gathers * len(units), launch.tensor),
+        Flow("reduce_scatter", "gradients", sent, shards, window, times * trained, launch.tensor),
+    ]
+    if copies > 1:
+        between = round(2 * (copies - 1) / copies * gradients / shards)
+        found.append(Flow("all_reduce", "gradients", between, copies, "last backward", trained, apart=shards))
+    return found
+
+
 STRATEGY = Strategy(
     holds=lambda model: isinstance(model, FSDPModule),
     accelerator_options=_accelerator_options,
@@ -247,5 +315,7 @@ STRATEGY = Strategy(
     reshard=_reshard,
     read_state=_read_state,
     write_state=_write_state,
+    predict_share=_predict_share,
+    predict_flows=_predict_flows,
     read_back=_read_back,
 )

@@ -16,11 +16,13 @@ from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.mesh import Mesh
+from finetune.distributed.param_specs import ParamSpecs
 from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import gradient_norm, tensor
+from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share
 from finetune.distributed.tensor_facts import inner_optimizer, local
 from finetune.utils.compat import torch_private
 
@@ -223,6 +225,10 @@ class Strategy:
     held_weights: Callable[[Any, list[Any]], tuple[int, int]] = held_weights
     copies_masters: Callable[[Launch], bool] = lambda launch: False
     """True if the network computes with copies of what the optimiser steps."""
+    predict_share: Callable[[Launch, ParamSpecs, int], Share] = predict_whole_share
+    """Share of the fullest rank, of a launch, a network, and the micro-batches of a step and process."""
+    predict_flows: Callable[[Launch, ParamSpecs, int], list[Flow]] = lambda launch, specs, accumulation: []
+    """Traffic of a step, other than losses and norms, where there are several averaging ranks."""
 
 
 def forward_backward(

@@ -35,7 +35,7 @@ class Packed4bit(nn.Linear):
         return whole
 
 
-def stand_in(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: Recipe) -> None:
+def replace_quantized(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: Recipe) -> None:
     """Puts stand-ins in the place of linear modules of a network on the meta device.
 
     Args:
@@ -45,7 +45,7 @@ def stand_in(network: nn.Module, modules: list[tuple[Any, torch.Size]], recipe: 
     adapted = {id(layer.get_base_layer()) for layer in layers}
     for module, whole in modules:
         shape = module.weight.shape
-        scales = model_shapes.pack(module, recipe, shape, part=shape != whole)
+        scales = model_shapes.pack_linear(module, recipe, shape, part=shape != whole)
         if recipe.model.quantization == "int8":
             weight = module.weight
             del module.weight

@@ -22,20 +22,20 @@ _OF_THE_BATCH = ("activations", "loss", "copies")
 
 @dataclass(frozen=True)
 class Traced:
-    """What one step took, or why it could not be traced."""
+    """One step as it was traced, or the reason why it could not be."""
 
     candidate: Candidate
-    """As tier 1 has it."""
+    """The candidate as the formulas (tier 1) have it."""
     parts: dict[str, int]
     """Bytes of the peak on the device, by what they are for; empty if it could not be traced."""
     moment: str
-    """When the peak was: forward, backward or optimizer."""
+    """Time of the peak: forward, backward or optimizer."""
     state: dict[str, int]
     """Bytes from step to step: weights, gradients at their most, optimizer."""
     cpu_s: float
-    """Of the process that traced it."""
+    """CPU time of the process that traced it."""
     reason: str = ""
-    """Why it could not be traced, or what of it comes from tier 1."""
+    """Reason why it could not be traced, or part of it that comes from tier 1."""
 
     @property
     def peak(self) -> int:
@@ -43,11 +43,11 @@ class Traced:
 
     @property
     def difference(self) -> float | None:
-        """By how much tier 1 predicts more, as a share of what was traced."""
+        """Share of what was traced by which tier 1 predicts more."""
         return self.candidate.peak / self.peak - 1 if self.parts and self.candidate.parts else None
 
 
-def wanted(plan: Plan, names: str) -> list[Candidate]:
+def find_wanted(plan: Plan, names: str) -> list[Candidate]:
     """The candidates to trace.
 
     Args:
@@ -70,7 +70,7 @@ def wanted(plan: Plan, names: str) -> list[Candidate]:
     return [plan.candidates[name, plan.kind] for name in chosen]
 
 
-def trace(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
+def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: Callable[[str], None]) -> list[Traced]:
     """Traces candidates one after the other.
 
     Args:
@@ -127,11 +127,7 @@ def _read(candidate: Candidate, taken: dict[str, Any]) -> Traced:
 
 def _settled(candidate: Candidate, recipe: Recipe) -> Recipe:
     """The recipe in a cell's setting, in a precision that a machine without a GPU has."""
-    batch = recipe.batch.model_copy(update={"micro_size": candidate.setting.micro})
-    again = candidate.setting.checkpointed or (recipe.model.gradient_checkpointing == "selective" and "selective")
-    model = recipe.model.model_copy(update={"gradient_checkpointing": again})
-    precision = "bf16" if is_half(recipe) else "fp32"
-    return recipe.model_copy(update={"batch": batch, "model": model, "precision": precision})
+    return candidate.setting.applied_to(recipe).model_copy(update={"precision": "bf16" if is_half(recipe) else "fp32"})
 
 
 def _not(candidate: Candidate, reason: str, cpu_s: float = 0.0) -> Traced:

@@ -23,6 +23,7 @@ from finetune.distributed.backend import Backend
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies import sequence
+from finetune.distributed.tensor_facts import local
 from finetune.models import activation_checkpointing, attention, chunked_loss, lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim.optimizers import build_optimizer
@@ -57,7 +58,7 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self.peak: dict[str, int] = {}
         """Bytes by part, when there were most."""
         self.moment = ""
-        """When that was: forward, backward or optimizer."""
+        """Time of that: forward, backward or optimizer."""
         self.batch = 0
         """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
         self._most = 0
@@ -90,14 +91,14 @@ def main(job: Path, result: Path) -> None:
     asked = json_files.read(job)
     recipe, launch = validate_recipe(asked["recipe"]), Launch(**asked["launch"])
     try:
-        found = step(recipe, launch, asked["stored"])
+        found = trace_step(recipe, launch, asked["stored"])
     except Exception as error:  # whatever a network's own code answers to tensors without values
-        found = {"reason": reason(error), "traceback": traceback.format_exc()}
+        found = {"reason": reason_of(error), "traceback": traceback.format_exc()}
     atomic_files.write_text(result, json.dumps({**found, "cpu_s": time.process_time()}))
 
 
-def reason(error: Exception) -> str:
-    """What cannot be traced, in one line: the operation, where it is known."""
+def reason_of(error: Exception) -> str:
+    """Says in one line what cannot be traced: the operation, where it is known."""
     operation = getattr(error, "func", None)
     text = " ".join(str(error).split())
     where = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "/torch/" not in f.filename), None)
@@ -106,7 +107,7 @@ def reason(error: Exception) -> str:
     return f"{what}{place}"
 
 
-def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
+def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     """Traces the second step of a run, or a later one: the optimiser has its state, and buckets are there.
 
     Args:
@@ -114,13 +115,13 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
     """
     task = find_task(recipe)
     backend = fake_backend.start_backend(recipe, launch)
-    (network, splits), example = build(recipe, stored, backend), batch(recipe)
+    (network, splits), example = build_part(recipe, stored, backend), meta_batch(recipe)
     if recipe.model.attention not in ("sdpa", "eager") or "position_ids" not in example:
         transformers_private.assume_one_document_a_row()
     _dropout_as_on_gpus()
     tracker = Tracker()
     with FakeTensorMode(), tracker:
-        realise(network)
+        realise_tensors(network)
         caller = ForwardWrapper(network.train())
         caller.autocast = backend.autocast
         tracker.track_external(caller)
@@ -158,24 +159,18 @@ def step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, Any]:
             "weights": rest["parameters"] + rest["buffers"],
             "gradients": gradients,
             "optimizer": sum(
-                t.nbytes
+                local(value).nbytes
                 for state in inner.state.values()
-                for t in map(local, state.values())
-                if t is not None and t.ndim
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.ndim
             ),
         },
     }
 
 
-def local(value: Any) -> torch.Tensor | None:
-    """What this rank holds of a tensor; None of anything else."""
-    value = value.to_local() if hasattr(value, "to_local") else value
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def build(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn.Module, Splits]:
-    """The network that is trained, or this rank's part of it, without storage; and how it is split."""
-    network, packed = model_shapes.skeleton(recipe, stored)
+def build_part(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn.Module, Splits]:
+    """Builds the network that is trained, or this rank's part of it, without storage; and how it is split."""
+    network, packed = model_shapes.build_skeleton(recipe, stored)
     known, head = lora_adapters.transformer(network), head_of(recipe)
     if head is not None and head.next_token and recipe.loss_by_head:
         chunked_loss.fuse(known)
@@ -188,13 +183,13 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn.Modu
     elif known is not None:
         # Flash attention's own kernels are for GPUs; torch's keeps as much, and one document as much as several.
         known.set_attn_implementation("eager" if recipe.model.attention == "eager" else "sdpa")
-    fake_quantized.stand_in(network, packed, recipe)
+    fake_quantized.replace_quantized(network, packed, recipe)
     if known is not None:
         activation_checkpointing.checkpoint_activations(known, recipe.model.gradient_checkpointing)
     return network, splits
 
 
-def realise(network: nn.Module) -> None:
+def realise_tensors(network: nn.Module) -> None:
     """Gives a network on the meta device tensors of the mode that is on."""
     made: dict[int, Any] = {}
     for module in network.modules():
@@ -217,7 +212,7 @@ def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[s
         yield rows
 
 
-def batch(recipe: Recipe) -> dict[str, torch.Tensor]:
+def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
     """A micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
     rows, length = recipe.batch.rows, recipe.data.sequence_length
     task = find_task(recipe)
