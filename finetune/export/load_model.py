@@ -117,7 +117,7 @@ def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> Load
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
         model = merge.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
-        stops = stop_tokens.learned(found, tokenizer)
+        stops = stop_tokens.learned_stop_tokens(found, tokenizer)
         return _ready(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step)
 
 
@@ -132,8 +132,9 @@ def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: b
     model, weights = _plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     own = any(place.glob("tokenizer*"))
     folder = str(place) if own else name
-    adapted, tokenizer = lora_adapters.put_on(model, place), _tokenizer(folder, trusted)
-    return _ready(adapted, tokenizer, folder, None, stop_tokens.read(place), lines=weights.lines, home=place)
+    adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
+    stops = stop_tokens.read_stop_tokens(place)
+    return _ready(adapted, tokenizer, folder, None, stops, lines=weights.lines, home=place)
 
 
 def _plain(

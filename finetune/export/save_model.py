@@ -21,11 +21,11 @@ from finetune.utils.atomic_files import follow_umask, remove_path, sync_to_disk,
 from finetune.utils.errors import CheckpointError
 
 _FILE_BYTES = 5 * 10**9
-"""What a file of weights takes at most, unless one tensor is larger."""
+"""Most that a file of weights takes, unless one tensor is larger."""
 
 
-def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
-    """Writes what belongs beside a network's weights, so that `from_pretrained` opens the folder.
+def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+    """Writes the files that belong beside a network's weights, so that `from_pretrained` opens the folder.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -34,14 +34,12 @@ def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
     inner = transformer(network)
     if adapter is not None:
         adapter.save_pretrained(str(folder))
-        if inner is not None and inner.can_generate():
-            inner.generation_config.save_pretrained(folder)
-    elif isinstance(network, PreTrainedModel):
-        config = copy.deepcopy(network.config)
-        config.architectures = [type(network).__name__]
+    elif inner is not None:
+        config = copy.deepcopy(inner.config)
+        config.architectures = [type(inner).__name__]
         config.save_pretrained(folder)
-        if network.can_generate():
-            network.generation_config.save_pretrained(folder)
+    if inner is not None and inner.can_generate():
+        inner.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -105,7 +103,7 @@ def _write(
         keys = adapter_keys(network)
         named = {keys[name]: tensor for name, tensor in tensors}
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        describe(network, None, staging)
+        describe_model(network, None, staging)
         check_written(staging, named)
     else:
         kept = set(network.state_dict())
@@ -214,18 +212,11 @@ def _compare(place: Path, found: Iterable[tuple[str, torch.Tensor]], expected: d
         wanted = left.pop(name, None)
         if wanted is None:
             raise _not_trained(place, f"it holds {name}, which the trained network does not have")
-        if (
-            tensor.shape != wanted.shape
-            or tensor.dtype != wanted.dtype
-            or not torch.equal(_bits(tensor), _bits(wanted))
-        ):
+        one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, wanted))
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(one, other):
             raise _not_trained(place, f"{name} is not what the network has in memory")
     if left:
         raise _not_trained(place, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:

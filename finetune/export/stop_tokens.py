@@ -1,4 +1,4 @@
-"""Where generation stops: the tokenizer's end of text, the ends of learned answers, and those of the base model."""
+"""Tokens at which generation stops: the tokenizer's end of text, the ends of learned answers, and the base model's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ from finetune.export.find_weights import WeightSource
 from finetune.utils.errors import CheckpointError
 
 
-def learned(source: WeightSource, tokenizer: Any) -> list[int]:
-    """The tokens that the answers which a run learned end in; none if it learned no conversations.
+def learned_stop_tokens(source: WeightSource, tokenizer: Any) -> list[int]:
+    """Returns the tokens that the answers which a run learned end in; none if it learned no conversations.
 
     Raises:
         CheckpointError: If the tokenizer does not know one of them.
@@ -28,8 +28,8 @@ def learned(source: WeightSource, tokenizer: Any) -> list[int]:
     return [int(known[name]) for name in source.ends]
 
 
-def read(folder: Path) -> list[int]:
-    """The tokens at which the generation config in a folder stops; none if there is no such file.
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Returns the tokens at which the generation config in a folder stops; none if there is no such file.
 
     Raises:
         OSError: If it cannot be read.
@@ -40,13 +40,13 @@ def read(folder: Path) -> list[int]:
     return [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
 
 
-def check(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
+def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
     """Makes sure that what was written stops at these tokens, and at no other.
 
     Raises:
         CheckpointError: If it does not.
     """
-    found = read(folder)
+    found = read_stop_tokens(folder)
     if set(found) != set(ends):
         raise CheckpointError(
             f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "

@@ -169,7 +169,7 @@ def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Hea
     if not pretrained_files.ties_embeddings(config) or type(config) not in known:
         return
     try:
-        folder = pretrained_files.weights_folder(section)
+        folder = pretrained_files.weights_folder(str(section.name), section.revision)
     except OSError:  # a hub's model of which only the configuration is here
         return
     if pretrained_files.untied_tensors(folder, known[type(config)]):

@@ -301,7 +301,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             reporter,
             step=resume.step,
             adapter_keys=lora_adapters.adapter_keys(unwrap(model)) if recipe.lora is not None else None,
-            describe=lambda folder: save_model.describe(unwrap(model), data.tokenizer, folder),
+            describe=lambda folder: save_model.describe_model(unwrap(model), data.tokenizer, folder),
             infinite=network.infinite,
         ),
         shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),

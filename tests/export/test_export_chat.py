@@ -193,7 +193,7 @@ def test_an_end_that_is_left_out_is_caught(
         CheckpointError, match=r"stops at \d+ \('</s>'\), but texts end at .* \('<\|im_end\|>'\), .*eot"
     ):
         exported(places["lora"], kind, tmp_path)
-    monkeypatch.setattr(stop_tokens, "check", lambda *given: None)
+    monkeypatch.setattr(stop_tokens, "check_stop_tokens", lambda *given: None)
     exported(places["lora"], kind, tmp_path)
 
 

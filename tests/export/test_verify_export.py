@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
-        (stop_tokens, "check"),
+        (stop_tokens, "check_stop_tokens"),
     ),
     "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
     "missing": (
@@ -289,7 +289,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
-    nothing = {"worst_tensor": ("none", 0.0), "check_files": 0}
+    nothing = {"worst_tensor": ("none", 0.0), "check_files": ""}
     monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 

@@ -201,10 +201,10 @@ def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
     del tensors[gone]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"lacks 1 of the adapter's tensors, such as {gone}"):
-        lora_adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.open_adapter(base, tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
-        lora_adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.open_adapter(base, tmp_path / "adapter")
 
 
 # ---------------------------------------------------------------- damaged files
