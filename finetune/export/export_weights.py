@@ -171,7 +171,7 @@ def _stops(job: _Export, generation: GenerationConfig, say: Say) -> list[int]:
     if job.source.ends == []:
         say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
     learned = stop_tokens.learned_stop_tokens(job.source, job.ready.tokenizer)
-    return prompts.ends(generation, job.ready.tokenizer, learned)
+    return prompts.stop_tokens(generation, job.ready.tokenizer, learned)
 
 
 def _verify(job: _Export, staging: Path) -> list[str]:

@@ -51,7 +51,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
     if head.next_token and recipe.loss_by_head:
-        chunked_loss.fuse(network)
+        chunked_loss.fuse_loss(network)
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
     return whole.train()
@@ -82,7 +82,7 @@ def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -
     inner = transformer(network)
     if inner is not None and taught and inner.can_generate():
         generation = inner.generation_config
-        inner.generation_config = prompts.stopping_at(generation, prompts.ends(generation, tokenizer, taught))
+        inner.generation_config = prompts.stopping_at(generation, prompts.stop_tokens(generation, tokenizer, taught))
 
 
 def _restore_buffers(network: PreTrainedModel) -> None:
@@ -123,7 +123,7 @@ def build_base_model(
     torch.manual_seed(recipe.seed)
     if section.name is not None:
         return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
-    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
+    kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
     try:
         network: PreTrainedModel = head.auto.from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
@@ -158,7 +158,7 @@ def _pretrained(
     recipe: Recipe, config: PretrainedConfig, head: Head, **options: Any
 ) -> tuple[PreTrainedModel, pretrained_files.Weights]:
     section = recipe.model
-    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
+    kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
     with _named_by_the_recipe(recipe):
         return pretrained_files.load(
             head.auto,

@@ -1,4 +1,4 @@
-"""How a text for a network begins, and where it ends."""
+"""Beginnings of texts for a network, and the tokens at which it stops."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError
 
 BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as text (no --chat).")
-"""For `bounded_work`, wherever a template writes a prompt."""
+"""Arguments of `bounded_work`, wherever a template writes a prompt."""
 
 
-def text(tokenizer: Any, prompt: str) -> list[int]:
-    """Tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
+def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Returns tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
 
     Raises:
         DataError: If there are none.
@@ -31,11 +31,11 @@ def text(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
-    """Tokens of a user's turn in the chat template, up to where the answer begins.
+def turn_tokens(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
+    """Returns tokens of a user's turn in the chat template, up to where the answer begins.
 
     Args:
-        variables: More of the template.
+        variables: More variables of the template.
 
     Raises:
         DataError: If there is no template, or it refuses the turn.
@@ -57,8 +57,8 @@ def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]
     return ids
 
 
-def ends(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
-    """All tokens that end a text: the tokenizer's own, what was learned, and those of the base, which it may still say.
+def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
+    """Returns all tokens that end a text: the tokenizer's own, the learned ones, and those that the base may still say.
 
     Args:
         generation: The base's generation config.
@@ -70,7 +70,7 @@ def ends(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) ->
 
 
 def stopping_at(generation: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
-    """A generation config that stops at these tokens, and can be written."""
+    """Returns the generation config, made to stop at these tokens, and to be writable."""
     if found:
         generation.eos_token_id = list(found) if len(found) > 1 else found[0]
     if generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0):

@@ -45,7 +45,7 @@ def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> tor
     inner = lora_adapters.transformer(network)
     cached = inner is not None and inner.config.model_type not in _UNCACHED
     ids = batch["input_ids"][:, -1:] if kept else batch["input_ids"]
-    told = attention.told_by(inner, {"input_ids": ids})
+    told = attention.document_arguments(inner, {"input_ids": ids})
     if "position_ids" in told:
         told["position_ids"] = told["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
     outputs = network(input_ids=ids, use_cache=cached, **told, **kept)
@@ -56,7 +56,7 @@ def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> tor
 
 def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    told = attention.told_by(lora_adapters.transformer(network), batch)
+    told = attention.document_arguments(lora_adapters.transformer(network), batch)
     return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
 
 
@@ -64,7 +64,7 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
     inner = lora_adapters.transformer(network)
-    fused = chunked_loss.of_network(inner)
+    fused = chunked_loss.loss_head(inner)
     if fused is None:
         return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
     fused.targets = batch["targets"].flatten()

@@ -202,7 +202,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     config = resolve_config(recipe, launch)
     check_task_splits(recipe, launch)
     optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
-    float8.check(recipe)
+    float8.check_fp8(recipe)
     inputs = _prepare_inputs(recipe, quiet)
     data, length, directory, identity = inputs.data, inputs.length, inputs.directory, inputs.identity
     begun = resume_point.micro_size(recipe, directory)
@@ -348,7 +348,7 @@ def _build_network(recipe: Recipe, backend: Backend, inputs: _Inputs) -> _Networ
     sharded = recipe.model.name is not None and not whole
     with backend.loading(pretrained=sharded):
         network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
-        products = float8.products(network, recipe.model.fp8)
+        products = float8.describe_products(network, recipe.model.fp8)
         build_network.set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)

@@ -30,7 +30,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
     config = resolve_config(recipe, launch, foreseen.env if foreseen else os.environ)
     check_task_splits(recipe, launch)
     optimizers.check_optimizer(recipe, cut=launch.cuts_state, flat=launch.flattens)
-    float8.check(recipe)
+    float8.check_fp8(recipe)
     task = find_task(recipe)
     if task.build_skeleton is None:
         raise RecipeError(

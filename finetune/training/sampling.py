@@ -24,8 +24,8 @@ def prompt_tokens(recipe: Recipe, section: SampleSection, tokenizer: Any) -> lis
         DataError: If there is nothing to begin with, or the chat template refuses the turn.
     """
     if recipe.chat is None:
-        return prompts.text(tokenizer, section.prompt)
-    return prompts.turn(tokenizer, section.prompt, recipe.chat.template_args)
+        return prompts.text_tokens(tokenizer, section.prompt)
+    return prompts.turn_tokens(tokenizer, section.prompt, recipe.chat.template_args)
 
 
 def sample_text(backend: Backend, model: nn.Module, recipe: Recipe, tokenizer: Any, taught: Sequence[int]) -> str:

@@ -481,9 +481,9 @@ def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
             asked.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push_to_hub.push(tmp_path, "model") == "https://hub/me/model"
+    assert push_to_hub.push_folder(tmp_path, "model") == "https://hub/me/model"
     assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
     with pytest.raises(
         CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
     ):
-        push_to_hub.push(tmp_path, "model")
+        push_to_hub.push_folder(tmp_path, "model")

@@ -178,7 +178,7 @@ def build(recipe: Recipe, stored: str | None, backend: Backend) -> nn.Module:
     network, packed = model_shapes.skeleton(recipe, stored)
     known, head = lora_adapters.transformer(network), head_of(recipe)
     if head is not None and head.next_token and recipe.loss_by_head:
-        chunked_loss.fuse(known)
+        chunked_loss.fuse_loss(known)
     if (group := backend.mesh.group("tp")) is not None:
         backend.splits = split_layers.split(network, group)
     sequence.install(network, backend.mesh.group("sp"))
