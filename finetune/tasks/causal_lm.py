@@ -35,8 +35,8 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
 _UNCACHED = {"bamba", "blt", "moshi", "xlstm"}
 
 
-def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
-    """The likeliest token behind one row, (1,).
+def next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
+    """Returns scores of the token behind one row, (1, V), in fp32.
 
     Args:
         kept: Empty at first; then the keys and values of the tokens before, if the network hands them out, so that it
@@ -51,7 +51,7 @@ def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> tor
     outputs = network(input_ids=ids, use_cache=cached, **told, **kept)
     if getattr(outputs, "past_key_values", None) is not None:
         kept["past_key_values"] = outputs.past_key_values
-    return outputs.logits[:, -1].float().argmax(-1)  # type: ignore[no-any-return]
+    return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 def _outputs(network: nn.Module, batch: Batch) -> Any:

@@ -1,80 +1,21 @@
-"""Texts that a model in training generates for the recipe's prompts, and metrics of these or of classes."""
+"""Metrics of texts that a model in training generates for the recipe's prompts, and of predicted classes."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from finetune.data.rows.feed import Rows
-from finetune.distributed.backend import Backend
 from finetune.tasks import metrics
-from finetune.tasks.causal_lm import next_token
 from finetune.training.build_run import Run
-from finetune.training.evaluation import without_training
+from finetune.training.generate_answers import decode_text, generate
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
-from finetune.utils.to_device import tensor_to_device
 
 PREDICTIONS = "predictions.jsonl"
-
-
-def generate(
-    backend: Backend,
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    longest: int,
-    max_new_tokens: int,
-    ends: Collection[int],
-    stopping: Callable[[], bool],
-) -> list[list[int]] | None:
-    """The likeliest tokens behind each prompt, one after the other, without the token that ends a text.
-
-    Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in them.
-    A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
-
-    Args:
-        longest: Tokens of a prompt and its text together, at most.
-        ends: Tokens that end a text.
-        stopping: Whether this rank was asked to stop.
-
-    Returns:
-        Tokens by prompt, the same on every rank; None if a rank was asked to stop.
-    """
-    # One more than each token, and 0 where there is none.
-    written = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
-    first = backend.mesh.average_rank
-    with without_training(model):
-        for number in range(first, len(prompts) + first, backend.mesh.average_size):
-            row = list(prompts[number]) if number < len(prompts) else []
-            kept: dict[str, Any] = {}
-            while True:
-                told = torch.tensor([float(bool(row)), float(stopping())], device=backend.device)
-                unfinished, stop = backend.all_reduce_sum(told).tolist()
-                if stop:
-                    return None
-                if not unfinished:
-                    break
-                # Who has finished goes along with the others.
-                ids = tensor_to_device(torch.tensor([row or prompts[0][:1]]), backend.device)
-                pick = partial(next_token, kept=kept if row else {})
-                (picked,) = backend.evaluate_batches(model, pick, [{"input_ids": ids}])
-                token = int(picked.item())
-                if not row:
-                    continue
-                place = len(row) - len(prompts[number])
-                row.append(token)
-                if token not in ends and backend.mesh.counts_loss:
-                    written[number, place] = token + 1
-                if token in ends or place + 1 == max_new_tokens or len(row) == longest:
-                    row = []
-    gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
-    return [[token - 1 for token in row if token] for row in gathered]
 
 
 def of_texts(run: Run) -> dict[str, float] | None:
@@ -98,18 +39,12 @@ def of_texts(run: Run) -> dict[str, float] | None:
         )
     if found is None:
         return None
-    texts = [_text(tokenizer, prompt.ids, ids) for prompt, ids in zip(run.prompts, found, strict=True)]
+    texts = [decode_text(tokenizer, prompt.ids, ids) for prompt, ids in zip(run.prompts, found, strict=True)]
     lines = (
         {"prompt": prompt.text, "prediction": text, "references": prompt.references}
         for prompt, text in zip(run.prompts, texts, strict=True)
     )
     return _scored(run, texts, [prompt.references for prompt in run.prompts], lines)
-
-
-def _text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Decoded behind its prompt: alone, the first word of some tokenizers loses its space."""
-    start = tokenizer.decode(before, skip_special_tokens=True)
-    return str(tokenizer.decode([*before, *ids], skip_special_tokens=True)[len(start) :].strip())
 
 
 def of_classes(run: Run, rows: Rows, classes: torch.Tensor) -> dict[str, float]:

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
-from finetune.tasks.causal_lm import next_token
+from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
 from finetune.tasks.task_lookup import BUILT_IN
-from finetune.training import generation_metrics
+from finetune.training import generate_answers
 from finetune.utils.errors import DataError, RecipeError
 
 TEXTS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL")
@@ -273,7 +273,7 @@ def test_tokens_are_those_without_a_cache(kind: str) -> None:
         evaluate_batches=evaluate_batches,
     )
     ends = {7}
-    found = generation_metrics.generate(
+    found = generate_answers.generate(
         backend, _Wrapped(network).eval(), prompts, longest=30, max_new_tokens=16, ends=ends, stopping=lambda: False
     )
     for prompt, text in zip(prompts, found or [], strict=True):
@@ -383,7 +383,7 @@ def test_a_request_to_stop_ends_generation(tmp_path: Path) -> None:
         forward = run.model.forward
 
         def stop_at_fifth(function: Any, batch: Any) -> Any:
-            if getattr(function, "func", None) is next_token:
+            if getattr(function, "func", None) is next_token_logits:
                 asked.append(1)
                 if len(asked) == 5:
                     run.shutdown.reason = "a test"
