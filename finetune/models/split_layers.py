@@ -7,15 +7,14 @@ whole on every rank; where the head computes the loss, each rank does so for a p
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard as plan_name
 
 from finetune.distributed.mesh import Group
 from finetune.distributed.split_parameters import Split, Splits
@@ -71,7 +70,7 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     for name, module in inner.named_modules():
         for key, _ in module.named_parameters(recurse=False):
             own = f"{name}.{key}"
-            if (how := plan.get(_generic(own))) is not None:
+            if (how := plan.get(plan_name(own))) is not None:
                 finder.add_parameter(own, module, key, how)
     partial = finder.partial | (_loss_parameters(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
@@ -124,29 +123,23 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
 
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
     inner = transformer(network)
-    plan: dict[str, str] = {} if inner is None else dict(inner.tp_plan)
-    both = () if inner is None else embeddings_and_head(inner)
-    whole = set() if inner is None else {_generic(name) for name, m in inner.named_modules() if m in both}
-    if inner is None or not plan.keys() - whole:
-        who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
-        raise BackendError(
-            "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
-            f"{who} are split. Take a launch config that shards weights, which does so with any network."
-        )
-    return inner, plan
+    if inner is not None:
+        both = embeddings_and_head(inner)
+        if inner.tp_plan.keys() - {plan_name(name) for name, module in inner.named_modules() if module in both}:
+            return inner, dict(inner.tp_plan)
+    who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
+    raise BackendError(
+        "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
+        f"{who} are split. Take a launch config that shards weights, which does so with any network."
+    )
 
 
 def _styled(inner: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     """Yields modules that a plan names, each with its style; embedding and head stay whole."""
     for name, module in inner.named_modules():
-        style = plan.get(_generic(name))
+        style = plan.get(plan_name(name))
         if style is not None and module not in embeddings_and_head(inner):
             yield name, module, style
-
-
-def _generic(name: str) -> str:
-    """Returns a name as plans have it: `layers.0.mlp` is `layers.*.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 class _Finder:
@@ -235,7 +228,13 @@ def _join(module: Any, style: str, shared: SharedInputs, group: Group) -> None:
         else:
             _add_bias_once(module, base, group)
     elif style == "moe_tp_experts":
-        module.register_forward_pre_hook(partial(_share_all, group))
+        # Its inputs are tokens, and the weight that each has in the sum of its experts.
+        module.register_forward_pre_hook(
+            lambda _, inputs: tuple(
+                tensor.sum_gradients(x, group) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in inputs
+            )
+        )
         module.register_forward_hook(lambda _, __, output: tensor.sum_outputs(output, group))
 
 
@@ -272,13 +271,6 @@ def _refused(name: str, what: str) -> BackendError:
     return BackendError(
         f"The launch file splits layers over ranks (tp_size), but {name} has {what}, which is not offered there. Take "
         "a launch config that shards weights, which does so with any network."
-    )
-
-
-def _share_all(group: Group, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Shares the inputs of experts: tokens, and the weight that each has in the sum of its experts."""
-    return tuple(
-        tensor.sum_gradients(x, group) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
     )
 
 
