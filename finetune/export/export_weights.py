@@ -132,7 +132,7 @@ def _write(job: _Export, staging: Path, say: Say) -> None:
 def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
     """Returns the tokens at which generation stops; likewise `_write_adapter`."""
     base = job.recipe.model.name or "base"
-    model = merge.merged(job.source, job.recipe, job.ready, job.dtype)
+    model = merge.build_merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
         say(f"Merged onto the dequantised {base}: it is stored quantised, and what it was before is not at hand.")
     elif job.quantized is not None:
@@ -177,7 +177,7 @@ def _stops(job: _Export, generation: GenerationConfig, say: Say) -> list[int]:
 def _verify(job: _Export, staging: Path) -> list[str]:
     """Compares what was written with the network as it was trained, and returns the results for people."""
     recipe = job.recipe
-    model = merge.trained(job.source, recipe, job.ready, quantised=False)
+    model = merge.build_trained(job.source, recipe, job.ready, quantised=False)
     text = lora_adapters.config_of(model).get_text_config()
     longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
     probe = verify_export.probe_network(
@@ -200,7 +200,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     verify_export.check_figures(staging, answer, probe, worst, job.dtype)
     proof = [verify_export.describe_figures(answer, probe, worst, job.dtype)]
     if job.quantized is not None:
-        quantized = merge.trained(job.source, recipe, job.ready, quantised=True)
+        quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
     return proof
 

@@ -116,7 +116,7 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
         folder = str(found.weights)
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
-        model = merge.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
+        model = merge.build_trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
         stops = tuple(stop_tokens.learned_stop_tokens(found, tokenizer))
         return _ready(LoadedModel(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
 
@@ -142,7 +142,7 @@ def _load_plain(
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     kinds = config.architectures or []
     _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
-    model, weights = pretrained_files.load(
+    model, weights = pretrained_files.load_pretrained(
         NEXT_TOKEN.auto, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
     )
     weights.check_values()

@@ -14,7 +14,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
 from finetune.export.validate_files import tensors_of_file
 from finetune.models import lora_adapters
-from finetune.models.build_network import build_base_model, build_model
+from finetune.models.build_network import base_dtype, build_base_model, build_model
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.pretrained_files import stored_dtype, weights_folder
@@ -95,7 +95,7 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     return recipe
 
 
-def trained(
+def build_trained(
     source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Returns the network as it was trained, from the checkpoint and the base.
@@ -117,27 +117,22 @@ def trained(
         network = build_model(recipe, config, head)
     else:
         plain = _with_model(recipe, quantization=None)
-        network = dequantised(build_base_model(plain, config, head, dtype=dtype))
+        network = dequantise(build_base_model(plain, config, head, dtype=dtype))
         network = lora_adapters.attach(network, recipe, head)
     lora_adapters.fill_adapters(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
     return network.eval()
 
 
-def merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
+def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the network with whatever was trained in its weights, in `dtype`.
 
     Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
     """
-    if recipe.lora is None:
-        stored = stored_dtype(source.weights)
-    elif recipe.lora.init == "pissa" or recipe.model.name is None:
-        stored = torch.float32  # singular vectors are taken out of the weights, in their dtype
-    else:
-        stored = stored_dtype(weights_folder(recipe.model.name, recipe.model.revision))
-    return lora_adapters.merge_adapters(trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
+    stored = stored_dtype(source.weights) if recipe.lora is None else base_dtype(recipe)
+    return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
 
 
-def dequantised(network: PreTrainedModel) -> PreTrainedModel:
+def dequantise(network: PreTrainedModel) -> PreTrainedModel:
     """Returns the network itself, or with plain weights if it was stored quantised."""
     if not is_quantised(network.config):
         return network

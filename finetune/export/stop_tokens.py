@@ -7,6 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from finetune.export.find_weights import WeightSource
+from finetune.models import prompts
 from finetune.utils.errors import CheckpointError
 
 
@@ -36,8 +37,7 @@ def read_stop_tokens(folder: Path) -> list[int]:
     """
     if not (folder / "generation_config.json").is_file():
         return []
-    ends = GenerationConfig.from_pretrained(folder).eos_token_id
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    return prompts.stop_tokens(GenerationConfig.from_pretrained(folder), None, ())
 
 
 def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:

@@ -46,7 +46,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
-        frozen_weights.freeze(network, section.freeze)
+        frozen_weights.freeze_modules(network, section.freeze)
     frozen_weights.cast_frozen(network, stored)
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
@@ -59,18 +59,22 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
 
 def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
     """Returns a network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in."""
-    section, loading = recipe.model, quantization.loading_config(recipe)
-    # Singular vectors are taken out of the frozen weights: what is left is not what is stored.
-    changed = recipe.lora is not None and recipe.lora.init == "pissa"
-    if section.name is None or changed or (recipe.lora is None and section.freeze is None):
-        # All is trained, and read as fp32 right away.
-        return build_base_model(recipe, config, head, loading=loading), torch.float32
-    # Read off the files: the configuration may name another.
-    stored = pretrained_files.stored_dtype(pretrained_files.weights_folder(section.name, section.revision))
-    network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
+    stored = base_dtype(recipe)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe))
     if stored != torch.float32:
         _restore_buffers(network)
     return network, stored
+
+
+def base_dtype(recipe: Recipe) -> torch.dtype:
+    """Returns the dtype that a recipe's base is read in: that of its files, or fp32 where all of it will change."""
+    section, lora = recipe.model, recipe.lora
+    # PiSSA takes singular vectors out of the frozen weights: what is left is not what is stored.
+    changed = section.freeze is None if lora is None else lora.init == "pissa"
+    if section.name is None or changed:
+        return torch.float32
+    # Read off the files: the configuration may name another.
+    return pretrained_files.stored_dtype(pretrained_files.weights_folder(section.name, section.revision))
 
 
 def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:
@@ -160,7 +164,7 @@ def _pretrained(
     section = recipe.model
     kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
     with _named_by_the_recipe(recipe):
-        return pretrained_files.load(
+        return pretrained_files.load_pretrained(
             head.auto,
             str(section.name),
             config,
@@ -191,7 +195,7 @@ def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None
         if recipe is None:
             return network
         if recipe.model.freeze is not None:
-            frozen_weights.freeze(network, recipe.model.freeze)
+            frozen_weights.freeze_modules(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.models.module_matching import matching, parameter_owners
+from finetune.models.module_matching import match_names, parameter_owners
 from finetune.utils.errors import RecipeError
 
 
@@ -84,14 +84,14 @@ def multiply(
 _STORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, nn.Embedding: StoredEmbedding}
 
 
-def freeze(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
-    """Freezes modules by names or by a regular expression (`module_matching.matching`), with all that is in them.
+def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
+    """Freezes modules by names or by a regular expression (`module_matching.match_names`), with all that is in them.
 
     Raises:
         RecipeError: If there is no such module, or nothing would be left to train.
     """
     modules = {n: module for n, module in network.named_modules() if n and any(True for _ in module.parameters())}
-    for name in matching("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
+    for name in match_names("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
         modules[name].requires_grad_(False)
     if not any(p.requires_grad for p in network.parameters()):
         raise RecipeError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.models.heads import Head
-from finetune.models.module_matching import embeddings_and_head, matching
+from finetune.models.module_matching import embeddings_and_head, match_names
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -236,7 +236,7 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
     if wanted == "all-linear":
         found = [name for name in linear if name not in outputs]
     else:
-        found = matching("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
+        found = match_names("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
     if _tied(network) and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
@@ -260,7 +260,7 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
 def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     """Returns full names of the modules that are trained whole."""
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
-    found = matching("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
+    found = match_names("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
     both = _embeddings_and_head(network)
     if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.

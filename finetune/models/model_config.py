@@ -53,7 +53,7 @@ def resolve_model_config(
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
     if section.rope_scaling is not None:
-        longest = rope_scaling.stretch(config, section.rope_scaling)
+        longest = rope_scaling.stretch_positions(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):

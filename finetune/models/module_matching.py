@@ -11,7 +11,7 @@ from finetune.config.recipe import hint
 from finetune.utils.errors import RecipeError
 
 
-def matching(
+def match_names(
     key: str, wanted: str | Sequence[str], names: Sequence[str], *, kind: str, of: str, also: str = ""
 ) -> list[str]:
     """Returns the full names that are meant, in the order of `names`.

@@ -62,7 +62,7 @@ class Weights:
         return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
 
 
-def load(
+def load_pretrained(
     auto: Any, name: str, config: Any, *, new_head: bool = False, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, Weights]:
     """Calls `auto.from_pretrained`, and refuses what that would fill with random values.

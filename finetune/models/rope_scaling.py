@@ -14,7 +14,7 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.exact import exact_product
 
 
-def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
+def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:
     """Writes a scaling into a model's configuration, and returns the number of positions that the model has then.
 
     Where kinds of layers have frequencies of their own, those that see whole rows are stretched.

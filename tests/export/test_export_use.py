@@ -49,7 +49,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run_here({**tree, "model": {"name": MODEL}})
     found = find_weights.find_weights(root / "run")
     tokenizer = AutoTokenizer.from_pretrained(found.weights)
-    merged = merge.merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
+    merged = merge.build_merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
     merged.save_pretrained(root / "merged")
     tokenizer.save_pretrained(root / "merged")
     step = root / "run" / "checkpoints" / "step-00000002"

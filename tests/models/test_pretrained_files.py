@@ -453,9 +453,9 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
 
     config = AutoConfig.from_pretrained(folder)
     options = {"trust_remote_code": False, "dtype": "auto", "device_map": "meta"}
-    pretrained_files.load(auto, str(folder), config, **options)
+    pretrained_files.load_pretrained(auto, str(folder), config, **options)
     with pytest.raises(RecipeError, match="1 of its 21 tensors are frozen"):
-        pretrained_files.load(Freezing, str(folder), config, **options)
+        pretrained_files.load_pretrained(Freezing, str(folder), config, **options)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
