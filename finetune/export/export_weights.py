@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import filelock
 import torch
@@ -183,11 +182,17 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     probe = verify_export.probe_network(
         model, job.ready, text=job.head.next_token, vocabulary=text.vocab_size, longest=longest
     )
-    expected = _expected(job, model)
-    worst = verify_export.worst_tensor(staging, expected)
-    del model, expected
-    gc.collect()
     adapter = job.kind == "adapter"
+    if adapter:
+        state = model.state_dict()
+        expected = {key: state[name] for name, key in lora_adapters.adapter_keys(model).items()}
+    else:
+        model = lora_adapters.merge_adapters(model, torch.float32)
+        state = model.state_dict()
+        expected = as_written(model, state)
+    worst = verify_export.worst_tensor(staging, expected)
+    del model, state, expected
+    gc.collect()
     question = {
         "auto": job.head.auto_class,
         "base": recipe.model.name if adapter else None,
@@ -203,16 +208,6 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
     return proof
-
-
-def _expected(job: _Export, model: Any) -> dict[str, torch.Tensor]:
-    """Returns the expected tensors, in fp32, from the network that was trained, which is used up."""
-    if job.kind == "adapter":
-        keys = lora_adapters.adapter_keys(model)
-        state = model.state_dict()
-        return {key: state[name] for name, key in keys.items()}
-    merged = lora_adapters.merge_adapters(model, torch.float32)
-    return as_written(merged, merged.state_dict())
 
 
 def _check_has_adapter(found: WeightSource) -> None:

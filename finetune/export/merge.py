@@ -46,7 +46,7 @@ def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]
     """Returns the run's data, and the reason if there are none: then there is a tokenizer only.
 
     Args:
-        recipe: With the base at its place, beside which the tokenizer may lie.
+        recipe: The run's, with the base at its place, beside which the tokenizer may lie.
     """
     try:
         return find_task(recipe).build_data(recipe, True), None
@@ -101,14 +101,22 @@ def build_trained(
     """Returns the network as it was trained, from the checkpoint and the base.
 
     Args:
-        recipe: With the base to take.
+        recipe: The run's, with the base to take.
         quantised: Keeps a base quantised that was so in training.
         dtype: Type that weights are read in; those of adapters, and of a quantised base, are fp32.
     """
     head = source_head(source)
     network: nn.Module
     if recipe.lora is None:
-        network = _whole(source, recipe, head, dtype)
+        recipe = _from_weights(source, recipe)
+        try:
+            network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
+        except RecipeError as error:
+            # The folder is the run's, and no name in a recipe.
+            reason = str(error).removeprefix("model.name: ")
+            raise CheckpointError(f"{reason} Restore it, or take another step (--step).") from error
+        # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
+        transformers_private.forget_weight_conversions(network)
         return network.eval()
     # That a head's own loss is the network's is verified where a run starts, and not here.
     recipe = _with_model(recipe, loss="plain")
@@ -189,20 +197,6 @@ def return_memory_at_once() -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(-3, 1 << 20)
-
-
-def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a network of which everything was trained, from the folder that has it all."""
-    recipe = _from_weights(source, recipe)
-    try:
-        network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
-    except RecipeError as error:
-        # The folder is the run's, and no name in a recipe.
-        reason = str(error).removeprefix("model.name: ")
-        raise CheckpointError(f"{reason} Restore it, or take another step (--step).") from error
-    # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
-    transformers_private.forget_weight_conversions(network)
-    return network
 
 
 def _from_weights(source: WeightSource, recipe: Recipe) -> Recipe:
