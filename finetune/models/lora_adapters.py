@@ -267,7 +267,7 @@ def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
         raise RecipeError(
             f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
             "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
-            "section), or take a model whose ends are two."
+            "section), or take a model that does not tie them."
         )
     return found
 
