@@ -83,6 +83,6 @@ class CompiledGraphs:
         self.count = 0
 
     def grew(self) -> bool:
-        """Returns True if something was compiled since the last call."""
+        """Whether something was compiled since the last call."""
         before, self.count = self.count, torch_private.num_compiled_graphs()
         return self.count > before
