@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, model_card, stop_tokens, validate_files, verify_export
+from finetune.export import find_weights, merge, model_card, validate_files, verify_export
 from finetune.export.find_weights import WeightSource
 from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
@@ -125,7 +125,7 @@ def _write(job: _Export, staging: Path, say: Say) -> None:
     tokenizer = job.ready.tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    stop_tokens.check_stop_tokens(staging, stops, tokenizer)
+    prompts.check_stop_tokens(staging, stops, tokenizer)
 
 
 def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
@@ -169,8 +169,8 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
 def _stops(job: _Export, generation: GenerationConfig, say: Say) -> list[int]:
     if job.source.ends == []:
         say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
-    learned = stop_tokens.learned_stop_tokens(job.source, job.ready.tokenizer)
-    return prompts.stop_tokens(generation, job.ready.tokenizer, learned)
+    tokenizer = job.ready.tokenizer
+    return prompts.stop_tokens(generation, tokenizer, job.source.learned_stop_tokens(tokenizer))
 
 
 def _verify(job: _Export, staging: Path) -> list[str]:

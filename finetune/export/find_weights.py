@@ -45,6 +45,23 @@ class WeightSource:
         chat = train.get("chat")
         return None if chat is None else list(chat["ends"])
 
+    def learned_stop_tokens(self, tokenizer: Any) -> list[int]:
+        """Returns the tokens that the answers it learned end in; none if it learned no conversations.
+
+        Raises:
+            CheckpointError: If the tokenizer does not know one of them.
+        """
+        if tokenizer is None or self.ends is None:
+            return []
+        known = tokenizer.get_vocab()
+        absent = [name for name in self.ends if name not in known]
+        if absent:
+            raise CheckpointError(
+                f"{self.run / 'run.json'} says that answers end in '{absent[0]}', which the tokenizer does not know. "
+                "Restore the run's tokenizer."
+            )
+        return [int(known[name]) for name in self.ends]
+
 
 # Keys whose code opening a network may run.
 _LOADS = (trusted_code.SHIPPED,)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, stop_tokens
-from finetune.models import lora_adapters, pretrained_files
+from finetune.export import find_weights, merge
+from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.tasks import causal_checks
 from finetune.tasks.task import Batch, TaskData
@@ -117,7 +117,7 @@ def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) ->
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
         model = merge.build_trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
-        stops = tuple(stop_tokens.learned_stop_tokens(found, tokenizer))
+        stops = tuple(found.learned_stop_tokens(tokenizer))
         return _ready(LoadedModel(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
 
 
@@ -132,7 +132,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     model, lines = _load_plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     folder = str(place) if any(place.glob("tokenizer*")) else name
     adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
-    stops = tuple(stop_tokens.read_stop_tokens(place))
+    stops = tuple(prompts.read_stop_tokens(place))
     return _ready(LoadedModel(adapted, tokenizer, folder, None, stops, lines, home=place))
 
 

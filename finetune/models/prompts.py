@@ -1,12 +1,13 @@
 """Beginnings of texts for a network, and the tokens at which it stops."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from finetune.utils.bounded_work import bounded_work
-from finetune.utils.errors import DataError
+from finetune.utils.errors import CheckpointError, DataError
 
 BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as text (no --chat).")
 """Arguments of `bounded_work`, wherever a template writes a prompt."""
@@ -77,3 +78,30 @@ def stopping_at(generation: GenerationConfig, found: Sequence[int]) -> Generatio
         # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
         generation.do_sample = True
     return generation
+
+
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Returns the tokens at which the generation config in a folder stops; none if there is no such file.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    if not (folder / "generation_config.json").is_file():
+        return []
+    return stop_tokens(GenerationConfig.from_pretrained(folder), None, ())
+
+
+def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
+    """Raises a `CheckpointError` unless the generation config in a folder stops at these tokens, and at no other."""
+    found = read_stop_tokens(folder)
+    if set(found) != set(ends):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "
+            f"{_named(tokenizer, ends)}: generation would not stop, or would too early. Set eos_token_id to "
+            f"{list(ends)}."
+        )
+
+
+def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+    names = [f"{i} ('{tokenizer.convert_ids_to_tokens(i)}')" if tokenizer is not None else str(i) for i in ids]
+    return ", ".join(names) or "nothing"

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.cli import main
-from finetune.export import find_weights, model_card, push_to_hub, stop_tokens, validate_files, verify_export
+from finetune.export import find_weights, model_card, push_to_hub, validate_files, verify_export
+from finetune.models import prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -241,7 +242,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
-        (stop_tokens, "check_stop_tokens"),
+        (prompts, "check_stop_tokens"),
     ),
     "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
     "missing": (
