@@ -233,7 +233,7 @@ def examine(model_type: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "class": type(network).__name__,
         "attention": network.config._attn_implementation,
-        "chunked": chunked_loss.of_network(network) is not None,
+        "chunked": chunked_loss.loss_head(network) is not None,
     }
     rows = batch()
     whole = {key: rows[key] for key in ("input_ids", "targets")}

@@ -77,12 +77,12 @@ def export(parsed: argparse.Namespace) -> None:
     from finetune.export.export_weights import export_weights
 
     if parsed.push_to is not None:
-        push_to_hub.check(parsed.push_to)  # before the work, not after it
+        push_to_hub.check_login(parsed.push_to)  # before the work, not after it
     to = Path(parsed.to) if parsed.to else None
     options = {name: getattr(parsed, name) for name in ("step", "base", "shard_size", "trust_remote_code")}
     folder = export_weights(Path(parsed.run), parsed.kind, print, to=to, **options)
     if parsed.push_to is not None:
-        print(f"Uploaded: {push_to_hub.push(folder, parsed.push_to)}")
+        print(f"Uploaded: {push_to_hub.push_folder(folder, parsed.push_to)}")
 
 
 def generate(parsed: argparse.Namespace) -> None:

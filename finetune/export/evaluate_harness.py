@@ -57,7 +57,7 @@ def evaluate_harness(
     if chat and not opened.tokenizer.chat_template:
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
     network.generation_config.eos_token_id = (
-        prompts.ends(network.generation_config, opened.tokenizer, opened.ends) or None
+        prompts.stop_tokens(network.generation_config, opened.tokenizer, opened.ends) or None
     )
     log = logging.getLogger("lm_eval.models.huggingface")
     before = log.level
@@ -71,13 +71,7 @@ def evaluate_harness(
         chat_template_args=dict(opened.template_args),
     )
     log.setLevel(before)
-    in_template = wrapped.apply_chat_template
-
-    def bounded(*arguments: Any, **options: Any) -> Any:
-        with bounded_work(*prompts.BOUND):
-            return in_template(*arguments, **options)
-
-    wrapped.apply_chat_template = bounded
+    wrapped.apply_chat_template = bounded_work(*prompts.BOUND)(wrapped.apply_chat_template)
     try:
         manager, names = _find_tasks(tasks)
         found = simple_evaluate(
@@ -106,7 +100,7 @@ def evaluate_harness(
 
 
 def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
-    """lm_eval's index of tasks, and the names or files to take from it."""
+    """Returns lm_eval's index of tasks, and the names or files to take from it."""
     from lm_eval.tasks import TaskManager
 
     paths = {word: Path(word) for word in tasks if "/" in word or word.endswith(".yaml")}
@@ -136,7 +130,7 @@ def _find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def _rows(found: dict[str, Any], about: dict[str, Any]) -> list[dict[str, Any]]:
-    """lm_eval's figures, which it keys by `metric,filter` and `metric_stderr,filter`."""
+    """Returns rows of lm_eval's figures, which it keys by `metric,filter` and `metric_stderr,filter`."""
     return [
         {
             "task": task,

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import filelock
 import torch
@@ -16,14 +15,13 @@ from transformers import GenerationConfig, PretrainedConfig
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, model_card, stop_tokens, validate_files, verify_export
+from finetune.export import find_weights, merge, model_card, validate_files, verify_export
 from finetune.export.find_weights import WeightSource
 from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
-from finetune.tasks.task_lookup import find_task
 from finetune.utils.atomic_files import lock_file, remove_path, sync_to_disk, write_json
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -57,18 +55,6 @@ class _Export:
         if self.recipe.lora is None:
             return None
         return "stored" if merge.is_quantised(self.config) else self.recipe.model.quantization
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """Contents that the files must have."""
-
-    shapes: dict[str, tuple[int, ...]]
-    stops: list[int]
-    """Tokens at which generation stops."""
-    ties: dict[str, str]
-    infinite: set[str]
-    """Buffers that may hold infinities."""
 
 
 def export_weights(
@@ -116,7 +102,7 @@ def export_weights(
             remove_path(staging)
             staging.mkdir()
             _write(job, staging, say)
-            proof = _verify(job, staging).lines()
+            proof = _verify(job, staging)
             for line in proof:
                 say(line)
             _finish(job, staging, target, proof)
@@ -135,19 +121,17 @@ def export_weights(
 
 def _write(job: _Export, staging: Path, say: Say) -> None:
     """Writes weights, tokenizer and generation config, and checks the files."""
-    written = _write_adapter(job, staging, say) if job.kind == "adapter" else _write_merged(job, staging, say)
+    stops = _write_adapter(job, staging, say) if job.kind == "adapter" else _write_merged(job, staging, say)
     tokenizer = job.ready.tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(staging)
-    size = validate_files.check_files(staging, written.shapes, job.dtype, written.ties, written.infinite)
-    stop_tokens.check(staging, written.stops, tokenizer)
-    count = len(written.shapes) - len(written.ties)
-    say(f"Written: {count} tensors of {str(job.dtype).removeprefix('torch.')}, {size:,} bytes.")
+    prompts.check_stop_tokens(staging, stops, tokenizer)
 
 
-def _write_merged(job: _Export, staging: Path, say: Say) -> _Expected:
+def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
+    """Returns the tokens at which generation stops; likewise `_write_adapter`."""
     base = job.recipe.model.name or "base"
-    model = merge.merged(job.source, job.recipe, job.ready, job.dtype)
+    model = merge.build_merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
         say(f"Merged onto the dequantised {base}: it is stored quantised, and what it was before is not at hand.")
     elif job.quantized is not None:
@@ -158,46 +142,57 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> _Expected:
         stops = _stops(job, generation, say)
         model.generation_config = prompts.stopping_at(generation, stops)
     infinite = {name for name, buffer in model.named_buffers() if bool(buffer.isinf().any())}
-    written = _Expected(written_shapes(model), stops, dict(model.all_tied_weights_keys), infinite)
+    shapes, ties = written_shapes(model), dict(model.all_tied_weights_keys)
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
-    return written
+    say(validate_files.check_files(staging, shapes, job.dtype, ties, infinite))
+    return stops
 
 
-def _write_adapter(job: _Export, staging: Path, say: Say) -> _Expected:
+def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     weights, section = job.source.weights, job.recipe.model
     tensors = merge.load_tensors(weights / merge.ADAPTER)
     save_file({name: tensor.float() for name, tensor in tensors.items()}, staging / merge.ADAPTER, {"format": "pt"})
-    lora_adapters.describe_adapter(weights, staging, base=str(section.name), revision=section.revision)
+    lora_adapters.copy_adapter_config(weights, staging, base=str(section.name), revision=section.revision)
     stops: list[int] = []
     if job.head.next_token:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
         generation = merge.generation_of(job.recipe)
         stops = _stops(job, generation, say)
         prompts.stopping_at(generation, stops).save_pretrained(staging)
-    return _Expected({name: tuple(tensor.shape) for name, tensor in tensors.items()}, stops, {}, set())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    say(validate_files.check_files(staging, shapes, job.dtype))
+    return stops
 
 
 def _stops(job: _Export, generation: GenerationConfig, say: Say) -> list[int]:
-    """Returns the tokens at which generation stops."""
     if job.source.ends == []:
         say("No answer that was learned ends in a special token: generation will not stop by itself (chat.end_token).")
-    return prompts.ends(generation, job.ready.tokenizer, stop_tokens.learned(job.source, job.ready.tokenizer))
+    tokenizer = job.ready.tokenizer
+    return prompts.stop_tokens(generation, tokenizer, job.source.learned_stop_tokens(tokenizer))
 
 
-def _verify(job: _Export, staging: Path) -> verify_export.Figures:
-    """Compares what was written with the network as it was trained."""
-    task, recipe = find_task(job.source.recipe), job.recipe
-    model = merge.trained(job.source, recipe, job.ready, quantised=False)
+def _verify(job: _Export, staging: Path) -> list[str]:
+    """Compares what was written with the network as it was trained, and returns the results for people."""
+    recipe = job.recipe
+    model = merge.build_trained(job.source, recipe, job.ready, quantised=False)
     text = lora_adapters.config_of(model).get_text_config()
     longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
-    probe = verify_export.probe_network(model, task, job.ready, text.vocab_size, longest)
-    expected = _expected(job, model)
-    worst = verify_export.worst_tensor(staging, expected)
-    del model, expected
-    gc.collect()
+    probe = verify_export.probe_network(
+        model, job.ready, text=job.head.next_token, vocabulary=text.vocab_size, longest=longest
+    )
     adapter = job.kind == "adapter"
+    if adapter:
+        state = model.state_dict()
+        expected = {key: state[name] for name, key in lora_adapters.adapter_keys(model).items()}
+    else:
+        model = lora_adapters.merge_adapters(model, torch.float32)
+        state = model.state_dict()
+        expected = as_written(model, state)
+    worst = verify_export.worst_tensor(staging, expected)
+    del model, state, expected
+    gc.collect()
     question = {
         "auto": job.head.auto_class,
         "base": recipe.model.name if adapter else None,
@@ -207,24 +202,12 @@ def _verify(job: _Export, staging: Path) -> verify_export.Figures:
         "dequantize": job.quantized == "stored",
     }
     answer = verify_export.open_in_fresh_process(staging, probe, question)
-    notes: tuple[str, ...] = ()
+    verify_export.check_figures(staging, answer, probe, worst, job.dtype)
+    proof = [verify_export.describe_figures(answer, probe, worst, job.dtype)]
     if job.quantized is not None:
-        quantized = merge.trained(job.source, recipe, job.ready, quantised=True)
-        notes = (verify_export.quantization_note(quantized, probe, task, job.quantized),)
-    distance = answer["distance"] / (answer["scale"] or 1.0)
-    figures = verify_export.Figures(distance, answer["loss"], probe.loss, worst, job.dtype, notes)
-    verify_export.check_figures(staging, answer, probe, figures)
-    return figures
-
-
-def _expected(job: _Export, model: Any) -> dict[str, torch.Tensor]:
-    """Returns the expected tensors, in fp32, from the network that was trained, which is used up."""
-    if job.kind == "adapter":
-        keys = lora_adapters.adapter_keys(model)
-        state = model.state_dict()
-        return {key: state[name] for name, key in keys.items()}
-    merged = lora_adapters.merge(model, torch.float32)
-    return as_written(merged, merged.state_dict())
+        quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
+        proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
+    return proof
 
 
 def _check_has_adapter(found: WeightSource) -> None:

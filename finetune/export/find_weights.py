@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,33 @@ class WeightSource:
         chat = train.get("chat")
         return None if chat is None else list(chat["ends"])
 
+    def learned_stop_tokens(self, tokenizer: Any) -> list[int]:
+        """Returns the tokens that the answers it learned end in; none if it learned no conversations.
 
-# What opening a network may run.
+        Raises:
+            CheckpointError: If the tokenizer does not know one of them.
+        """
+        if tokenizer is None or self.ends is None:
+            return []
+        known = tokenizer.get_vocab()
+        absent = [name for name in self.ends if name not in known]
+        if absent:
+            raise CheckpointError(
+                f"{self.run / 'run.json'} says that answers end in '{absent[0]}', which the tokenizer does not know. "
+                "Restore the run's tokenizer."
+            )
+        return [int(known[name]) for name in self.ends]
+
+
+# Keys whose code opening a network may run.
 _LOADS = (trusted_code.SHIPPED,)
 
-# What lies in a run's directory and is read or written there.
+# Files and folders that are read or written in a run's directory.
 _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
 
 
 def is_run(place: Path) -> bool:
-    """Returns whether a folder is a run's, or one of its checkpoints."""
+    """True if a folder is a run's, or one of its checkpoints."""
     return (place / "recipe.yaml").is_file() or _is_checkpoint(place)
 
 
@@ -67,30 +84,45 @@ def find_weights(
     run continued after that.
 
     Args:
-        runs: The keys of its recipe whose code the caller runs.
-        trusted: Whether the person at the keyboard says that it may.
+        runs: Keys of its recipe whose code the caller runs.
+        trusted: True if the person at the keyboard says that it may.
 
     Raises:
         CheckpointError: If there are none, or they are damaged.
         RecipeError: If the recipe beside them cannot be read, or leads to code that nobody vouches for.
     """
-    found = _find(place, step)
-    try:
+    run, store, name = _locate(place, step)
+    with ExitStack() as stack:
+        if name is None:
+            weights, step = run / "model", _facts(run).get("length", {}).get("num_steps")
+        else:
+            try:
+                stack.enter_context(store.hold(name))
+                integrity.verify_checkpoint(store, name)
+                step = integrity.read_state(store, name)["step"]
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}. Name another step with --step.") from error
+            weights = store.local_folder(name) / "model"
+        recipe = load_recipe(run / "recipe.yaml")
         if not trusted:
-            trusted_code.check_code(found.run, found.recipe, runs, found.weights)
-    except BaseException:
-        found.held.close()
-        raise
-    return replace(found, trusted=trusted)
+            trusted_code.check_code(run, recipe, runs, weights)
+        return WeightSource(run, weights, step, recipe, _facts(run), trusted, stack.pop_all())
 
 
-def _find(place: Path, step: int | None) -> WeightSource:
+def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str | None]:
+    """Returns a run, its checkpoints, and the name of one; None for what lies in `model/`."""
     if _is_checkpoint(place):
         if step is not None and step != step_of(place.resolve().name):
             raise CheckpointError(f"{place} is one checkpoint, and not that of step {step}. Leave --step out.")
-        folder = place.resolve()
-        _check_links(folder.parent.parent)
-        return _source(folder.parent.parent, LocalCheckpointStore(folder.parent), folder.name)
+        folder, store = place.resolve(), LocalCheckpointStore(place.resolve().parent)
+        run = folder.parent.parent
+        _check_links(run)
+        if not (run / "recipe.yaml").is_file():
+            raise CheckpointError(
+                f"{store.address(folder.name)} does not lie in its run's directory: {run} has no recipe.yaml, which "
+                "says what the weights are. Put it back below checkpoints/ of its run."
+            )
+        return run, store, folder.name
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
         if (wrong := path_kinds.not_a_run(place)) is not None:
@@ -99,46 +131,28 @@ def _find(place: Path, step: int | None) -> WeightSource:
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "
             "directory, such as runs/sample, or runs/sample/checkpoints/step-00000100."
         )
-    store = open_store(place)
-    names = store.list_names()
+    checkpoints = open_store(place)
+    names = checkpoints.list_names()
     if step is not None:
         if name_of(step) not in names:
             there = ", ".join(str(step_of(name)) for name in reversed(names))
             raise CheckpointError(f"{place} has no checkpoint of step {step}. Its steps are {there or 'none'}.")
-        return _source(place, store, name_of(step))
+        return place, checkpoints, name_of(step)
     newest = next(iter(names), None)
     facts = _facts(place)
     last = facts.get("length", {}).get("num_steps")
     if "finished" in facts and (place / "model").is_dir() and (newest is None or step_of(newest) != last):
-        return WeightSource(place, place / "model", last, load_recipe(place / "recipe.yaml"), facts)
+        return place, checkpoints, None
     if newest is None:
         raise CheckpointError(
             f"{place} holds no weights: it has no checkpoint, and no model/ of a finished run. Let it train to a "
             "checkpoint (checkpoint.every_steps) or to its end."
         )
-    return _source(place, store, newest)
-
-
-def _source(run: Path, store: CheckpointStore, name: str) -> WeightSource:
-    if not (run / "recipe.yaml").is_file():
-        raise CheckpointError(
-            f"{store.address(name)} does not lie in its run's directory: {run} has no recipe.yaml, which says what "
-            "the weights are. Put it back below checkpoints/ of its run."
-        )
-    held = ExitStack()
-    try:
-        held.enter_context(store.hold(name))
-        integrity.verify_checkpoint(store, name)
-        step = integrity.read_state(store, name)["step"]
-    except CheckpointError as error:
-        held.close()
-        raise CheckpointError(f"{error}. Name another step with --step.") from error
-    weights = store.local_folder(name) / "model"
-    return WeightSource(run, weights, step, load_recipe(run / "recipe.yaml"), _facts(run), held=held)
+    return place, checkpoints, newest
 
 
 def _check_links(run: Path) -> None:
-    """A run from elsewhere must not lead what is read and written to other places."""
+    """Refuses links, by which a run from elsewhere would have other places read and written."""
     for path in (*(run / name for name in _NAMES), *sorted((run / "model").glob("*"))):
         if path.is_symlink():
             raise CheckpointError(

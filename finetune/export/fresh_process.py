@@ -8,23 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers.utils import logging
+
 
 def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The network, in fp32 whatever it is stored in, and what loading reports of missing and unexpected tensors."""
-    import torch
-    import transformers
-
+    """Returns the network, in fp32 whatever it is stored in, and the missing and unexpected tensors."""
     auto = getattr(transformers, ask["auto"])
-    options = {"dtype": torch.float32, "trust_remote_code": ask["trust_remote_code"]}
+    options = {"dtype": torch.float32, "trust_remote_code": ask["trust_remote_code"], "output_loading_info": True}
     if ask["base"] is None:
-        network, report = auto.from_pretrained(ask["folder"], output_loading_info=True, **options)
+        network, report = auto.from_pretrained(ask["folder"], **options)
     else:
         from peft import PeftModel
 
         more = {"num_labels": ask["num_labels"]} if ask["num_labels"] is not None else {}
-        base, report = auto.from_pretrained(
-            ask["base"], revision=ask["revision"], output_loading_info=True, **more, **options
-        )
+        base, report = auto.from_pretrained(ask["base"], revision=ask["revision"], **more, **options)
         if ask["dequantize"]:
             base = base.dequantize()
         # A classifier's head is in the adapter, not in its base.
@@ -34,42 +35,44 @@ def _open(ask: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return network.eval(), {key: sorted(map(str, report.get(key, ()))) for key in keys}
 
 
+@torch.no_grad()
+def compute_logits(network: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    """Returns the logits of a batch, in fp32."""
+    logits: torch.Tensor = network(**inputs, **options).logits.float().contiguous()
+    return logits
+
+
+def mean_loss(network: Any, tensors: dict[str, torch.Tensor], rows: int, options: dict[str, Any]) -> float | None:
+    """Returns the mean cross-entropy over the targets of the rows `row0.*`, `row1.*` and so on; None without any."""
+    loss, targets = 0.0, 0
+    for row in range(rows):
+        inputs = select_inputs(tensors, f"row{row}")
+        wanted = inputs.pop("targets").flatten()
+        scores = compute_logits(network, inputs, options).flatten(0, -2)
+        loss += float(functional.cross_entropy(scores, wanted, ignore_index=-100, reduction="sum").double())
+        targets += int((wanted != -100).sum())
+    return loss / targets if targets else None
+
+
+def select_inputs(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors named `prefix.*`, by what follows the prefix."""
+    return {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
+
+
 def compare(ask: dict[str, Any]) -> dict[str, Any]:
     """Returns the differences between the opened network and the trained one."""
-    import torch
-    from safetensors.torch import load_file
-    from transformers.utils import logging
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     given = load_file(ask["tensors"])
     network, report = _open(ask)
-    losses, targets = 0.0, 0
-    with torch.no_grad():
-        logits = network(**_inputs(given, "probe"), **ask["options"]).logits.float()
-        for row in range(ask["rows"]):
-            inputs = _inputs(given, f"row{row}")
-            wanted = inputs.pop("targets")
-            scores = network(**inputs, **ask["options"]).logits.float()
-            losses += float(
-                torch.nn.functional.cross_entropy(
-                    scores.reshape(-1, scores.shape[-1]), wanted.reshape(-1), ignore_index=-100, reduction="sum"
-                ).double()
-            )
-            targets += int((wanted != -100).sum())
-    expected = given["expected"]
+    logits, expected = compute_logits(network, select_inputs(given, "probe"), ask["options"]), given["expected"]
     return {
         **report,
         "finite": bool(torch.isfinite(logits).all()),
-        "distance": float((logits - expected).abs().max()),
-        "scale": float(expected.abs().max()),
-        "loss": losses / targets if targets else None,
+        "distance": float((logits - expected).abs().max()) / (float(expected.abs().max()) or 1.0),
+        "loss": mean_loss(network, given, ask["rows"], ask["options"]),
         "ours": sorted(name for name in sys.modules if name.split(".")[0] == "finetune"),
     }
-
-
-def _inputs(given: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.partition(".")[2]: tensor for name, tensor in given.items() if name.startswith(f"{prefix}.")}
 
 
 if __name__ == "__main__":

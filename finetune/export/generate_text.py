@@ -22,19 +22,6 @@ class SamplingOptions:
     top_p: float | None = None
     seed: int = 0
 
-    def as_arguments(self) -> dict[str, Any]:
-        """Returns arguments of transformers' `generate`."""
-        # All are given: whatever the model's own generation config says of sampling must not mix in.
-        sampled = self.temperature > 0
-        return {
-            "do_sample": sampled,
-            "temperature": self.temperature if sampled else None,
-            "top_k": (self.top_k or 0) if sampled else None,
-            "top_p": (self.top_p or 1.0) if sampled else None,
-            "num_beams": 1,
-            "repetition_penalty": 1.0,
-        }
-
 
 @dataclass
 class _Stream:
@@ -82,13 +69,16 @@ def generate_text(
         DataError: If there is no chat template, or no room after the prompt.
     """
     tokenizer = opened.tokenizer
-    ids = prompts.turn(tokenizer, prompt, opened.template_args) if chat else prompts.text(tokenizer, prompt)
+    ids = (
+        prompts.turn_tokens(tokenizer, prompt, opened.template_args) if chat else prompts.text_tokens(tokenizer, prompt)
+    )
     room = options.max_new_tokens if opened.longest is None else min(options.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(
             f"The prompt has {len(ids)} tokens, and the model knows {opened.longest} positions. Shorten it."
         )
     network: Any = transformer(opened.network)
+    sampled = options.temperature > 0
     stream = _Stream(tokenizer, write)
     paddings = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     inputs = torch.tensor([ids], device=opened.device)
@@ -98,9 +88,15 @@ def generate_text(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=room,
-            eos_token_id=prompts.ends(network.generation_config, tokenizer, opened.ends) or None,
+            eos_token_id=prompts.stop_tokens(network.generation_config, tokenizer, opened.ends) or None,
             pad_token_id=next(token for token in paddings if token is not None),
             streamer=stream,
-            **options.as_arguments(),
+            # All are given: whatever the model's own generation config says of sampling must not mix in.
+            do_sample=sampled,
+            temperature=options.temperature if sampled else None,
+            top_k=(options.top_k or 0) if sampled else None,
+            top_p=(options.top_p or 1.0) if sampled else None,
+            num_beams=1,
+            repetition_penalty=1.0,
         )
     return stream.written

@@ -1,6 +1,6 @@
 """Loads a model from a run, a checkpoint, an adapter, an export, a model directory or the hub."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 from finetune.checkpoint.trusted_code import SHIPPED
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, stop_tokens
-from finetune.models import lora_adapters, pretrained_files
+from finetune.export import find_weights, merge
+from finetune.models import lora_adapters, pretrained_files, prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.tasks import causal_checks
 from finetune.tasks.task import Batch, TaskData
@@ -33,21 +33,21 @@ class LoadedModel:
     ends: tuple[int, ...] = ()
     """Tokens at which it stops, besides those of its generation config and tokenizer."""
     lines: tuple[str, ...] = ()
-    """What to report of its files."""
+    """Lines to report about its files."""
     home: Path | None = None
     """The folder of the run, or of the files; None for the hub's."""
     step: int | None = None
-    """Of a run, the step whose weights these are."""
+    """Step of a run that these weights are of."""
 
     @property
     def template_args(self) -> Mapping[str, Any]:
-        """What a run's recipe gives its chat template."""
+        """Variables that a run's recipe gives its chat template."""
         section = self.recipe.chat if self.recipe is not None else None
         return section.template_args if section is not None else {}
 
     @property
     def longest(self) -> int | None:
-        """Positions that the network knows."""
+        """Number of positions that the network knows."""
         return getattr(lora_adapters.config_of(self.network).get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -56,12 +56,12 @@ class LoadedModel:
 
     @property
     def precision(self) -> str:
-        """What it computes in: `fp32`, or 16 bits."""
+        """Precision that it computes in: `fp32`, or `bf16` for any 16 bits."""
         return "fp32" if next(self.network.parameters()).dtype == torch.float32 else "bf16"
 
     @torch.no_grad()
     def scores(self, batch: Batch, forward: Callable[[nn.Module, Batch], torch.Tensor]) -> torch.Tensor:
-        """The logits that a function of network and batch returns, in fp32."""
+        """Returns the logits that a function of network and batch computes, in fp32."""
         return forward(self.network, batch).float()
 
 
@@ -82,14 +82,14 @@ def load_model(
     """
     place = Path(name)
     if find_weights.is_run(place):
-        return _run(place, step, base, trust_remote_code)
+        return _load_run(place, step, base, trust_remote_code)
     if step is not None:
         raise CheckpointError(f"--step is for run directories, and {name} is none (it has no recipe.yaml).")
     dtype = torch.float32 if exact else "auto"
     try:
         pretrained_files.refuse_adapter(place)
         if (place / "adapter_config.json").is_file():
-            return _adapter(place, base, dtype, trust_remote_code)
+            return _load_adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
         if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.not_a_model(place)) is not None:
@@ -99,16 +99,16 @@ def load_model(
                 f"{name} holds no network: it has no recipe.yaml (a run), manifest.json (a checkpoint), "
                 "adapter_config.json or config.json. Name one that does."
             )
-        model, weights = _plain(name, dtype, trust_remote_code)
+        model, lines = _load_plain(name, dtype, trust_remote_code)
         home = place if place.is_dir() else None
-        return _ready(model, _tokenizer(name, trust_remote_code), name, None, lines=weights.lines, home=home)
+        return _ready(LoadedModel(model, _tokenizer(name, trust_remote_code), name, None, lines=lines, home=home))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, (CheckpointError, RecipeError)):
             raise
         raise CheckpointError(f"{name} cannot be opened: {' '.join(str(error).split())[:400]}") from error
 
 
-def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
+def _load_run(place: Path, step: int | None, base: str | None, trusted: bool) -> LoadedModel:
     found = find_weights.find_weights(place, step, runs=(SHIPPED, "task.name"), trusted=trusted)
     with found.held:
         head = head_of(found.recipe)
@@ -116,12 +116,12 @@ def _run(place: Path, step: int | None, base: str | None, trusted: bool) -> Load
         folder = str(found.weights)
         tokenizer = _tokenizer(folder, found.recipe.model.trust_remote_code)
         recipe = merge.with_base(found, base) if found.recipe.lora is not None else found.recipe
-        model = merge.trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
-        stops = stop_tokens.learned(found, tokenizer)
-        return _ready(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step)
+        model = merge.build_trained(found, recipe, TaskData(train=None, tokenizer=tokenizer), quantised=True)
+        stops = tuple(found.learned_stop_tokens(tokenizer))
+        return _ready(LoadedModel(model, tokenizer, folder, found.recipe, stops, home=found.run, step=found.step))
 
 
-def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
+def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: bool) -> LoadedModel:
     facts = path_kinds.adapter_config(place)
     _check_head(facts.get("task_type") in (None, NEXT_TOKEN.peft_type), f"{place} (task {facts.get('task_type')})")
     name = base or facts.get("base_model_name_or_path")
@@ -129,24 +129,24 @@ def _adapter(place: Path, base: str | None, dtype: torch.dtype | str, trusted: b
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
     if (wrong := path_kinds.not_a_model(Path(name))) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
-    model, weights = _plain(name, dtype, trusted, facts.get("revision") if base is None else None)
-    own = any(place.glob("tokenizer*"))
-    folder = str(place) if own else name
-    adapted, tokenizer = lora_adapters.put_on(model, place), _tokenizer(folder, trusted)
-    return _ready(adapted, tokenizer, folder, None, stop_tokens.read(place), lines=weights.lines, home=place)
+    model, lines = _load_plain(name, dtype, trusted, facts.get("revision") if base is None else None)
+    folder = str(place) if any(place.glob("tokenizer*")) else name
+    adapted, tokenizer = lora_adapters.open_adapter(model, place), _tokenizer(folder, trusted)
+    stops = tuple(prompts.read_stop_tokens(place))
+    return _ready(LoadedModel(adapted, tokenizer, folder, None, stops, lines, home=place))
 
 
-def _plain(
+def _load_plain(
     name: str, dtype: torch.dtype | str, trusted: bool, revision: str | None = None
-) -> tuple[nn.Module, pretrained_files.Weights]:
+) -> tuple[nn.Module, tuple[str, ...]]:
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusted)
     kinds = config.architectures or []
     _check_head(not any("Classification" in kind for kind in kinds), f"{name} ({', '.join(kinds)})")
-    model, weights = pretrained_files.load(
+    model, weights = pretrained_files.load_pretrained(
         NEXT_TOKEN.auto, name, config, revision=revision, dtype=dtype, trust_remote_code=trusted
     )
     weights.check_values()
-    return model, weights
+    return model, weights.lines
 
 
 def _check_head(fits: bool, what: str) -> None:
@@ -161,26 +161,16 @@ def _tokenizer(folder: str, trusted: bool) -> Any:
         raise CheckpointError(f"{folder} has no tokenizer that opens: {' '.join(str(error).split())[:300]}") from error
 
 
-def _ready(
-    model: nn.Module,
-    tokenizer: Any,
-    folder: str,
-    recipe: Recipe | None,
-    stops: Sequence[int] = (),
-    lines: tuple[str, ...] = (),
-    *,
-    home: Path | None,
-    step: int | None = None,
-) -> LoadedModel:
-    network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
-    opened = LoadedModel(network, tokenizer, folder, recipe, tuple(stops), lines, home, step)
+def _ready(opened: LoadedModel) -> LoadedModel:
+    network = opened.network.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
     inner = lora_adapters.transformer(network)
     if inner is not None:
         seen = causal_checks.sees_ahead(inner, opened.scores, opened.device).item()
         if seen > causal_checks.seen_tolerance(opened.precision):
             raise RecipeError(
-                f"{folder} is no causal language model as it is configured ({inner.config.model_type}): tokens see "
-                "those behind them, so that neither its texts nor its perplexity mean anything. Set `is_decoder: true` "
-                "in its config.json if it was trained so, or open another model."
+                f"{opened.tokenizer_folder} is no causal language model as it is configured "
+                f"({inner.config.model_type}): tokens see those behind them, so that neither its texts nor its "
+                "perplexity mean anything. Set `is_decoder: true` in its config.json if it was trained so, or open "
+                "another model."
             )
     return opened

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -14,8 +12,9 @@ from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
+from finetune.export.validate_files import tensors_of_file
 from finetune.models import lora_adapters
-from finetune.models.build_network import build_base_model, build_model
+from finetune.models.build_network import base_dtype, build_base_model, build_model
 from finetune.models.heads import Head
 from finetune.models.model_config import resolve_model_config
 from finetune.models.pretrained_files import stored_dtype, weights_folder
@@ -28,7 +27,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 def source_head(source: WeightSource) -> Head:
-    """What the network puts out.
+    """Returns the head of the network that a run trained.
 
     Raises:
         RecipeError: If the task is one of the user's own, whose networks only it can open.
@@ -44,10 +43,10 @@ def source_head(source: WeightSource) -> Head:
 
 
 def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]:
-    """The run's data, and why there are none: then there is a tokenizer only.
+    """Returns the run's data, and the reason if there are none: then there is a tokenizer only.
 
     Args:
-        recipe: With the base at its place, beside which the tokenizer may lie.
+        recipe: The run's, with the base at its place, beside which the tokenizer may lie.
     """
     try:
         return find_task(recipe).build_data(recipe, True), None
@@ -60,7 +59,7 @@ def data_of(source: WeightSource, recipe: Recipe) -> tuple[TaskData, str | None]
 
 
 def with_base(source: WeightSource, base: str | None) -> Recipe:
-    """The run's recipe, with its base at another place if that holds the same model.
+    """Returns the run's recipe, with its base at another place if that holds the same model.
 
     Raises:
         RecipeError: If it is another model than the run began with.
@@ -72,8 +71,7 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
             raise RecipeError(f"--base is {base}, but {source.run} {why}, and needs no base. Leave --base out.")
         return recipe
     if base is not None:
-        section = recipe.model.model_copy(update={"name": base, "revision": None})
-        recipe = recipe.model_copy(update={"model": section})
+        recipe = _with_model(recipe, name=base, revision=None)
         if not source.trusted:  # its weights are compared below, its code is not
             trusted_code.check_code(source.run, recipe, [trusted_code.SHIPPED])
     recorded = source.facts.get("base")
@@ -97,50 +95,53 @@ def with_base(source: WeightSource, base: str | None) -> Recipe:
     return recipe
 
 
-def trained(
+def build_trained(
     source: WeightSource, recipe: Recipe, ready: TaskData, *, quantised: bool, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The network as it was trained, from the checkpoint and the base.
+    """Returns the network as it was trained, from the checkpoint and the base.
 
     Args:
-        recipe: With the base to take.
-        quantised: Whether a base that was quantised in training is.
-        dtype: In which weights are read; those of adapters, and of a quantised base, are fp32.
+        recipe: The run's, with the base to take.
+        quantised: Keeps a base quantised that was so in training.
+        dtype: Type that weights are read in; those of adapters, and of a quantised base, are fp32.
     """
     head = source_head(source)
     network: nn.Module
     if recipe.lora is None:
-        network = _whole(source, recipe, head, dtype)
+        recipe = _from_weights(source, recipe)
+        try:
+            network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
+        except RecipeError as error:
+            # The folder is the run's, and no name in a recipe.
+            reason = str(error).removeprefix("model.name: ")
+            raise CheckpointError(f"{reason} Restore it, or take another step (--step).") from error
+        # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
+        transformers_private.forget_weight_conversions(network)
         return network.eval()
     # That a head's own loss is the network's is verified where a run starts, and not here.
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"loss": "plain"})})
+    recipe = _with_model(recipe, loss="plain")
     config = task_config(recipe, ready)
     if quantised:
         network = build_model(recipe, config, head)
     else:
-        plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantization": None})})
-        network = dequantised(build_base_model(plain, config, head, dtype=dtype))
+        plain = _with_model(recipe, quantization=None)
+        network = dequantise(build_base_model(plain, config, head, dtype=dtype))
         network = lora_adapters.attach(network, recipe, head)
-    lora_adapters.fill(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
+    lora_adapters.fill_adapters(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
     return network.eval()
 
 
-def merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
-    """The network with whatever was trained in its weights, in `dtype`.
+def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the network with whatever was trained in its weights, in `dtype`.
 
     Weights are mapped from the files that they lie in, and replaced one at a time: what is written is the only copy.
     """
-    if recipe.lora is None:
-        stored = stored_dtype(source.weights)
-    elif recipe.lora.init == "pissa" or recipe.model.name is None:
-        stored = torch.float32  # singular vectors are taken out of the weights, in their dtype
-    else:
-        stored = stored_dtype(weights_folder(recipe.model))
-    return lora_adapters.merge(trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
+    stored = stored_dtype(source.weights) if recipe.lora is None else base_dtype(recipe)
+    return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
 
 
-def dequantised(network: PreTrainedModel) -> PreTrainedModel:
-    """The network itself, or with plain weights if it was stored quantised."""
+def dequantise(network: PreTrainedModel) -> PreTrainedModel:
+    """Returns the network itself, or with plain weights if it was stored quantised."""
     if not is_quantised(network.config):
         return network
     whole: Any = network.dequantize()
@@ -156,19 +157,16 @@ def is_quantised(config: PretrainedConfig) -> bool:
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, mapped.
+    """Returns the tensors of a file, mapped.
 
     Raises:
         CheckpointError: If it cannot be read.
     """
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or take another step.") from error
+    return dict(tensors_of_file(file, "Restore it, or take another step."))
 
 
 def generation_of(recipe: Recipe) -> GenerationConfig:
-    """The base's generation config."""
+    """Returns the base's generation config."""
     try:
         return GenerationConfig.from_pretrained(str(recipe.model.name), revision=recipe.model.revision)
     except OSError:  # it has none
@@ -176,16 +174,16 @@ def generation_of(recipe: Recipe) -> GenerationConfig:
 
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:
-    """The configuration of the network that is written."""
+    """Returns the configuration of the network that is written."""
     if recipe.lora is not None:
         return task_config(recipe, ready)
-    return resolve_model_config(_from(source, recipe), source_head(source))
+    return resolve_model_config(_from_weights(source, recipe), source_head(source))
 
 
 def base_folder(recipe: Recipe) -> Path | None:
-    """Where the base's files lie; None if there is none, or it is no longer here: only adapters need it."""
+    """Returns the folder of the base's files; None if there is none, or it is no longer here: only adapters need it."""
     try:
-        return None if recipe.model.name is None else weights_folder(recipe.model)
+        return None if recipe.model.name is None else weights_folder(recipe.model.name, recipe.model.revision)
     except OSError:
         return None
 
@@ -201,20 +199,9 @@ def return_memory_at_once() -> None:
         set_option(-3, 1 << 20)
 
 
-def _whole(source: WeightSource, recipe: Recipe, head: Head, dtype: torch.dtype) -> PreTrainedModel:
-    """A network of which everything was trained, from the folder that has it all."""
-    recipe = _from(source, recipe)
-    try:
-        network = build_base_model(recipe, resolve_model_config(recipe, head), head, dtype=dtype)
-    except RecipeError as error:
-        # The folder is the run's, and no name in a recipe.
-        reason = str(error).removeprefix("model.name: ")
-        raise CheckpointError(f"{reason} Restore it, or take another step (--step).") from error
-    # Written back by the names of a checkpoint, experts would lie in one tensor, which only transformers opens.
-    transformers_private.forget_weight_conversions(network)
-    return network
+def _from_weights(source: WeightSource, recipe: Recipe) -> Recipe:
+    return _with_model(recipe, name=str(source.weights), revision=None, config=None)
 
 
-def _from(source: WeightSource, recipe: Recipe) -> Recipe:
-    there = {"name": str(source.weights), "revision": None, "config": None}
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=there)})
+def _with_model(recipe: Recipe, **changes: Any) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})

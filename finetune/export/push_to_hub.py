@@ -5,12 +5,8 @@ from pathlib import Path
 from finetune.utils.errors import CheckpointError
 
 
-def check(name: str) -> None:
-    """Makes sure that somebody is logged in.
-
-    Raises:
-        CheckpointError: If nobody is, or the hub does not answer.
-    """
+def check_login(name: str) -> None:
+    """Raises a `CheckpointError` if nobody is logged in to the hub, or it does not answer."""
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
@@ -27,7 +23,7 @@ def check(name: str) -> None:
         ) from error
 
 
-def push(folder: Path, name: str) -> str:
+def push_folder(folder: Path, name: str) -> str:
     """Uploads a folder as a private model; returns its address.
 
     Raises:

@@ -21,11 +21,11 @@ from finetune.utils.atomic_files import follow_umask, remove_path, sync_to_disk,
 from finetune.utils.errors import CheckpointError
 
 _FILE_BYTES = 5 * 10**9
-"""What a file of weights takes at most, unless one tensor is larger."""
+"""Most that a file of weights takes, unless one tensor is larger."""
 
 
-def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
-    """Writes what belongs beside a network's weights, so that `from_pretrained` opens the folder.
+def describe_model(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
+    """Writes the files that belong beside a network's weights, so that `from_pretrained` opens the folder.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -34,14 +34,12 @@ def describe(network: nn.Module, tokenizer: Any | None, folder: Path) -> None:
     inner = transformer(network)
     if adapter is not None:
         adapter.save_pretrained(str(folder))
-        if inner is not None and inner.can_generate():
-            inner.generation_config.save_pretrained(folder)
-    elif isinstance(network, PreTrainedModel):
-        config = copy.deepcopy(network.config)
-        config.architectures = [type(network).__name__]
+    elif inner is not None:
+        config = copy.deepcopy(inner.config)
+        config.architectures = [type(inner).__name__]
         config.save_pretrained(folder)
-        if network.can_generate():
-            network.generation_config.save_pretrained(folder)
+    if inner is not None and inner.can_generate():
+        inner.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -105,7 +103,7 @@ def _write(
         keys = adapter_keys(network)
         named = {keys[name]: tensor for name, tensor in tensors}
         save_file(named, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        describe(network, None, staging)
+        describe_model(network, None, staging)
         check_written(staging, named)
     else:
         kept = set(network.state_dict())
@@ -133,13 +131,17 @@ def _write_pretrained(
         CheckpointError: If the tensors are not those of the skeleton.
     """
     assert isinstance(network, PreTrainedModel)
-    files, blanks = _WeightFiles(folder), dict[str, torch.Tensor]()
+    blanks: dict[str, torch.Tensor] = {}
     groups: Iterable[dict[str, torch.Tensor]] = ({name: tensor} for name, tensor in tensors)
     if not written_one_by_one(skeleton):
         groups = [dict(tensors)]
-    for group in groups:
-        blanks |= {name: torch.empty_like(tensor, device="meta") for name, tensor in group.items()}
-        files.add(as_written(skeleton, group))
+
+    def convert() -> Iterator[tuple[str, torch.Tensor]]:
+        for group in groups:
+            blanks.update((name, torch.empty_like(tensor, device="meta")) for name, tensor in group.items())
+            yield from as_written(skeleton, group).items()
+
+    parts = _write_parts(folder, convert())
     tied = skeleton.all_tied_weights_keys
     missing, unexpected = skeleton.load_state_dict(blanks, strict=False, assign=True)
     absent = [name for name in missing if tied.get(name) not in blanks]
@@ -156,47 +158,34 @@ def _write_pretrained(
         skeleton.generation_config = network.generation_config
     # All that it writes beside weights; it would delete files of weights that have their names already.
     skeleton.save_pretrained(folder, state_dict={})
-    files.close()
+    names = ["model.safetensors"]
+    if (count := len(parts)) > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        total = sum(size for sizes in parts.values() for size in sizes.values())
+        places = {tensor: name for name, sizes in zip(names, parts.values(), strict=True) for tensor in sizes}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    for file, name in zip(parts, names, strict=True):
+        file.rename(folder / name)
 
 
-class _WeightFiles:
-    """Files of tensors, each as large as its memory allows, and read back as soon as it is written."""
+def _write_parts(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[Path, dict[str, int]]:
+    """Writes files of at most `_FILE_BYTES`, each read back at once; returns them with the bytes of their tensors."""
+    parts: dict[Path, dict[str, int]] = {}
+    held: dict[str, torch.Tensor] = {}
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, torch.Tensor] = {}
-        self._places: list[list[str]] = []
-        self._total = 0
+    def write() -> None:
+        file = folder / f"part-{len(parts)}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        _compare(file, tensors_of_file(file), held)
+        parts[file] = {name: tensor.nbytes for name, tensor in held.items()}
+        held.clear()
 
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes more tensors; writes a file when enough are there."""
-        for name, tensor in tensors.items():
-            if self._held and sum(held.nbytes for held in self._held.values()) + tensor.nbytes > _FILE_BYTES:
-                self._write()
-            self._held[name] = tensor.contiguous()
-
-    def close(self) -> None:
-        """Writes what is left, names the files, and says in an index where each tensor lies if there are several."""
-        self._write()
-        count = len(self._places)
-        names = ["model.safetensors"]
-        if count > 1:
-            names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-            places = {tensor: name for name, held in zip(names, self._places, strict=True) for tensor in held}
-            write_json(self._folder / INDEX, {"metadata": {"total_size": self._total}, "weight_map": places})
-        for number, name in enumerate(names):
-            self._part(number).rename(self._folder / name)
-
-    def _write(self) -> None:
-        file = self._part(len(self._places))
-        save_file(self._held, file, metadata={"format": "pt"})
-        _compare(file, tensors_of_file(file), self._held)
-        self._places.append(list(self._held))
-        self._total += sum(tensor.nbytes for tensor in self._held.values())
-        self._held = {}
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number}.safetensors"
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > _FILE_BYTES:
+            write()
+        held[name] = tensor.contiguous()
+    write()
+    return parts
 
 
 def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -214,18 +203,11 @@ def _compare(place: Path, found: Iterable[tuple[str, torch.Tensor]], expected: d
         wanted = left.pop(name, None)
         if wanted is None:
             raise _not_trained(place, f"it holds {name}, which the trained network does not have")
-        if (
-            tensor.shape != wanted.shape
-            or tensor.dtype != wanted.dtype
-            or not torch.equal(_bits(tensor), _bits(wanted))
-        ):
+        one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, wanted))
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(one, other):
             raise _not_trained(place, f"{name} is not what the network has in memory")
     if left:
         raise _not_trained(place, f"it lacks {min(left)}" + (f" and {len(left) - 1} more" if len(left) > 1 else ""))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _not_trained(folder: Path, difference: str) -> CheckpointError:

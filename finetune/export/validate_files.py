@@ -1,6 +1,6 @@
 """Checks written files before anything opens them: names, sizes, finite numbers, ties."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        places = _index(folder)["weight_map"]
+        places = _read_index(folder)["weight_map"]
         absent = sorted(set(places.values()) - {file.name for file in files})
         if absent:
             raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which its index names. Export it again.")
@@ -29,8 +29,11 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors_of_file(file)
 
 
-def tensors_of_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of_file(file: Path, advice: str = "Export it again.") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor of a file, mapped, one at a time.
+
+    Args:
+        advice: What to do if it cannot be read.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -40,10 +43,10 @@ def tensors_of_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 yield name, opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Export it again.") from error
+        raise CheckpointError(f"{file} cannot be read: {error}. {advice}") from error
 
 
-def _index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Path) -> dict[str, Any]:
     shape: json_files.Shape = {"weight_map": dict, "metadata": {"total_size": int}}
     try:
         found: dict[str, Any] = json_files.read(folder / INDEX, shape, needed=["weight_map", "metadata"])
@@ -56,20 +59,20 @@ def check_files(
     folder: Path,
     expected: dict[str, tuple[int, ...]],
     dtype: torch.dtype,
-    ties: dict[str, str],
+    ties: Mapping[str, str] | None = None,
     infinite: Collection[str] = (),
-) -> int:
-    """Compares a folder's tensors with the expected ones, and returns their size in bytes.
+) -> str:
+    """Compares a folder's tensors with the expected ones, and says for people how many there are.
 
     Args:
         expected: Shapes by name; tied names may be missing.
+        ties: Names that are one weight: the one that is not written, and the one that is.
         infinite: Buffers that may hold infinities, such as causal masks.
-        ties: Of names that are one weight, the one that is not written and the one that is.
 
     Raises:
         CheckpointError: With the first thing that is wrong.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    ties, found = ties or {}, dict[str, tuple[int, ...]]()
     twice: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors_of(folder):
@@ -93,11 +96,11 @@ def check_files(
                 "values, of which only one would be read. Export it again, or set tie_word_embeddings to false."
             )
     _check_size(folder, found, size, dtype)
-    return size
+    return f"Written: {len(expected) - len(ties)} tensors of {str(dtype).removeprefix('torch.')}, {size:,} bytes."
 
 
 def _check_names(
-    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ties: dict[str, str]
+    folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], ties: Mapping[str, str]
 ) -> None:
     if not found:
         raise CheckpointError(f"{folder} holds no tensor: nothing was written. Take another step with --step.")
@@ -116,9 +119,7 @@ def _check_names(
 def _check_size(folder: Path, found: dict[str, tuple[int, ...]], size: int, dtype: torch.dtype) -> None:
     wanted = sum(torch.Size(shape).numel() for shape in found.values()) * dtype.itemsize
     on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    told = size
-    if (folder / INDEX).is_file():
-        told = _index(folder)["metadata"]["total_size"]
+    told = _read_index(folder)["metadata"]["total_size"] if (folder / INDEX).is_file() else size
     # Headers take some hundred bytes a tensor.
     if size != wanted or told != size or not size < on_disk < size + 4096 * (len(found) + 8):
         raise CheckpointError(

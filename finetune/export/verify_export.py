@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from finetune.export import fresh_process
 from finetune.export.validate_files import tensors_of
 from finetune.models import lora_adapters
-from finetune.tasks.task import Task, TaskData
+from finetune.tasks.task import TaskData
 from finetune.utils import json_files
 from finetune.utils.errors import CheckpointError
 from finetune.utils.temporary_folders import temporary_folder
@@ -41,91 +41,46 @@ class Probe:
     rows: int
     options: dict[str, Any]
     loss: float | None
+    """Mean loss of the trained network over the targets of the rows; None without any."""
     moved: float | None = None
     """Largest difference that the adapters make to a logit of the base."""
 
-    def inputs(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {n.partition(".")[2]: t for n, t in self.tensors.items() if n.startswith(f"{prefix}.")}
 
+def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary: int, longest: int) -> Probe:
+    """Runs the trained network on fixed tokens and on some validation rows.
 
-@dataclass(frozen=True)
-class Figures:
-    """Results of the verification."""
-
-    distance: float
-    """Largest difference of a logit, as a share of the largest logit."""
-    loss: float | None
-    trained_loss: float | None
-    worst: tuple[str, float]
-    """The tensor that differs most, and by how much, as a share of its largest number."""
-    dtype: torch.dtype
-    notes: tuple[str, ...] = ()
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Limits of distance and loss."""
-        return TOLERANCE[self.dtype]
-
-    def lines(self) -> list[str]:
-        """Returns the results for people."""
-        kind = str(self.dtype).removeprefix("torch.")
-        found = (
-            f"Proved in a fresh process: logits differ by {self.distance:.1e} of the largest (allowed for {kind}: "
-            f"{self.limits[0]:.0e})"
-        )
-        if self.loss is not None and self.trained_loss is not None:
-            away = abs(self.loss - self.trained_loss)
-            found += f", the loss {self.loss:.5f} by {away:.1e} (allowed: {self.limits[1]:.0e})"
-        return [f"{found}, no tensor by more than {self.worst[1]:.1e}.", *self.notes]
-
-
-def probe_network(network: nn.Module, task: Task, ready: TaskData, vocabulary: int, longest: int) -> Probe:
-    """Runs the trained network on fixed tokens and on some validation rows."""
+    Args:
+        text: True if the network writes text.
+    """
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
-    shape = (_PROBE[0] if task.text else 1, min(_PROBE[1], longest))
-    tensors = {"probe.input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
-    if not task.text:
-        tensors["probe.attention_mask"] = torch.ones(shape, dtype=torch.int64)
+    shape = (_PROBE[0] if text else 1, min(_PROBE[1], longest))
+    inputs = {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+    if not text:
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     rows = ready.validation if ready.validation is not None else ready.train
     count = min(_NUM_ROWS, len(rows)) if rows is not None else 0
+    options = {"use_cache": False} if text else {}
+    logits = fresh_process.compute_logits(network, inputs, options)
+    tensors = {f"probe.{name}": tensor for name, tensor in inputs.items()} | {"expected": logits}
     for row in range(count):
         assert rows is not None
         tensors |= {f"row{row}.{name}": t.contiguous() for name, t in rows.batch(np.array([row])).items()}
-    probe = Probe(tensors, count, {"use_cache": False} if task.text else {}, None)
-    logits = _logits(network, probe)
     moved = None
     adapted: Any = network
     if lora_adapters.adapter_config(network) is not None:
         with adapted.disable_adapter():
-            moved = float((_logits(network, probe) - logits).abs().max())
-    tensors["expected"] = logits
-    return replace(probe, loss=_loss(network, probe, task), moved=moved)
+            moved = float((fresh_process.compute_logits(network, inputs, options) - logits).abs().max())
+    return Probe(tensors, count, options, fresh_process.mean_loss(network, tensors, count, options), moved)
 
 
-@torch.no_grad()
-def _logits(network: nn.Module, probe: Probe) -> torch.Tensor:
-    found: torch.Tensor = network(**probe.inputs("probe"), **probe.options).logits.float().contiguous()
-    return found
-
-
-@torch.no_grad()
-def _loss(network: nn.Module, probe: Probe, task: Task) -> float | None:
-    """The mean loss over the targets of the rows; None without any."""
-    loss, targets = 0.0, 0
-    for row in range(probe.rows):
-        batch = probe.inputs(f"row{row}")
-        loss += float(task.loss_sum(network, batch).double())
-        targets += int((batch["targets"] != -100).sum())
-    return loss / targets if targets else None
-
-
-def quantization_note(network: nn.Module, probe: Probe, task: Task, kind: str) -> str:
+def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
     """Says how far the network on its quantised base, as it was trained, is from the one that was probed."""
-    expected = probe.tensors["expected"]
-    away = float((_logits(network, probe) - expected).abs().max() / expected.abs().max())
+    inputs, expected = fresh_process.select_inputs(probe.tensors, "probe"), probe.tensors["expected"]
+    logits = fresh_process.compute_logits(network, inputs, probe.options)
+    away = float((logits - expected).abs().max() / expected.abs().max())
     text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
-    loss = _loss(network, probe, task)
+    loss = fresh_process.mean_loss(network, probe.tensors, probe.rows, probe.options)
     if loss is not None and probe.loss is not None:
         text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
     return f"{text}. That is the quantisation's distance, not the export's."
@@ -177,8 +132,14 @@ def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, 
     return worst
 
 
-def check_figures(folder: Path, answer: dict[str, Any], probe: Probe, figures: Figures) -> None:
-    """Compares the figures with what is allowed.
+def check_figures(
+    folder: Path, answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype
+) -> None:
+    """Compares what a fresh process answered with what is allowed.
+
+    Args:
+        worst: The tensor that differs most, and by how much, as a share of its largest number.
+        dtype: Of the weights that were written.
 
     Raises:
         CheckpointError: Naming the tensor that differs most.
@@ -192,17 +153,26 @@ def check_figures(folder: Path, answer: dict[str, Any], probe: Probe, figures: F
             f"{folder}: the adapter changes no logit of its base: nothing was trained, or it was lost as it was saved. "
             "Take another step with --step."
         )
-    name, away = figures.worst
-    far = not figures.distance <= figures.limits[0]
-    if figures.loss is not None and figures.trained_loss is not None:
-        far = far or not abs(figures.loss - figures.trained_loss) <= figures.limits[1]
-    if far or not answer["finite"] or not away <= _ROUNDING[figures.dtype]:
-        loss = (
-            "" if figures.loss is None else f" and a loss of {figures.loss:.5f} instead of {figures.trained_loss:.5f}"
-        )
+    (name, away), (most, most_loss), distance = worst, TOLERANCE[dtype], answer["distance"]
+    loss, said = answer["loss"], ""
+    far = not distance <= most
+    if loss is not None and probe.loss is not None:
+        far = far or not abs(loss - probe.loss) <= most_loss
+        said = f" and a loss of {loss:.5f} instead of {probe.loss:.5f}"
+    if far or not answer["finite"] or not away <= _ROUNDING[dtype]:
         what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
-            f"Opened in a fresh process, {folder} gives logits that differ by {figures.distance:.1e} of the largest "
-            f"(allowed: {figures.limits[0]:.0e}){loss} (allowed: {figures.limits[1]:.0e}). The tensor that differs "
-            f"most is {what} (allowed: {_ROUNDING[figures.dtype]:.0e})."
+            f"Opened in a fresh process, {folder} gives logits that differ by {distance:.1e} of the largest "
+            f"(allowed: {most:.0e}){said} (allowed: {most_loss:.0e}). The tensor that differs most is {what} (allowed: "
+            f"{_ROUNDING[dtype]:.0e})."
         )
+
+
+def describe_figures(answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype) -> str:
+    """Returns for people what `check_figures` compared."""
+    (most, most_loss), kind = TOLERANCE[dtype], str(dtype).removeprefix("torch.")
+    found = f"logits differ by {answer['distance']:.1e} of the largest (allowed for {kind}: {most:.0e})"
+    if answer["loss"] is not None and probe.loss is not None:
+        away = abs(answer["loss"] - probe.loss)
+        found += f", the loss {answer['loss']:.5f} by {away:.1e} (allowed: {most_loss:.0e})"
+    return f"Proved in a fresh process: {found}, no tensor by more than {worst[1]:.1e}."

@@ -36,11 +36,11 @@ def checkpoint_activations(network: PreTrainedModel, how: bool | Literal["select
 
 def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Matrix products, and attention by all of its kernels.
-_DEAR = {
+# Matrix products, and attention by all of its kernels: what takes longest to recompute.
+_SAVED_OPERATIONS = {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
@@ -56,20 +56,15 @@ _DEAR = {
 
 
 def offload_activations(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which activations of a device are kept in host memory."""
+    """Returns the context in which activations of a device are kept in host memory."""
     return nullcontext() if device.type == "cpu" else torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def compile_layers(network: nn.Module, layers: set[str]) -> int:
-    """Compiles each layer by itself: one graph serves all, so that compiling takes as long as for one.
+    """Compiles each layer of the named classes by itself, and returns how many there are.
 
-    Only what a layer computes: hooks around it, by which backends gather its weights, stay as they are.
-
-    Args:
-        layers: Class names of the layers.
-
-    Returns:
-        How many there are.
+    One graph serves all, so that compiling takes as long as for one. Hooks around a layer, by which backends gather its
+    weights, stay as they are.
     """
     attention.keep_eager()
     # A backend may have made subclasses of them.

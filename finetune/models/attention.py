@@ -22,12 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from finetune.distributed.strategies import sequence
+from finetune.models.frozen_weights import compute_dtype
 from finetune.utils.compat import transformers_private
 from finetune.utils.compat.torch_private import varlen_takes_groups
 from finetune.utils.errors import BackendError, RecipeError
 
 NAME = "packed"
-"""What transformers calls it; nothing of it is written into a model's files."""
+"""Name of this attention in transformers; nothing of it is written into a model's files."""
 
 # What else a mask says in some architectures (Llama 4's chunks, Gemma 3 reading both ways, Doge's own).
 _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_size")
@@ -35,13 +36,13 @@ _MASKED = ("attention_chunk_size", "use_bidirectional_attention", "keep_window_s
 _TOLD_APART = {"full_attention", "sliding_attention"}
 
 
-def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bool) -> str:
-    """The implementation that a network is asked for.
+def choose_attention(asked: str, config: PretrainedConfig, architectures: Any, *, told: bool) -> str:
+    """Returns the implementation that a network is asked for.
 
     Args:
         asked: `model.attention` of the recipe; all but `auto` is taken as it is.
-        architectures: transformers' `AutoModelFor...` of what the network is to be.
-        told: Whether the task calls it with what `told_by` says.
+        architectures: transformers' `AutoModelFor...` for the network.
+        told: True if the task calls the network with `document_arguments`.
 
     Raises:
         RecipeError: If it cannot use what is asked.
@@ -67,11 +68,11 @@ def choose(asked: str, config: PretrainedConfig, architectures: Any, *, told: bo
     return NAME if told and not masked and transformers_private.supports_attention_backend(network) else "sdpa"
 
 
-def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tensor]:
-    """The arguments that tell a network its documents apart; none where it looks at positions.
+def document_arguments(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tensor]:
+    """Returns the arguments that tell a network its documents apart; none where it looks at positions.
 
-    Of rows that are a document each it is told that nothing is to be told apart: else transformers looks for documents
-    in the positions, for which the host has to wait for the device.
+    Of rows that are a document each it is told so: else transformers looks for documents in the positions, for which
+    the host has to wait for the device.
     """
     if network is None or transformers_private.attention_implementation(network.config) != NAME:
         if "cu_seqlens" in batch and batch["cu_seqlens"].ndim > 1:
@@ -96,7 +97,7 @@ def told_by(network: PreTrainedModel | None, batch: Any) -> dict[str, torch.Tens
 
 @cache
 def _counts_positions(kind: type[Any]) -> bool:
-    """Whether an architecture counts positions from its mask, for an embedding that takes the mask (OPT, BioGPT)."""
+    """True if an architecture counts positions from its mask, for an embedding that takes the mask (OPT, BioGPT)."""
     modules = [
         vars(sys.modules[base.__module__]) for base in kind.__mro__ if base.__module__.startswith("transformers.")
     ]
@@ -115,7 +116,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What the interface calls: `query` (B, H, T, E), `key` and `value` (B, K, T, E) to (B, T, H, E).
+    """Attends as the interface asks: `query` (B, H, T, E), `key` and `value` (B, K, T, E) to (B, T, H, E).
 
     Without `cu_seqlens` it is transformers' own.
     """
@@ -132,13 +133,10 @@ def _attend(
                 "split over ranks (sp_size of the launch file). Take a launch config without sequence parallelism."
             )
         rows: Any = module.row_group
-        parts, kind = attention_mask.shape[2], query.device.type
+        parts = attention_mask.shape[2]
+        # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
         query, key, value = (
-            sequence.gather_rows(
-                # Rotary embeddings leave queries and keys in fp32, which autocast would cast behind the exchange.
-                x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x,
-                rows,
-            )
+            sequence.gather_rows(x.to(compute_dtype(x)), rows)
             for x in (query, _divisible(key, parts), _divisible(value, parts))
         )
         # What transformers reads of a module, for the heads that are here.
@@ -147,9 +145,9 @@ def _attend(
         found, _ = _attend(here, query, key, value, whole, dropout, scaling, sliding_window, **others)
         return sequence.gather_heads(found, rows), None
     cu_seqlens = attention_mask.view(-1)
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+    if query.is_cuda:
         # Rotary embeddings leave queries and keys in fp32. Autocast casts what sdpa is given, but not for this kernel.
-        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+        query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
     if others.get("position_bias") is not None or not _has_kernel(query, value, dropout):
         mask = _mask(cu_seqlens, query.shape[0], query.shape[2], sliding_window)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
@@ -165,13 +163,13 @@ def _attend(
 
 
 def _divisible(heads: torch.Tensor, parts: int) -> torch.Tensor:
-    """Heads of keys or values, (B, K, T, E), repeated where it takes that to give each part as many."""
+    """Repeats heads of keys or values, (B, K, T, E), until their number divides by `parts`."""
     count = heads.shape[1]
     return heads.repeat_interleave(math.lcm(count, parts) // count, 1) if count % parts else heads
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """CPUs take one document at a time. On a GPU that would make the host wait for `cu_seqlens`.
+    """True if attention without a mask is to be had; on a GPU, documents one by one would make the host wait.
 
     Source: torch, `mha_varlen_fwd` in `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`.
     """
@@ -246,13 +244,13 @@ def _by_kernel(
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Pairs of tokens of a document that see each other: (length, length) bool."""
+    """Returns which tokens of a document see each other: (length, length) bool."""
     whole = torch.ones(length, length, dtype=torch.bool, device=device)
     return whole.tril().triu(1 - window)
 
 
 def _mask(cu_seqlens: torch.Tensor, rows: int, length: int, window: int | None) -> torch.Tensor:
-    """The mask of all pairs, for what no kernel can do: (B, 1, T, T) bool."""
+    """Returns the mask of all pairs, for what no kernel can do: (B, 1, T, T) bool."""
     places = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).view(rows, 1, length)
     same = document.transpose(1, 2) == document
@@ -270,7 +268,7 @@ def assume_one_document() -> None:
 
 
 def keep_eager() -> None:
-    """Has `torch.compile` pass over the loop over documents, whose lengths are others in each batch."""
+    """Has `torch.compile` leave out the loop over documents, whose lengths change from batch to batch."""
     global _by_document
     _by_document = torch.compiler.disable(_by_document)  # type: ignore[no-untyped-call]
 

@@ -31,11 +31,9 @@ from finetune.utils.errors import RecipeError
 
 
 def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Module:
-    """A network in training mode: what is trained in fp32, what is frozen in the dtype that it is stored in, or packed.
+    """Returns a network in training mode: trained weights in fp32, frozen ones as they are stored, or packed.
 
-    Its weights are pretrained, or random ones drawn from `recipe.seed`.
-
-    Every rank draws the same random weights, whole; what a checkpoint lacks (a new head) is drawn likewise.
+    They are pretrained, or drawn from `recipe.seed`: every rank draws the same, whole. A new head is drawn likewise.
 
     Raises:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
@@ -48,37 +46,39 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
-        frozen_weights.freeze(network, section.freeze)
+        frozen_weights.freeze_modules(network, section.freeze)
     frozen_weights.cast_frozen(network, stored)
     whole: nn.Module = lora_adapters.attach(network, recipe, head)
     frozen_weights.cast_frozen(whole, stored)  # what adapters copy to train it whole
     if head.next_token and recipe.loss_by_head:
-        chunked_loss.fuse(network)
+        chunked_loss.fuse_loss(network)
     float8.convert(network, section.fp8)
     activation_checkpointing.checkpoint_activations(network, section.gradient_checkpointing)
     return whole.train()
 
 
 def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
-    """A recipe's network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in.
-
-    Where all is trained, weights are read as fp32 right away.
-    """
-    section, loading = recipe.model, quantization.loading_config(recipe)
-    # Singular vectors are taken out of the frozen weights: what is left is not what is stored.
-    changed = recipe.lora is not None and recipe.lora.init == "pissa"
-    if section.name is None or changed or (recipe.lora is None and section.freeze is None):
-        return build_base_model(recipe, config, head, loading=loading), torch.float32
-    # Read off the files: the configuration may name another.
-    stored = pretrained_files.stored_dtype(pretrained_files.weights_folder(section))
-    network = build_base_model(recipe, config, head, dtype=stored, loading=loading)
+    """Returns a network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in."""
+    stored = base_dtype(recipe)
+    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe))
     if stored != torch.float32:
         _restore_buffers(network)
     return network, stored
 
 
+def base_dtype(recipe: Recipe) -> torch.dtype:
+    """Returns the dtype that a recipe's base is read in: that of its files, or fp32 where all of it will change."""
+    section, lora = recipe.model, recipe.lora
+    # PiSSA takes singular vectors out of the frozen weights: what is left is not what is stored.
+    changed = section.freeze is None if lora is None else lora.init == "pissa"
+    if section.name is None or changed:
+        return torch.float32
+    # Read off the files: the configuration may name another.
+    return pretrained_files.stored_dtype(pretrained_files.weights_folder(section.name, section.revision))
+
+
 def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -> None:
-    """Has a network that learns conversations stop where its answers do, wherever it is opened.
+    """Has a network that learned conversations stop where its answers do, wherever it is opened.
 
     Args:
         taught: The tokens that learned answers end in; without any the network stays as it is.
@@ -86,7 +86,7 @@ def set_stop_tokens(network: nn.Module, tokenizer: Any, taught: Sequence[int]) -
     inner = transformer(network)
     if inner is not None and taught and inner.can_generate():
         generation = inner.generation_config
-        inner.generation_config = prompts.stopping_at(generation, prompts.ends(generation, tokenizer, taught))
+        inner.generation_config = prompts.stopping_at(generation, prompts.stop_tokens(generation, tokenizer, taught))
 
 
 def _restore_buffers(network: PreTrainedModel) -> None:
@@ -114,11 +114,11 @@ def build_base_model(
     dtype: torch.dtype = torch.float32,
     loading: Any | None = None,
 ) -> PreTrainedModel:
-    """The network that a recipe starts from, without adapters.
+    """Returns the network that a recipe starts from, without adapters.
 
     Args:
-        dtype: Of its weights. In the one that they are stored in they are mapped from their files, not copied.
-        loading: How to quantise weights as they are read; None leaves them as they are.
+        dtype: Type of its weights. In the one that they are stored in they are mapped from their files, not copied.
+        loading: A quantisation config for weights as they are read; None leaves them as they are.
 
     Raises:
         RecipeError: If weights are missing or the architecture cannot do what is asked.
@@ -127,7 +127,7 @@ def build_base_model(
     torch.manual_seed(recipe.seed)
     if section.name is not None:
         return _pretrained(recipe, config, head, dtype=dtype, quantization_config=loading)[0]
-    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
+    kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
     try:
         network: PreTrainedModel = head.auto.from_config(
             config, dtype=dtype, attn_implementation=kernel, trust_remote_code=section.trust_remote_code
@@ -140,10 +140,10 @@ def build_base_model(
 
 
 def check_pretrained(recipe: Recipe, config: PretrainedConfig, head: Head) -> pretrained_files.Weights | None:
-    """The files of a recipe's pretrained network, after a look at every tensor's name and shape; None if it has none.
+    """Checks every tensor's name and shape in the files of a recipe's pretrained network; None if it has none.
 
-    It reads headers only, into a network without storage, so it belongs before any process group: there every rank
-    finds the same, however the network is loaded afterwards.
+    Reads headers only, into a network without storage. Belongs before any process group: there every rank finds the
+    same, however the network is loaded afterwards.
 
     Raises:
         RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
@@ -153,7 +153,8 @@ def check_pretrained(recipe: Recipe, config: PretrainedConfig, head: Head) -> pr
     if getattr(config, "quantization_config", None) is not None:
         # Never sharded as it is loaded: whatever is left to find is found by every rank alike.
         with _named_by_the_recipe(recipe):
-            return pretrained_files.look_at_packed(recipe.model)
+            folder = pretrained_files.weights_folder(recipe.model.name, recipe.model.revision)
+            return pretrained_files.check_packed_files(folder)
     return _pretrained(recipe, copy.deepcopy(config), head, dtype="auto", device_map="meta")[1]
 
 
@@ -161,9 +162,9 @@ def _pretrained(
     recipe: Recipe, config: PretrainedConfig, head: Head, **options: Any
 ) -> tuple[PreTrainedModel, pretrained_files.Weights]:
     section = recipe.model
-    kernel = attention.choose(section.attention, config, head.auto, told=head.next_token)
+    kernel = attention.choose_attention(section.attention, config, head.auto, told=head.next_token)
     with _named_by_the_recipe(recipe):
-        return pretrained_files.load(
+        return pretrained_files.load_pretrained(
             head.auto,
             str(section.name),
             config,
@@ -177,7 +178,7 @@ def _pretrained(
 
 @contextmanager
 def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
-    """Says of what cannot be loaded which key named it."""
+    """Names the key of the recipe in errors of loading."""
     try:
         yield
     except RecipeError as error:
@@ -187,18 +188,14 @@ def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
 
 
 def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
-    """The network without storage, on the meta device: to count, or to fill from elsewhere.
-
-    Args:
-        recipe: Where the adapters come from; None for the network without any.
-    """
+    """Returns the network on the meta device, with the recipe's adapters if there is one: to count, or to fill."""
     trusted = recipe is not None and recipe.model.trust_remote_code
     with torch.device("meta"):
         network: nn.Module = head.auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
         if recipe is None:
             return network
         if recipe.model.freeze is not None:
-            frozen_weights.freeze(network, recipe.model.freeze)
+            frozen_weights.freeze_modules(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.distributed.strategies import tensor
-from finetune.models.frozen_weights import StoredLinear
+from finetune.models.frozen_weights import StoredLinear, compute_dtype
 
 if TYPE_CHECKING:
     from finetune.distributed.mesh import Group
@@ -35,14 +35,14 @@ class LossHead:
         self._head = head
         self._logits: Forward = head.forward
         self.computes_loss = True
-        """Whether it may be given targets."""
+        """True if it may be given targets."""
         self.targets: torch.Tensor | None = None
         """(N,) int64, -100 where there is nothing to learn."""
         self.token_group: Group | None = None
-        """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Those of the
-        head are to be summed over them."""
+        """Ranks that share layers, and compute the loss of some tokens each, or at least its gradients. Gradients of
+        the head are to be summed over them."""
         self.plants = False
-        """Whether it puts out `planted` in place of its own logits."""
+        """True if it puts out `planted` in place of its own logits."""
         self.planted: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class LossHead:
                 return self._logits(hidden)
             return tensor.split_gradients(self._logits(tensor.sum_gradients(hidden, group)), group)
         head: Any = self._head
-        flat, targets, dtype = hidden.flatten(0, -2), self.targets, _products_in(hidden)
+        flat, targets, dtype = hidden.flatten(0, -2), self.targets, compute_dtype(hidden)
         if group is not None:
             flat, targets = tensor.split_tokens(flat, group), tensor.part_of_tokens(targets, IGNORED, group=group)
         # Gradients in fp16 vanish before they are scaled, which happens in the backward pass.
@@ -73,10 +73,10 @@ class LossHead:
         return loss.reshape(1, 1, 1).clone()
 
 
-# Of modules that compute a product with `weight`, and nothing else.
+# Methods of modules that compute a product with `weight`, and nothing else.
 _PRODUCTS = (nn.Linear.forward, StoredLinear.forward)
 
-# What architectures call what they do to logits, and the value at which it changes nothing.
+# Keys by which configurations scale or cap logits, and the value at which that changes nothing.
 _CHANGES = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -88,38 +88,39 @@ _CHANGES = {
 }
 
 
-def fuse(network: PreTrainedModel | None) -> None:
+def fuse_loss(network: PreTrainedModel | None) -> None:
     """Has a transformer's head compute the loss, where logits are what the head puts out."""
-    head: Any = network.get_output_embeddings() if network is not None else None
-    if network is not None and isinstance(head, nn.Module) and not changes_logits(network.config):
-        head.forward = LossHead(head)
+    if network is not None and not changes_logits(network.config):
+        head: Any = network.get_output_embeddings()
+        if isinstance(head, nn.Module):
+            head.forward = LossHead(head)
 
 
 def changes_logits(config: PretrainedConfig) -> bool:
-    """Whether an architecture says that it scales or caps logits behind its head."""
+    """True if an architecture says that it scales or caps logits behind its head."""
     text = config.get_text_config()
     return any(getattr(text, key, same) not in (same, None) for key, same in _CHANGES.items())
 
 
-def of_network(network: PreTrainedModel | None) -> LossHead | None:
-    """What `fuse` has put into a network."""
+def loss_head(network: PreTrainedModel | None) -> LossHead | None:
+    """Returns the `LossHead` that `fuse_loss` has put into a network."""
     head = network.get_output_embeddings() if network is not None else None
     forward: Any = getattr(head, "forward", None)
     return forward if isinstance(forward, LossHead) and forward.computes_loss else None
 
 
-def unfuse(network: PreTrainedModel) -> None:
+def unfuse_loss(network: PreTrainedModel) -> None:
     """Has a network's head put out logits only."""
-    head = of_network(network)
+    head = loss_head(network)
     assert head is not None
     head.computes_loss = False
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
-    """Tokens of a chunk.
+    """Returns the tokens of a chunk: few enough that its fp32 logits take 64 MiB.
 
-    Few enough that its fp32 logits take 64 MiB; but at least 128, since products with the head's weight are slow for
-    fewer, and at least an eighth of all, since the weight's gradient is gone over once a chunk.
+    But at least 128, since products with the head's weight are slow for fewer, and at least an eighth of all, since the
+    weight's gradient is gone over once a chunk.
     """
     return min(tokens, max(128, -(-tokens // 8), (1 << 24) // vocabulary))
 
@@ -131,7 +132,7 @@ def loss_of(
     targets: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
+    """Returns the summed cross-entropy of `hidden @ weight.T + bias`, a scalar in fp32.
 
     Gradients are computed on the way, one pass over each chunk, and only scaled by the backward pass. Products are
     in `dtype`; softmax, loss, and the sum of the weight's gradient over chunks are in fp32.
@@ -144,7 +145,7 @@ def loss_of(
         weight: (V, h).
         bias: (V,).
         targets: (N,).
-        dtype: Of the products.
+        dtype: Type of the products.
     """
     learns = torch.is_grad_enabled()
     loss: torch.Tensor = _Chunked.apply(hidden, weight, bias, targets, dtype, learns)  # type: ignore[no-untyped-call]
@@ -152,8 +153,6 @@ def loss_of(
 
 
 class _Chunked(torch.autograd.Function):
-    """`loss_of`, with its gradients."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -187,7 +186,7 @@ def _one_pass(
     dtype: torch.dtype,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss, and its gradients for hidden, weight and bias, where they are wanted."""
+    """Returns the loss, and its gradients for hidden, weight and bias, where they are wanted."""
     for_hidden, for_weight, for_bias = wanted
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     rows = rows_of_chunk(tokens, vocabulary)
@@ -235,15 +234,12 @@ def _one_pass(
 
 
 def rows_in_cache(rows: int, vocabulary: int, device: str) -> int:
-    """Tokens of a chunk whose fp32 logits stay in a processor's cache from pass to pass.
-
-    On a GPU all of them: each pass is a kernel.
-    """
+    """Returns the tokens of a chunk whose fp32 logits stay in a CPU's cache; on a GPU, all of the chunk's."""
     return max(1, min(rows, (1 << 19) // vocabulary)) if device == "cpu" else rows
 
 
 def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learns: bool) -> torch.Tensor:
-    """The summed loss of logits, which become their gradient in place, if that is wanted.
+    """Returns the summed loss of logits, which become their gradient in place, if that is wanted.
 
     Args:
         p: (N, V) fp32.
@@ -260,7 +256,7 @@ def _score(p: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, *, learn
 
 
 def _of_any_head(logits: Forward, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same for a head that is more than a product (adapters, quantized weights): chunks are computed twice."""
+    """Computes the loss of a head that is more than a product (adapters, quantized weights), each chunk twice."""
 
     def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return plain_loss(logits(hidden), targets)
@@ -273,7 +269,7 @@ def _of_any_head(logits: Forward, hidden: torch.Tensor, targets: torch.Tensor) -
 
 
 def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
+    """Returns the summed cross-entropy of logits, in fp32 whatever they are in: bf16 sums lose whole tokens.
 
     Args:
         logits: (..., V).
@@ -282,9 +278,3 @@ def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(
         logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-
-
-def _products_in(hidden: torch.Tensor) -> torch.dtype:
-    """What a linear module would compute in."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -25,7 +25,7 @@ _SCALING = "rowwise_with_gw_hp"
 _CAPABILITY = (8, 9)
 
 
-def check(recipe: Recipe) -> None:
+def check_fp8(recipe: Recipe) -> None:
     """Refuses fp8 where it cannot be computed, before anything is read.
 
     Raises:
@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> None:
 def convert(network: PreTrainedModel, how: bool | Literal["emulated"]) -> None:
     """Has linear modules compute in fp8, in place; their weights stay the parameters that they are.
 
-    Not those at both ends, where rounding hurts most and where the head computes the loss itself; not frozen ones; and
+    Not the first and the last, where rounding hurts most and the head computes the loss itself; not frozen ones; and
     not those with sides that 16 does not divide, which no kernel takes.
     """
     if not how:
@@ -74,8 +74,8 @@ def convert(network: PreTrainedModel, how: bool | Literal["emulated"]) -> None:
         module.register_forward_pre_hook(as_autocast)
 
 
-def products(network: nn.Module, how: bool | Literal["emulated"]) -> dict[str, str]:
-    """What linear modules multiply in, for `run.json`; nothing where fp8 is not asked for.
+def describe_products(network: nn.Module, how: bool | Literal["emulated"]) -> dict[str, str]:
+    """Describes for `run.json` what linear modules multiply in; nothing where fp8 is not asked for.
 
     Raises:
         RecipeError: If fp8 is asked for and no module computes in it.

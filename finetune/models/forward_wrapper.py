@@ -1,6 +1,5 @@
 """Wraps a network so that any function of it can run under any backend."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from finetune.models.lora_adapters import transformer
-from finetune.models.module_matching import embeddings_and_head
+from finetune.models.module_matching import embeddings_and_head, parameter_owners
 from finetune.utils.compat import accelerate_private
 
 
@@ -24,7 +23,7 @@ class ForwardWrapper(nn.Module):
         self.network = network
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Where activations are kept."""
+        """Context in which activations are kept in host memory, or on the device."""
         # What accelerate and its backends look up on the model that they are given.
         known = transformer(network)
         if known is not None:
@@ -35,7 +34,7 @@ class ForwardWrapper(nn.Module):
         self._inside_units = {id(part) for m in whole for part in m.modules()}
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(network, *args)`."""
+        """Returns `function(network, *args)`."""
         with self.autocast(), self.keeping():
             return function(self.network, *args)
 
@@ -47,19 +46,19 @@ class ForwardWrapper(nn.Module):
         return getattr(transformer(self.network), "base_model", self.network)
 
     def get_input_embeddings(self) -> nn.Module | None:
-        return self._own_unit("get_input_embeddings")
+        return self._own_unit(0)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self._own_unit("get_output_embeddings")
+        return self._own_unit(1)
 
-    def _own_unit(self, getter: str) -> nn.Module | None:
+    def _own_unit(self, which: int) -> nn.Module | None:
         known = transformer(self.network)
         if known is None:
             return None
-        module: nn.Module | None = getattr(known, getter)()
+        both = embeddings_and_head(known)
         # Tied, both are one unit; what else holds a parameter of theirs (BERT's second bias) must be in it too.
-        both = [one for one in embeddings_and_head(known) if one is not None]
-        return None if id(module) in self._inside_units or _shares(_owners(self.network), both) else module
+        shared = _share_parameters(parameter_owners(self.network), [one for one in both if one is not None])
+        return None if id(both[which]) in self._inside_units or shared else both[which]
 
     def tie_weights(self) -> None:
         known = transformer(self.network)
@@ -68,7 +67,7 @@ class ForwardWrapper(nn.Module):
 
 
 def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
-    """Classes of modules that can be sharded each as a whole, of those that an architecture names.
+    """Returns those of an architecture's classes whose modules can be sharded each as a whole.
 
     Some are of networks that are not there (the part of a model that sees), and some hold weights that others hold
     as well (BERT's embeddings, tied to its head).
@@ -76,27 +75,18 @@ def _units(network: nn.Module, names: Iterable[str]) -> list[str]:
     by_name: dict[str, list[nn.Module]] = {name: [] for name in names}
     for module in network.modules():
         by_name.get(type(module).__name__, []).append(module)
-    owners = _owners(network)
-    return [name for name, found in by_name.items() if found and not any(_shares(owners, [unit]) for unit in found)]
+    owners = parameter_owners(network)
+    return [n for n, found in by_name.items() if found and not any(_share_parameters(owners, [m]) for m in found)]
 
 
-def _owners(network: nn.Module) -> dict[int, list[int]]:
-    """The modules that hold each parameter, all by their ids."""
-    owners: dict[int, list[int]] = defaultdict(list)
-    for module in network.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(id(module))
-    return owners
-
-
-def _shares(owners: Mapping[int, Sequence[int]], parts: Sequence[nn.Module]) -> bool:
-    """Whether a module outside some parts of a network holds a parameter of theirs."""
+def _share_parameters(owners: Mapping[int, Sequence[nn.Module]], parts: Sequence[nn.Module]) -> bool:
+    """True if a module outside some parts of a network holds a parameter of theirs."""
     inside = {id(module) for part in parts for module in part.modules()}
-    return any(owner not in inside for part in parts for p in part.parameters() for owner in owners[id(p)])
+    return any(id(owner) not in inside for part in parts for p in part.parameters() for owner in owners[id(p)])
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The network inside a `ForwardWrapper` inside whatever a backend put around it."""
+    """Returns the network inside a `ForwardWrapper` inside whatever a backend put around it."""
     inner: Any = model
     while not isinstance(inner, ForwardWrapper):
         inner = inner.module

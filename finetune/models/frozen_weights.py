@@ -3,7 +3,6 @@
 Casting such a weight up loses nothing, so this changes memory and no result.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.models.module_matching import matching
+from finetune.models.module_matching import match_names, parameter_owners
 from finetune.utils.errors import RecipeError
 
 
@@ -19,7 +18,7 @@ class StoredLinear(nn.Linear):
     """A linear module whose frozen weight may be of another dtype than its inputs."""
 
     compute_dtype = torch.float32
-    """Where peft looks up in which dtype it draws an adapter."""
+    """Type in which peft draws an adapter; it looks it up here."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
@@ -28,7 +27,7 @@ class StoredLinear(nn.Linear):
 
 
 class StoredEmbedding(nn.Embedding):
-    """An embedding whose frozen weight may be 16 bit, but not what it puts out: that is added to in fp32."""
+    """An embedding whose frozen weight may be 16 bit, but whose outputs, which are added to, are fp32."""
 
     output_dtype = torch.float32
 
@@ -37,8 +36,6 @@ class StoredEmbedding(nn.Embedding):
 
 
 class _Product(torch.autograd.Function):
-    """See `multiply`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -60,17 +57,23 @@ class _Product(torch.autograd.Function):
         return inputs, None, bias, None
 
 
+def compute_dtype(inputs: torch.Tensor) -> torch.dtype:
+    """Returns the dtype that a linear module computes in: autocast's where that is on, else that of its inputs."""
+    kind = inputs.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+
+
 def multiply(
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     read: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> torch.Tensor:
-    """A linear function of a frozen weight that is read for each product, and not kept for the backward pass.
+    """Computes a linear function of a frozen weight that is read for each product, not kept for the backward pass.
 
     Args:
         inputs: (..., in).
-        weight: As it is held.
+        weight: The weight as it is held.
         bias: (out,).
         read: Makes of a held weight the (out, in) matrix, in a dtype.
     """
@@ -81,17 +84,14 @@ def multiply(
 _STORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: StoredLinear, nn.Embedding: StoredEmbedding}
 
 
-def freeze(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
-    """Ends the training of some modules, with all that is in them.
-
-    Args:
-        wanted: Names, or a regular expression; see `module_matching.matching`.
+def freeze_modules(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
+    """Freezes modules by names or by a regular expression (`module_matching.match_names`), with all that is in them.
 
     Raises:
         RecipeError: If there is no such module, or nothing would be left to train.
     """
     modules = {n: module for n, module in network.named_modules() if n and any(True for _ in module.parameters())}
-    for name in matching("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
+    for name in match_names("model.freeze", wanted, list(modules), kind="module", of=type(network).__name__):
         modules[name].requires_grad_(False)
     if not any(p.requires_grad for p in network.parameters()):
         raise RecipeError(
@@ -101,20 +101,13 @@ def freeze(network: nn.Module, wanted: str | tuple[str, ...]) -> None:
 
 
 def cast_frozen(network: nn.Module, dtype: torch.dtype) -> None:
-    """Puts frozen linear modules and embeddings in `dtype`, and everything else in fp32, in place.
+    """Puts frozen linear modules and embeddings in the dtype that they are stored in, all else in fp32, in place.
 
-    What other modules own stays fp32: norms and biases, which are small, and weights of classes that compute with
-    them in ways of their own.
-
-    Args:
-        dtype: That the weights are stored in, so that nothing is lost.
+    Weights of other modules stay fp32: norms and biases are small, and some classes compute in ways of their own.
     """
     if dtype == torch.float32:
         return
-    owners: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in network.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)].append(module)
+    owners = parameter_owners(network)
     for parameter in network.parameters():
         here = owners[id(parameter)]
         if not parameter.requires_grad and all(type(m) in (*_STORED, *_STORED.values()) for m in here):
@@ -126,7 +119,7 @@ def cast_frozen(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_output_dtype(network: nn.Module, dtype: torch.dtype) -> None:
-    """Has embeddings put out a dtype, where all weights are of it."""
+    """Sets the dtype that embeddings put out, where all weights are of it."""
     for module in network.modules():
         if isinstance(module, StoredEmbedding):
             module.output_dtype = dtype

@@ -15,13 +15,10 @@ from finetune.utils.errors import RecipeError
 
 
 def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
-    """The classes of the classifier that a recipe starts from; None if there is nothing that labels could mean by them.
+    """Returns the classes of the classifier that a recipe starts from; None if none are named.
 
     A trained head computes what it has learned, whatever its classes are called later: labels have to be its names or
     numbers. Names such as LABEL_0, which transformers makes up, say nothing.
-
-    Args:
-        head: Of the classifier.
 
     Raises:
         RecipeError: If there is no such model, its weights are not whole, or its names contradict each other.
@@ -50,7 +47,7 @@ def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
 
 
 def _names(values: dict[str, Any], where: str) -> tuple[str, ...]:
-    """The names in order of their numbers; none if there are none, or not one for each number."""
+    """Returns the names in order of their numbers; none if there are none, or not one for each number."""
     by_number = {str(number): str(name) for number, name in (values.get("id2label") or {}).items()}
     by_name = {str(number): str(name) for name, number in (values.get("label2id") or {}).items()}
     both = [_in_order(by_number), _in_order(by_name)]
@@ -73,7 +70,7 @@ def _made_up(names: tuple[str, ...]) -> bool:
 
 
 def _has_head(recipe: Recipe, config: PretrainedConfig, head: Head) -> bool:
-    """Returns whether the files hold the head; whatever else they lack is refused, as it is before a run."""
+    """True if the files hold the head; whatever else they lack is refused, as it is before a run."""
     if type(config) not in model_mapping(head.auto) and not hasattr(config, "auto_map"):
         return False  # refused when the network is built
     if getattr(config, "quantization_config", None) is not None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.models.heads import Head
-from finetune.models.module_matching import embeddings_and_head, matching
+from finetune.models.module_matching import embeddings_and_head, match_names
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
 
@@ -27,7 +27,7 @@ _LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
 
 
 def transformer(network: nn.Module) -> PreTrainedModel | None:
-    """The transformers network itself, inside its adapters if it has any; None for any other network."""
+    """Returns the transformers network itself, inside its adapters if it has any; None for any other network."""
     adapted: Any = network
     inner = adapted.get_base_model() if _is_adapted(network) else network
     return inner if isinstance(inner, PreTrainedModel) else None
@@ -58,41 +58,32 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
     if head is not None and not head.next_token:
         saved += [name for name in _new_parts(network) if name not in saved]
     targets = _targets(network, section, saved)
-    with without_bitsandbytes():
-        return _adapted(network, recipe, head, targets, saved)
+    with without_bitsandbytes(), warnings.catch_warnings():
+        from peft import LoraConfig, get_peft_model
 
-
-def _adapted(
-    network: PreTrainedModel, recipe: Recipe, head: Head | None, targets: list[str], saved: list[str]
-) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    section = recipe.lora
-    assert section is not None
-    config = LoraConfig(
-        task_type=head.peft_type if head is not None else None,
-        r=section.rank,
-        lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=targets,
-        modules_to_save=saved or None,
-        fan_in_fan_out=any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets),
-        use_rslora=section.rslora,
-        use_dora=section.dora,
-        init_lora_weights=True if section.init == "default" else section.init,
-        revision=recipe.model.revision,
-    )
-    # Anew: where a network is sharded as it loads, loading draws other numbers than elsewhere.
-    torch.manual_seed(recipe.seed)
-    with warnings.catch_warnings():
+        config = LoraConfig(
+            task_type=head.peft_type if head is not None else None,
+            r=section.rank,
+            lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
+            lora_dropout=section.dropout,
+            target_modules=targets,
+            modules_to_save=saved or None,
+            fan_in_fan_out=any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets),
+            use_rslora=section.rslora,
+            use_dora=section.dora,
+            init_lora_weights=True if section.init == "default" else section.init,
+            revision=recipe.model.revision,
+        )
+        # Anew: where a network is sharded as it loads, loading draws other numbers than elsewhere.
+        torch.manual_seed(recipe.seed)
         # Said of networks that have linear layers of both classes; peft then does what is right.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         adapted: nn.Module = get_peft_model(network, config)
     return adapted
 
 
-def describe(network: nn.Module) -> str | None:
-    """The adapters in a few words for people; None if there are none."""
+def describe_adapters(network: nn.Module) -> str | None:
+    """Describes the adapters in a few words for people; None if there are none."""
     config: Any = adapter_config(network)
     if config is None:
         return None
@@ -104,7 +95,7 @@ def describe(network: nn.Module) -> str | None:
 
 
 def adapter_config(network: nn.Module) -> "PeftConfig | None":
-    """The configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
+    """Returns the configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
     if not _is_adapted(network):
         return None
     adapted: Any = network
@@ -113,10 +104,7 @@ def adapter_config(network: nn.Module) -> "PeftConfig | None":
 
 
 def adapter_keys(network: nn.Module) -> dict[str, str]:
-    """Keys in `adapter_model.safetensors`, by the names that a network with adapters has for its trained parameters.
-
-    With these, `PeftModel.from_pretrained` reads the file.
-    """
+    """Returns the keys of trained parameters in `adapter_model.safetensors`, by their names in the network."""
     from peft import get_peft_model_state_dict
 
     # peft's own rules, run over names instead of tensors: nothing needs to be gathered.
@@ -125,11 +113,11 @@ def adapter_keys(network: nn.Module) -> dict[str, str]:
     return {name: key for key, name in kept.items()}
 
 
-def fill(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
+def fill_adapters(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
     """Gives a network's adapters the values of an adapter file.
 
     Args:
-        tensors: By their keys in the file.
+        tensors: Tensors by their keys in the file.
         place: The file, for the message.
 
     Raises:
@@ -153,8 +141,8 @@ def fill(network: nn.Module, tensors: Mapping[str, torch.Tensor], place: str) ->
         state[name].copy_(tensors[key])
 
 
-def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
-    """The network with its adapters merged into the weights, and the weights in `dtype`.
+def merge_adapters(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the network with its adapters merged into the weights, and the weights in `dtype`.
 
     Computed in fp32, one module at a time, and rounded once.
     """
@@ -169,16 +157,14 @@ def merge(network: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
                 weight.data = weight.data.float()
                 module.merge()
                 weight.data = weight.data.to(dtype)
-        if _is_adapted(network):
-            adapted = adapted.merge_and_unload()
-        merged: PreTrainedModel = adapted
+        merged: PreTrainedModel = adapted.merge_and_unload() if _is_adapted(network) else adapted
         for parameter in merged.parameters():
             parameter.data = parameter.data.to(dtype)
     return merged.requires_grad_(False)
 
 
-def put_on(network: nn.Module, folder: Path) -> nn.Module:
-    """A network with the adapter that lies in a folder.
+def open_adapter(network: nn.Module, folder: Path) -> nn.Module:
+    """Returns a network with the adapter that lies in a folder.
 
     Raises:
         CheckpointError: If the adapter does not fit, or lacks tensors.
@@ -210,13 +196,13 @@ def put_on(network: nn.Module, folder: Path) -> nn.Module:
 
 
 def config_of(network: nn.Module) -> Any:
-    """The configuration of the transformers network inside."""
+    """Returns the configuration of the transformers network inside."""
     inner = transformer(network)
     assert inner is not None
     return inner.config
 
 
-def describe_adapter(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
+def copy_adapter_config(source: Path, folder: Path, *, base: str, revision: str | None) -> None:
     """Writes an adapter's configuration into another folder, with the place of its base.
 
     Raises:
@@ -239,7 +225,7 @@ def _is_adapted(network: nn.Module) -> bool:
 
 
 def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
-    """Full names of the linear modules that get an adapter."""
+    """Returns full names of the linear modules that get an adapter."""
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
     kind, wanted, outputs = type(network).__name__, section.targets, _embeddings_and_head(network)[1:]
     if not linear:
@@ -250,7 +236,7 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
     if wanted == "all-linear":
         found = [name for name in linear if name not in outputs]
     else:
-        found = matching("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
+        found = match_names("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
     if _tied(network) and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
@@ -272,29 +258,29 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
 
 
 def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
-    """Full names of the modules that are trained whole."""
+    """Returns full names of the modules that are trained whole."""
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
-    found = matching("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
+    found = match_names("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
     both = _embeddings_and_head(network)
     if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
         raise RecipeError(
             f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
             "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
-            "section), or take a model whose ends are two."
+            "section), or take a model that does not tie them."
         )
     return found
 
 
 def _new_parts(network: PreTrainedModel) -> list[str]:
-    """What a task's head adds to the pretrained body."""
+    """Returns the modules that a task's head adds to the pretrained body."""
     body = network.base_model
     parts = {} if body is network else dict(network.named_children())
     return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
 
 
 def _embeddings_and_head(network: PreTrainedModel) -> list[str]:
-    """Full names of the input embedding and, if there is one, the output head."""
+    """Returns full names of the input embedding and, if there is one, the output head."""
     both = embeddings_and_head(network)
     return [name for one in both for name, module in network.named_modules() if module is one]
 

@@ -27,11 +27,10 @@ def resolve_model_config(
     num_labels: int | None = None,
     label_names: tuple[str, ...] = (),
 ) -> PretrainedConfig:
-    """The network's configuration, checked against tokenizer and sequence length.
+    """Returns the network's configuration, checked against tokenizer and sequence length.
 
     Args:
-        head: Of the network.
-        tokenizer: Where special token ids and the vocabulary size come from; None while nothing is loaded.
+        tokenizer: Source of special token ids and the vocabulary size; None while nothing is loaded.
         vocab_size: Stands in for a tokenizer that does not exist yet.
 
     Raises:
@@ -54,7 +53,7 @@ def resolve_model_config(
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
     if section.rope_scaling is not None:
-        longest = rope_scaling.stretch(config, section.rope_scaling)
+        longest = rope_scaling.stretch_positions(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
@@ -130,7 +129,7 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
 
 
 def _reads(config: PretrainedConfig, key: str) -> bool:
-    """Whether an architecture's network reads a key that its configuration does not declare.
+    """True if an architecture's network reads a key that its configuration does not declare.
 
     Published configurations have such keys: `head_dim` of Qwen3-MoE.
     """
@@ -141,7 +140,7 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
 
 
 def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
-    """The configuration of `model.name`, as it lies there.
+    """Returns the configuration of `model.name`, as it lies there.
 
     Raises:
         RecipeError: If there is none.
@@ -162,14 +161,14 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
 def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Head) -> None:
     """Has a configuration say that embedding and head are two tensors where the files hold two that differ.
 
-    What is left of merging an adapter that trained one of them whole. transformers would load two and write one, and a
-    network that is sharded as it loads would have one.
+    Merging an adapter that trained one of them whole leaves such files. transformers would load two and write one, and
+    a network that is sharded as it loads would have one.
     """
     known = model_mapping(head.auto)
     if not pretrained_files.ties_embeddings(config) or type(config) not in known:
         return
     try:
-        folder = pretrained_files.weights_folder(section)
+        folder = pretrained_files.weights_folder(str(section.name), section.revision)
     except OSError:  # a hub's model of which only the configuration is here
         return
     if pretrained_files.untied_tensors(folder, known[type(config)]):

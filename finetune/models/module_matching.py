@@ -1,6 +1,7 @@
-"""Modules of a network: those that the names of a recipe match, and those at its two ends."""
+"""Modules of a network: those that names of a recipe match, its embeddings and head, and owners of parameters."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,17 +11,15 @@ from finetune.config.recipe import hint
 from finetune.utils.errors import RecipeError
 
 
-def matching(
+def match_names(
     key: str, wanted: str | Sequence[str], names: Sequence[str], *, kind: str, of: str, also: str = ""
 ) -> list[str]:
-    """The full names that are meant, in the order of `names`.
+    """Returns the full names that are meant, in the order of `names`.
 
     Args:
-        key: Of the recipe, for messages.
+        key: The recipe's key, for messages; likewise `kind` (of the named things) and `of` (their owner).
         wanted: One regular expression, which is compared with whole names, or last parts of names.
         names: Full dotted names to choose from.
-        kind: What they are, for messages.
-        of: What has them, for messages.
         also: A word that would be allowed as well.
 
     Raises:
@@ -48,5 +47,14 @@ def matching(
 
 
 def embeddings_and_head(network: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head of one of transformers' networks, as far as it has them."""
+    """Returns the input embedding and the output head of one of transformers' networks, as far as it has them."""
     return network.get_input_embeddings(), network.get_output_embeddings()
+
+
+def parameter_owners(network: nn.Module) -> dict[int, list[nn.Module]]:
+    """Returns the modules that hold each parameter, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    return owners

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
-from finetune.config.recipe_schema import ModelSection
 from finetune.utils import json_files
 from finetune.utils.compat.transformers_private import tied_names
 from finetune.utils.errors import RecipeError
@@ -29,25 +28,21 @@ class Weights:
 
     folder: Path
     lines: tuple[str, ...]
-    """What to report: tensors that are new, and tensors that are left out."""
+    """Lines to report: tensors that are new, and tensors that are left out."""
     not_weights: frozenset[str]
     """Tensors that may hold infinities: buffers (masks), and what the network does not read."""
     new: frozenset[str] = frozenset()
     """Tensors of a head that the files lack."""
 
     def first_not_finite(self, rank: int = 0, world: int = 1) -> int | None:
-        """The position of the first tensor that holds NaN or infinity, among those that this rank looks at."""
+        """Returns the position of the first tensor with NaN or infinity, among those that this rank looks at."""
         for position, (file, name) in enumerate(self._tensors()):
             if position % world == rank and not _finite(_read(file, name)):
                 return position
         return None
 
     def refuse(self, position: int) -> None:
-        """Raises for the tensor at this position.
-
-        Raises:
-            RecipeError: Always.
-        """
+        """Raises a `RecipeError` for the tensor at this position."""
         file, name = self._tensors()[position]
         tensor = _read(file, name)
         raise RecipeError(
@@ -56,11 +51,7 @@ class Weights:
         )
 
     def check_values(self) -> None:
-        """Looks at every tensor.
-
-        Raises:
-            RecipeError: If one holds NaN or infinity.
-        """
+        """Raises a `RecipeError` if a tensor holds NaN or infinity."""
         if (position := self.first_not_finite()) is not None:
             self.refuse(position)
 
@@ -71,15 +62,15 @@ class Weights:
         return [(f, name) for f, name in found if name not in skipped and _without_prefix(name) not in self.not_weights]
 
 
-def load(
+def load_pretrained(
     auto: Any, name: str, config: Any, *, new_head: bool = False, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, Weights]:
-    """`auto.from_pretrained`, which by itself fills what the files lack with random values.
+    """Calls `auto.from_pretrained`, and refuses what that would fill with random values.
 
     Args:
         auto: One of transformers' `AutoModelFor…`.
         name: A directory, or a model on the hub.
-        new_head: Whether a head that the files lack as a whole is drawn at random.
+        new_head: Allows a random head where the files lack all of it.
         options: For `from_pretrained`, `trust_remote_code` among them.
 
     Raises:
@@ -88,8 +79,13 @@ def load(
     """
     place = Path(name)
     if place.is_dir():
-        if not weight_files(place):
-            _refuse_pickles(place)
+        pickles = {file.name for pattern in _PICKLES for file in place.glob(pattern)}
+        if pickles and not weight_files(place):
+            raise RecipeError(
+                f"{place} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. Where "
+                "you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
+                "of transformers writes safetensors."
+            )
         refuse_adapter(place)
     try:
         network, told = auto.from_pretrained(
@@ -106,15 +102,15 @@ def load(
             f"{name} cannot be opened: one of its JSON files is nested too deeply. Take an intact copy of the model."
         ) from error
     except SafetensorError:
-        for file in weight_files(_folder(name, revision)):
+        for file in weight_files(weights_folder(name, revision)):
             _dtypes(file)  # refuses the one that is damaged
         raise
     except RuntimeError as error:
         if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
             raise
-        folder = _folder(name, revision)
-        raise RecipeError(_not_put_together(auto, folder, config, trusted=options["trust_remote_code"])) from error
-    folder = _folder(name, revision)
+        folder = weights_folder(name, revision)
+        raise _not_whole(folder, _missing_parts(auto, folder, config, options["trust_remote_code"])) from error
+    folder = weights_folder(name, revision)
     drawn = _new_head(network, told["missing_keys"]) if new_head else set()
     missing = sorted(told["missing_keys"] - drawn)
     if missing:
@@ -147,22 +143,20 @@ def load(
     return network, Weights(folder, tuple(lines), frozenset(buffers | left_out), frozenset(drawn))
 
 
-def look_at_packed(section: ModelSection) -> Weights:
-    """What file headers tell of a model that is stored packed; it can only be put together with storage.
+def check_packed_files(folder: Path) -> Weights:
+    """Checks the file headers of a model that is stored packed; it can only be put together with storage.
 
     Raises:
         RecipeError: If a file cannot be read, or a quantized weight lacks one of its parts.
     """
-    folder = weights_folder(section)
     refuse_adapter(folder)
-    missing = _incomplete(name for file in weight_files(folder) for name in _dtypes(file))
-    if missing:
-        raise RecipeError(_in_pieces(folder, missing))
+    if missing := _incomplete(name for file in weight_files(folder) for name in _dtypes(file)):
+        raise _not_whole(folder, missing)
     return Weights(folder, (), frozenset())
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights, as transformers chooses them; copies in other forms may lie beside them.
+    """Returns the files that transformers reads a model's weights from; other copies may lie beside them.
 
     Raises:
         RecipeError: If one that the index names is absent.
@@ -181,7 +175,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The widest floating type that a folder's weights are stored in: in it they are read without loss.
+    """Returns the widest floating type that a folder's weights are stored in: in it they are read without loss.
 
     Raises:
         RecipeError: If a file cannot be read.
@@ -190,22 +184,26 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return next((dtype for name, dtype in _FLOATS.items() if name in found), torch.float32)
 
 
-def weights_folder(section: ModelSection) -> Path:
-    """Where a pretrained model's files lie: its directory, or that of a hub model in the local cache."""
-    return _folder(str(section.name), section.revision)
+def weights_folder(name: str, revision: str | None) -> Path:
+    """Folder of a pretrained model's files: its directory, or that of a hub model in the local cache.
+
+    Raises:
+        OSError: If a hub model is not there.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(name, "config.json", revision=revision))).parent
 
 
 def ties_embeddings(config: PretrainedConfig) -> bool:
-    """Whether a configuration says that embedding and head are one tensor."""
+    """True if a configuration says that embedding and head are one tensor."""
     return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
 
 
 def untied_tensors(folder: Path, network_class: Any) -> tuple[str, str] | None:
-    """Two tensors of a folder, of which a network's class would make one, that are not equal; None without any.
-
-    Args:
-        network_class: It says which are one where `tie_word_embeddings` is set.
-    """
+    """Returns two tensors of a folder, of which a network's class would make one, that are not equal; None without."""
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
@@ -219,7 +217,7 @@ def untied_tensors(folder: Path, network_class: Any) -> tuple[str, str] | None:
 
 
 def _other_network(network: PreTrainedModel, auto: Any, trusted: bool) -> str | None:
-    """How a network that was read from files differs from the one that its configuration describes; None if not at all.
+    """Says how a network that was read from files differs from the one that its configuration describes.
 
     `from_pretrained` follows more than config.json: what lies beside it may wrap, replace or freeze parts.
     """
@@ -238,29 +236,28 @@ def _other_network(network: PreTrainedModel, auto: Any, trusted: bool) -> str | 
 
 
 def as_written(network: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A network's tensors as `save_pretrained` writes them; some architectures compute with others."""
+    """Returns a network's tensors as `save_pretrained` writes them; some architectures compute with others."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(network, state))
 
 
 def written_one_by_one(network: PreTrainedModel) -> bool:
-    """Whether each tensor that `save_pretrained` writes is made of a single one of the network's."""
-    state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
-    whole = as_written(network, dict(state))
-    parts = [as_written(network, {name: tensor}) for name, tensor in state.items()]
-    pairs = [(name, tensor.shape) for part in parts for name, tensor in part.items()]
-    return len(pairs) == len(whole) and dict(pairs) == {name: tensor.shape for name, tensor in whole.items()}
+    """True if each tensor that `save_pretrained` writes is made of a single one of the network's."""
+    parts = [as_written(network, {name: t.to("meta")}) for name, t in network.state_dict().items()]
+    pairs = [(name, tuple(tensor.shape)) for part in parts for name, tensor in part.items()]
+    whole = written_shapes(network)
+    return len(pairs) == len(whole) and dict(pairs) == whole
 
 
 def written_shapes(network: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what `save_pretrained` writes."""
+    """Returns names and shapes of the tensors that `save_pretrained` writes."""
     state = {name: tensor.to("meta") for name, tensor in network.state_dict().items()}
     return {name: tuple(tensor.shape) for name, tensor in as_written(network, state).items()}
 
 
 def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
-    """The tensors of a head that is missing as a whole, and of the pooler below it; else none."""
+    """Returns the tensors of a head that is missing as a whole, and of the pooler below it; else none."""
     base = f"{network.base_model_prefix}."
     names = {name for name, _ in network.named_parameters()}
     head = {name for name in names if not name.startswith(base)}
@@ -270,28 +267,26 @@ def _new_head(network: PreTrainedModel, missing: set[str]) -> set[str]:
     return head | pooler if pooler <= missing else head
 
 
-def _not_put_together(auto: Any, folder: Path, config: Any, trusted: bool) -> str:
-    """Why tensors that the network holds as one, or packed, could not be made of those in the files."""
+def _missing_parts(auto: Any, folder: Path, config: Any, trusted: bool) -> list[str]:
+    """Names the absent tensors of those that a network holds packed, or several as one."""
     found = [name for file in weight_files(folder) for name in _dtypes(file)]
     if getattr(config, "quantization_config", None) is not None:
-        missing = _incomplete(found)
-    else:
-        with torch.device("meta"):
-            network = auto.from_config(config, trust_remote_code=trusted)
-        # Either the names that are computed with, or those that `save_pretrained` writes.
-        known = {*found, *network.all_tied_weights_keys}
-        needed = (set(network.state_dict()), set(written_shapes(network)))
-        missing = sorted(min((names - known for names in needed), key=len))
-    return _in_pieces(folder, missing)
+        return _incomplete(found)
+    with torch.device("meta"):
+        network = auto.from_config(config, trust_remote_code=trusted)
+    # Either the names that are computed with, or those that `save_pretrained` writes.
+    known = {*found, *network.all_tied_weights_keys}
+    needed = (set(network.state_dict()), set(written_shapes(network)))
+    return sorted(min((names - known for names in needed), key=len))
 
 
-def _in_pieces(folder: Path, missing: list[str]) -> str:
+def _not_whole(folder: Path, missing: list[str]) -> RecipeError:
     which = f" {len(missing)} tensors are missing: {_some(missing)}." if missing else ""
-    return f"{folder}: its tensors do not make up the network.{which} Take a complete copy of the model."
+    return RecipeError(f"{folder}: its tensors do not make up the network.{which} Take a complete copy of the model.")
 
 
 def _incomplete(found: Iterable[str]) -> list[str]:
-    """Parts of quantized weights, such as scales, that others of the same files have.
+    """Names absent parts of quantized weights, such as scales, that others of the same files have.
 
     bitsandbytes stores `NAME.weight` with `NAME.weight.absmax` and others beside it.
     """
@@ -315,26 +310,8 @@ def refuse_adapter(folder: Path) -> None:
         )
 
 
-def _refuse_pickles(folder: Path) -> None:
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles:
-        raise RecipeError(
-            f"{folder} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. "
-            "Where you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
-            "of transformers writes safetensors."
-        )
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from transformers.utils import cached_file
-
-    return Path(str(cached_file(name, "config.json", revision=revision))).parent
-
-
 def _dtypes(file: Path) -> dict[str, str]:
-    """Type of each tensor in a file, as safetensors calls it, by name."""
+    """Returns the type of each tensor in a file, as safetensors calls it, by name."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping

@@ -1,19 +1,20 @@
-"""How a text for a network begins, and where it ends."""
+"""Beginnings of texts for a network, and the tokens at which it stops."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from finetune.utils.bounded_work import bounded_work
-from finetune.utils.errors import DataError
+from finetune.utils.errors import CheckpointError, DataError
 
 BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as text (no --chat).")
-"""For `bounded_work`, wherever a template writes a prompt."""
+"""Arguments of `bounded_work`, wherever a template writes a prompt."""
 
 
-def text(tokenizer: Any, prompt: str) -> list[int]:
-    """Tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
+def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Returns tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
 
     Raises:
         DataError: If there are none.
@@ -31,11 +32,11 @@ def text(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
-    """Tokens of a user's turn in the chat template, up to where the answer begins.
+def turn_tokens(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
+    """Returns tokens of a user's turn in the chat template, up to where the answer begins.
 
     Args:
-        variables: More of the template.
+        variables: More variables of the template.
 
     Raises:
         DataError: If there is no template, or it refuses the turn.
@@ -57,8 +58,8 @@ def turn(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]
     return ids
 
 
-def ends(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
-    """All tokens that end a text: the tokenizer's own, what was learned, and those of the base, which it may still say.
+def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
+    """Returns all tokens that end a text: the tokenizer's own, the learned ones, and those that the base may still say.
 
     Args:
         generation: The base's generation config.
@@ -70,10 +71,37 @@ def ends(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) ->
 
 
 def stopping_at(generation: GenerationConfig, found: Sequence[int]) -> GenerationConfig:
-    """A generation config that stops at these tokens, and can be written."""
+    """Returns the generation config, made to stop at these tokens, and to be writable."""
     if found:
         generation.eos_token_id = list(found) if len(found) > 1 else found[0]
     if generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0):
         # transformers writes no settings for sampling unless it is asked to sample; some hub models have them so.
         generation.do_sample = True
     return generation
+
+
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Returns the tokens at which the generation config in a folder stops; none if there is no such file.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    if not (folder / "generation_config.json").is_file():
+        return []
+    return stop_tokens(GenerationConfig.from_pretrained(folder), None, ())
+
+
+def check_stop_tokens(folder: Path, ends: Sequence[int], tokenizer: Any) -> None:
+    """Raises a `CheckpointError` unless the generation config in a folder stops at these tokens, and at no other."""
+    found = read_stop_tokens(folder)
+    if set(found) != set(ends):
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'} stops at {_named(tokenizer, found)}, but texts end at "
+            f"{_named(tokenizer, ends)}: generation would not stop, or would too early. Set eos_token_id to "
+            f"{list(ends)}."
+        )
+
+
+def _named(tokenizer: Any, ids: Sequence[int]) -> str:
+    names = [f"{i} ('{tokenizer.convert_ids_to_tokens(i)}')" if tokenizer is not None else str(i) for i in ids]
+    return ", ".join(names) or "nothing"

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
-from finetune.models.frozen_weights import multiply
+from finetune.models.frozen_weights import compute_dtype, multiply
 from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
@@ -29,7 +29,7 @@ class Linear8bit(nn.Linear):
 
     scale: torch.Tensor
     compute_dtype = torch.float32
-    """Where peft looks up in which dtype it draws an adapter."""
+    """Type in which peft draws an adapter; it looks it up here."""
 
     def __init__(self, module: nn.Linear) -> None:
         import bitsandbytes as bnb
@@ -48,9 +48,7 @@ class Linear8bit(nn.Linear):
         return _eight_bits(self.packed, torch.float32) * self.scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
+        input = input.to(compute_dtype(input))
         # Whole numbers up to 127 are exact in every dtype; scaling what comes out spares a matrix of fp32.
         product = multiply(input, self.packed, None, _eight_bits) * self.scale.flatten()
         return (product if self.bias is None else product + self.bias).to(input.dtype)
@@ -61,7 +59,7 @@ def _eight_bits(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def loading_config(recipe: Recipe) -> Any | None:
-    """What `from_pretrained` needs to quantise weights as it reads them; None if it is to leave them as they are."""
+    """Returns the config by which `from_pretrained` quantises weights as it reads them; None if it is not to."""
     section = recipe.model
     if section.quantization is not None:
         require_installed("bitsandbytes", f"model.quantization {section.quantization}")
@@ -114,8 +112,7 @@ def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
             module.weight.packed_weights = module.weight.quant_state.shape.numel()
         elif isinstance(module, Linear8bit):
             found += 1
-            packed: Any = module.packed
-            packed.packed_weights = module.in_features * module.out_features
+            module.packed.packed_weights = module.in_features * module.out_features  # type: ignore[attr-defined]
     compute_in(network, torch.float32)
     for parameter in network.parameters():
         if not hasattr(parameter, "packed_weights"):
@@ -129,12 +126,9 @@ def quantize(network: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def as_autocast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs as autocast casts those of other linear modules: bitsandbytes' put out the dtype that they were given."""
+    """Casts inputs as autocast casts those of other linear modules: bitsandbytes' put out the dtype that they get."""
     first, *rest = inputs
-    kind = first.device.type
-    if not torch.is_autocast_enabled(kind):
-        return inputs
-    return (first.to(torch.get_autocast_dtype(kind)), *rest)
+    return (first.to(compute_dtype(first)), *rest)
 
 
 def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -159,7 +153,7 @@ def _packed(module: nn.Linear, recipe: Recipe) -> nn.Module:
 
 
 def compute_in(network: nn.Module, dtype: torch.dtype) -> None:
-    """Lets modules of 4 bits multiply in a dtype, as autocast lets the others."""
+    """Sets the dtype that modules of 4 bits multiply in, as autocast does for the others."""
     module: Any
     for module in network.modules():
         if hasattr(module, "compute_dtype") and hasattr(module, "quant_state"):
@@ -172,6 +166,6 @@ def compute_in(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def num_weights(parameter: Any) -> int:
-    """How many weights a parameter stands for, whole: more than it has elements, if these are packed."""
+    """Returns the number of weights that a parameter stands for, whole: packed, these are more than its elements."""
     packed = getattr(parameter, "packed_weights", None)
     return int(packed if packed is not None else getattr(parameter, "ds_numel", parameter.numel()))

@@ -14,8 +14,8 @@ from finetune.utils.errors import RecipeError
 from finetune.utils.exact import exact_product
 
 
-def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
-    """Writes a scaling into a model's configuration, and returns how many positions the model has then.
+def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:
+    """Writes a scaling into a model's configuration, and returns the number of positions that the model has then.
 
     Where kinds of layers have frequencies of their own, those that see whole rows are stretched.
 
@@ -43,7 +43,11 @@ def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
             "is not offered. Set model.rope_scaling.type to `yarn` or `linear`."
         )
     known = text.max_position_embeddings
-    changed = {**parameters, "rope_type": section.type, "factor": section.factor, **_of_type(section, known)}
+    defaults = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if section.type == "llama3" else {}
+    given = section.model_dump(exclude={"type"}, exclude_none=True)
+    changed = {**parameters, "rope_type": section.type, **defaults, **given}
+    if section.type in ("llama3", "yarn"):
+        changed["original_max_position_embeddings"] = known
     text.rope_parameters = {**whole, "full_attention": changed} if nested else changed
     longest = int(exact_product(section.factor, known))
     if section.type != "dynamic":
@@ -52,28 +56,11 @@ def stretch(config: PretrainedConfig, section: RopeScalingSection) -> int:
     return longest
 
 
-def _of_type(section: RopeScalingSection, known: int) -> dict[str, Any]:
-    """What a type has beside its factor, as transformers calls it."""
-    if section.type == "llama3":
-        low, high = section.low_freq_factor or 1.0, section.high_freq_factor or 4.0
-        return {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": known}
-    if section.type == "yarn":
-        given = {
-            "attention_factor": section.attention_factor,
-            "beta_fast": section.beta_fast,
-            "beta_slow": section.beta_slow,
-        }
-        return {key: value for key, value in given.items() if value is not None} | {
-            "original_max_position_embeddings": known
-        }
-    return {}
-
-
 def fix_dynamic(network: nn.Module, length: int) -> None:
-    """Has `dynamic` frequencies be those of rows of a length, in place, whatever a batch holds.
+    """Fixes `dynamic` frequencies to those of rows of a length, in place, whatever a batch holds.
 
-    By itself transformers takes those of the longest row so far, so that what is learned would depend on which rows
-    share a micro-batch, and on those before.
+    By itself transformers takes those of the longest row so far, so that training would depend on which rows share a
+    micro-batch, and on those before.
 
     Source: transformers 5.23, `dynamic_rope_update` in `modeling_rope_utils.py`.
     """

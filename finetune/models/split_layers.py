@@ -7,15 +7,14 @@ whole on every rank; where the head computes the loss, each rank does so for a p
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard as plan_name
 
 from finetune.distributed.mesh import Group
 from finetune.distributed.split_parameters import Split, Splits
@@ -28,25 +27,21 @@ from finetune.models.module_matching import embeddings_and_head
 from finetune.utils.errors import BackendError
 
 _COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
-"""By outputs; whether these are gathered again."""
+"""Styles that split outputs; True if these are gathered again."""
 _ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-"""By inputs; whether these come whole."""
+"""Styles that split inputs; True if these come whole."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the layers of a network are split, over however many ranks."""
+    """A way to split the layers of a network, over however many ranks."""
 
     splits: Splits
     units: Mapping[str, int]
-    """Numbers that ranks must divide, by what there are so many of."""
+    """Numbers that ranks must divide, by names of the things counted."""
 
     def check(self, size: int) -> None:
-        """Refuses a number of ranks.
-
-        Raises:
-            BackendError: If something does not divide over them.
-        """
+        """Raises a `BackendError` if something does not divide over so many ranks."""
         for what, number in self.units.items():
             if number % size:
                 fits = ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
@@ -57,25 +52,26 @@ class Division:
 
 
 def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
-    """Says how the layers of a network would be split, by its architecture's plan, and leaves them as they are.
-
-    The network may be without storage.
+    """Returns how the layers of a network, which may be without storage, would be split by its architecture's plan.
 
     Args:
-        loss_by_head: Whether its head computes the loss (`chunked_loss`).
+        loss_by_head: True if its head computes the loss (`chunked_loss`).
 
     Raises:
         BackendError: If the architecture has no plan, or one that is not known here.
     """
     inner, plan = _plan(network)
-    finder = _Finder()
+    finder, config = _Finder(), inner.config.get_text_config()
+    for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+        if isinstance(heads := getattr(config, key, None), int):
+            finder.units[f"{what} of {type(inner).__name__}"] = heads
     for name, module, style in _styled(inner, plan):
-        finder.module(name, module, style)
+        finder.add_module(name, module, style)
     for name, module in inner.named_modules():
         for key, _ in module.named_parameters(recurse=False):
             own = f"{name}.{key}"
-            if (how := plan.get(_generic(own))) is not None:
-                finder.parameter(own, module, key, how)
+            if (how := plan.get(plan_name(own))) is not None:
+                finder.add_parameter(own, module, key, how)
     partial = finder.partial | (_loss_parameters(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
     return Division(
@@ -83,18 +79,18 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
             {name: finder.splits[key] for name, key in names if key in finder.splits},
             frozenset(name for name, key in names if key in partial),
         ),
-        {**_heads(inner), **finder.units},
+        finder.units,
     )
 
 
 def split(network: nn.Module, group: Group) -> Splits:
-    """Leaves this rank its part of a network's layers, in place; each rank has the whole network before.
+    """Leaves this rank its part of a network's layers, in place; before, each rank has the whole network.
 
     Raises:
         BackendError: If the architecture has no plan, or what it has cannot be split over so many ranks.
     """
     inner, plan = _plan(network)
-    head = chunked_loss.of_network(inner)
+    head = chunked_loss.loss_head(inner)
     division = divide(network, loss_by_head=head is not None)
     division.check(group.size)
     shared = SharedInputs(group)
@@ -104,15 +100,19 @@ def split(network: nn.Module, group: Group) -> Splits:
         where, _, key = name.rpartition(".")
         _shard(network.get_submodule(where), key, how, group)
     if head is not None:
-        _split_tokens(network, inner, head, group)
+        # Each rank computes the loss of a part of the tokens, unless others use the head's parameters, too.
+        parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)
+        head.token_group = group if parameters else None
+        if embedding is not None and any(id(parameter) in parameters for parameter in embedding.parameters()):
+            # As the head, it gets the gradients of that part of the tokens only.
+            embedding.register_forward_hook(lambda _, __, values: tensor.split_gradients(values, group))
     return replace(division.splits, group=group)
 
 
 def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
-    """The parameters, by identity, that get gradients of a rank's part of the tokens where each computes their loss.
+    """Returns the ids of parameters that get gradients of a rank's part of the tokens only.
 
-    Those of the head; where it is the embedding as well, also those of the embedding. None at all if other modules hold
-    one of them.
+    They are those of the head, and of the embedding if that shares some; none if other modules hold one of them.
     """
     embedding, head = (set() if m is None else set(map(id, m.parameters())) for m in embeddings_and_head(inner))
     found = head | embedding if head & embedding else head
@@ -121,111 +121,85 @@ def _loss_parameters(network: nn.Module, inner: PreTrainedModel) -> set[int]:
     return set() if any(id(p) in found for m in outside for p in m.parameters(recurse=False)) else found
 
 
-def _split_tokens(network: nn.Module, inner: PreTrainedModel, head: chunked_loss.LossHead, group: Group) -> None:
-    """Has each rank compute the loss of a part of the tokens, unless others use the head's parameters, too.
-
-    An embedding that is the head as well then gets the gradients of that part of the tokens only, as the head does.
-    """
-    parameters, (embedding, _) = _loss_parameters(network, inner), embeddings_and_head(inner)
-    head.token_group = group if parameters else None
-    if embedding is not None and any(id(parameter) in parameters for parameter in embedding.parameters()):
-        embedding.register_forward_hook(lambda _, __, values: tensor.split_gradients(values, group))
-
-
 def _plan(network: nn.Module) -> tuple[PreTrainedModel, dict[str, str]]:
     inner = transformer(network)
-    plan: dict[str, str] = {} if inner is None else dict(inner.tp_plan)
-    both = () if inner is None else embeddings_and_head(inner)
-    whole = set() if inner is None else {_generic(name) for name, m in inner.named_modules() if m in both}
-    if inner is None or not plan.keys() - whole:
-        who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
-        raise BackendError(
-            "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
-            f"{who} are split. Take a launch config that shards weights, which does so with any network."
-        )
-    return inner, plan
+    if inner is not None:
+        both = embeddings_and_head(inner)
+        if inner.tp_plan.keys() - {plan_name(name) for name, module in inner.named_modules() if module in both}:
+            return inner, dict(inner.tp_plan)
+    who = type(network).__name__ if inner is None else f"{type(inner).__name__} ({inner.config.model_type})"
+    raise BackendError(
+        "The launch file splits layers over ranks (tp_size), but transformers has no plan by which those of "
+        f"{who} are split. Take a launch config that shards weights, which does so with any network."
+    )
 
 
 def _styled(inner: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Modules that a plan names, each with how it is split; embedding and head stay whole."""
+    """Yields modules that a plan names, each with its style; embedding and head stay whole."""
     for name, module in inner.named_modules():
-        style = plan.get(_generic(name))
+        style = plan.get(plan_name(name))
         if style is not None and module not in embeddings_and_head(inner):
             yield name, module, style
 
 
-def _generic(name: str) -> str:
-    """A name as plans have it: `layers.0.mlp` is `layers.*.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _heads(inner: PreTrainedModel) -> dict[str, int]:
-    config, found = inner.config.get_text_config(), {}
-    for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int):
-            found[f"{what} of {type(inner).__name__}"] = heads
-    return found
-
-
 class _Finder:
-    """Finds out what is split, and how."""
+    """Collects what is split, and how."""
 
     def __init__(self) -> None:
         self.splits: dict[int, Split] = {}
-        """By the identity of a parameter."""
+        """Splits by the id of a parameter."""
         self.partial: set[int] = set()
         self.units: dict[str, int] = {}
 
-    def module(self, name: str, module: Any, style: str) -> None:
+    def add_module(self, name: str, module: Any, style: str) -> None:
         if style in _COLUMNS or style in _ROWS:
             dim = 0 if style in _COLUMNS else 1
-            base = self._linear(name, module, dim)
+            base = self._add_linear(name, module, dim)
             if base is not module:
                 whole, split = (module.lora_A, module.lora_B) if dim == 0 else (module.lora_B, module.lora_A)
                 self.partial |= {id(p) for p in whole.parameters()}
                 for key, adapter in split.items():
-                    self._plain(f"{name}'s adapter {key}", adapter.weight, dim)
+                    self._add_weight(f"{name}'s adapter {key}", adapter.weight, dim)
             # Of rows, a bias is added to what is summed.
             if dim == 0 and base.bias is not None:
-                self._plain(f"{name}.bias", base.bias, 0)
+                self._add_weight(f"{name}.bias", base.bias, 0)
         elif style == "replicated_with_grad_allreduce":
             self.partial |= {id(p) for p in module.parameters()}
         elif style != "moe_tp_experts":
-            raise _unknown(name, style)
+            raise _refused(name, f"the style {style}")
 
-    def parameter(self, name: str, module: Any, key: str, style: str) -> None:
-        """A parameter that a plan names itself: the weights of all experts, (E, out, in)."""
+    def add_parameter(self, name: str, module: Any, key: str, style: str) -> None:
+        """Adds a parameter that a plan names itself: the weights of all experts, (E, out, in)."""
         weight = getattr(module, key)
         if weight.ndim != 3 or getattr(module, "is_transposed", False) or style not in ("packed_colwise", "rowwise"):
-            raise _unknown(name, style)
+            raise _refused(name, f"the style {style}")
         if style == "packed_colwise":
-            self._plain(name, weight, 1, blocks=2)
+            self._add_weight(name, weight, 1, blocks=2)
         else:
-            self._plain(name, weight, 2)
+            self._add_weight(name, weight, 2)
 
-    def _linear(self, name: str, module: Any, dim: int) -> Any:
-        """The weight of a linear module, inside its adapter if it has one; returns that module."""
+    def _add_linear(self, name: str, module: Any, dim: int) -> Any:
+        """Adds the weight of a linear module, inside its adapter if it has one, and returns that module."""
         base = getattr(module, "base_layer", module)
         adapted = base is not module
         if adapted and not (hasattr(module, "lora_A") and not any(map(bool, module.use_dora.values()))):
-            raise BackendError(_refused(name, "an adapter that is no LoRA"))
+            raise _refused(name, "an adapter that is no LoRA")
         kind = type(base)
         plain = kind in (nn.Linear, StoredLinear)
         if kind.__name__ == "Linear4bit" or (plain and hasattr(base.weight, "packed_weights")):
-            self._of_blocks(name, base, dim)
+            self._add_4bit(name, base, dim)
         elif plain:
-            self._plain(name, base.weight, dim)
+            self._add_weight(name, base.weight, dim)
         else:
-            raise BackendError(_refused(name, kind.__name__))
+            raise _refused(name, kind.__name__)
         return base
 
-    def _plain(self, name: str, weight: Any, dim: int, *, blocks: int = 1) -> None:
+    def _add_weight(self, name: str, weight: Any, dim: int, *, blocks: int = 1) -> None:
         self.splits[id(weight)] = Split(tuple(weight.shape), dim, blocks)
         self.units[f"rows or columns of {name}"] = weight.shape[dim] // blocks
 
-    def _of_blocks(self, name: str, base: Any, dim: int) -> None:
-        """A weight of 4 bits, each block of which has a scale: it is split between blocks only."""
+    def _add_4bit(self, name: str, base: Any, dim: int) -> None:
+        """Adds a weight of 4 bits, each block of which has a scale: it is split between blocks only."""
         out, features = base.out_features, base.in_features
         state = getattr(base.weight, "quant_state", None)
         block = quantization.BLOCK if state is None else state.blocksize
@@ -254,7 +228,13 @@ def _join(module: Any, style: str, shared: SharedInputs, group: Group) -> None:
         else:
             _add_bias_once(module, base, group)
     elif style == "moe_tp_experts":
-        module.register_forward_pre_hook(partial(_share_all, group))
+        # Its inputs are tokens, and the weight that each has in the sum of its experts.
+        module.register_forward_pre_hook(
+            lambda _, inputs: tuple(
+                tensor.sum_gradients(x, group) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in inputs
+            )
+        )
         module.register_forward_hook(lambda _, __, output: tensor.sum_outputs(output, group))
 
 
@@ -287,31 +267,15 @@ def _shard_4bit(module: Any, how: Split, group: Group) -> None:
     module.out_features, module.in_features = state.shape
 
 
-def _unknown(name: str, style: str) -> BackendError:
-    return BackendError(_refused(name, f"the style {style}"))
-
-
-def _refused(name: str, what: str) -> str:
-    return (
+def _refused(name: str, what: str) -> BackendError:
+    return BackendError(
         f"The launch file splits layers over ranks (tp_size), but {name} has {what}, which is not offered there. Take "
         "a launch config that shards weights, which does so with any network."
     )
 
 
-def _share_all(group: Group, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What goes into experts: tokens, and the weight that each has in the sum of its experts."""
-    return tuple(
-        tensor.sum_gradients(x, group) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
-    )
-
-
 def _add_bias_once(module: nn.Module, base: Any, group: Group) -> None:
-    """Has a bias added to the sum over ranks, not to each part of it.
-
-    Args:
-        module: The linear module, or the adapter around it.
-        base: The linear module.
-    """
+    """Has the bias of a linear module, `base`, added to the sum over ranks, not to each part of it."""
     kept: list[torch.Tensor | None] = []
 
     def take(_: nn.Module, inputs: Any) -> None:

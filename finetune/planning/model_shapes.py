@@ -240,7 +240,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         trained=sum(p.numel() for p in trained),
         state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe).optim),
         linears=tuple(_linears(network)),
-        adapters=lora_adapters.describe(network),
+        adapters=lora_adapters.describe_adapters(network),
         adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
         config=config,
         next_token=next_token,
@@ -301,7 +301,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
         return DTYPES[stored]
     if section.name is None:
         return torch.float32
-    folder = pretrained_files.weights_folder(section)
+    folder = pretrained_files.weights_folder(section.name, section.revision)
     if any(folder.glob("*.safetensors")):
         return pretrained_files.stored_dtype(folder)
     said: Any = lora_adapters.config_of(network).dtype

@@ -35,8 +35,8 @@ def causal_lm_logits(network: nn.Module, batch: Batch) -> torch.Tensor:
 _UNCACHED = {"bamba", "blt", "moshi", "xlstm"}
 
 
-def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
-    """The likeliest token behind one row, (1,).
+def next_token_logits(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> torch.Tensor:
+    """Returns scores of the token behind one row, (1, V), in fp32.
 
     Args:
         kept: Empty at first; then the keys and values of the tokens before, if the network hands them out, so that it
@@ -45,18 +45,18 @@ def next_token(network: nn.Module, batch: Batch, *, kept: dict[str, Any]) -> tor
     inner = lora_adapters.transformer(network)
     cached = inner is not None and inner.config.model_type not in _UNCACHED
     ids = batch["input_ids"][:, -1:] if kept else batch["input_ids"]
-    told = attention.told_by(inner, {"input_ids": ids})
+    told = attention.document_arguments(inner, {"input_ids": ids})
     if "position_ids" in told:
         told["position_ids"] = told["position_ids"] + batch["input_ids"].shape[1] - ids.shape[1]
     outputs = network(input_ids=ids, use_cache=cached, **told, **kept)
     if getattr(outputs, "past_key_values", None) is not None:
         kept["past_key_values"] = outputs.past_key_values
-    return outputs.logits[:, -1].float().argmax(-1)  # type: ignore[no-any-return]
+    return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 def _outputs(network: nn.Module, batch: Batch) -> Any:
     positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    told = attention.told_by(lora_adapters.transformer(network), batch)
+    told = attention.document_arguments(lora_adapters.transformer(network), batch)
     return network(input_ids=batch["input_ids"], use_cache=False, **positions, **told)
 
 
@@ -64,7 +64,7 @@ def _loss_sum(network: nn.Module, batch: Batch) -> torch.Tensor:
     """Targets are shifted already. Where rows are split over ranks, the loss is that of this rank's part."""
     batch = sequence.split(batch, getattr(network, "row_group", None))
     inner = lora_adapters.transformer(network)
-    fused = chunked_loss.of_network(inner)
+    fused = chunked_loss.loss_head(inner)
     if fused is None:
         return chunked_loss.plain_loss(causal_lm_logits(network, batch), batch["targets"])
     fused.targets = batch["targets"].flatten()

@@ -119,7 +119,7 @@ def read_prompts(recipe: Recipe, tokenizer: Any) -> tuple[Prompt, ...]:
                 ids = tokenizer.encode(text, add_special_tokens=False)
             else:
                 text = record["prompt"]
-                ids = prompts.text(tokenizer, text)
+                ids = prompts.text_tokens(tokenizer, text)
             if len(ids) >= room:
                 raise DataError(
                     f"{where}: the prompt has {len(ids)} tokens, and data.sequence_length is {room}: there is no room "

@@ -183,7 +183,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
             reporter,
             step=resume.step,
             adapter_keys=lora_adapters.adapter_keys(unwrap(prepared.model)) if recipe.lora is not None else None,
-            describe=lambda folder: save_model.describe(unwrap(prepared.model), inputs.data.tokenizer, folder),
+            describe=lambda folder: save_model.describe_model(unwrap(prepared.model), inputs.data.tokenizer, folder),
             infinite=network.infinite,
         ),
         results=resume.results,
@@ -241,7 +241,7 @@ def _load_network(plan: RunPlan, backend: Backend) -> BuiltNetwork:
     whole = head is None or not head.next_token or recipe.model.quantization is not None
     with backend.loading(pretrained=recipe.model.name is not None and not whole):
         network = init_weights(inputs.task.build_model(recipe, inputs.data), recipe.seed)
-        products = float8.products(network, recipe.model.fp8)
+        products = float8.describe_products(network, recipe.model.fp8)
         set_stop_tokens(network, inputs.data.tokenizer, inputs.data.ends)
         flops = flops_per_target(network, recipe.data.sequence_length)
         quantization.compute_in(network, backend.dtype)

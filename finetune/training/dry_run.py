@@ -53,7 +53,7 @@ def describe(recipe: Recipe, foreseen: PredictedEnvironment | None = None) -> st
         "task": recipe.task.name,
         "network": f"{kind}, {counted:,} parameters, {trained:,} trained, in {config.precision}",
         "weights": recipe.model.name or f"random, seed {recipe.seed}",
-        "adapters": lora_adapters.describe(network),
+        "adapters": lora_adapters.describe_adapters(network),
         "backend": f"{launch.kind} on {launch.num_processes} process(es)"
         + (f", from {launch.file}" if launch.file else ""),
         "data": f"{', '.join(sources) or 'its own'}; {data.packing} rows of {data.sequence_length} tokens",

@@ -1,4 +1,4 @@
-"""Generates the texts that a model in training writes for the recipe's prompts."""
+"""Generates texts with a model in training, under any backend: answers to the recipe's prompts, and its sample."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from finetune.distributed.backend import Backend
-from finetune.tasks.causal_lm import next_token
+from finetune.tasks.causal_lm import next_token_logits
 from finetune.training.evaluation import without_training
 from finetune.utils.to_device import tensor_to_device
 
@@ -21,17 +21,21 @@ def generate(
     longest: int,
     max_new_tokens: int,
     ends: Collection[int],
-    stopping: Callable[[], bool],
+    stopping: Callable[[], bool] = lambda: False,
+    pick: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
+    slides: bool = False,
 ) -> list[list[int]] | None:
-    """The likeliest tokens behind each prompt, one after the other, without the token that ends a text.
+    """Returns the tokens picked behind each prompt, one after the other, without the token that ends a text.
 
     Every rank must call it; each runs the same number of forward passes, since sharded backends gather weights in them.
     A pass has one prompt: so no text depends on what is computed beside it, nor on the number of ranks.
 
     Args:
-        longest: Tokens of a prompt and its text together, at most.
+        longest: Most tokens of a prompt and its text together, of which the network sees as many.
         ends: Tokens that end a text.
-        stopping: Whether this rank was asked to stop.
+        stopping: Returns True if this rank was asked to stop.
+        pick: Chooses a token by the logits behind a row, (V,); the likeliest by default.
+        slides: Goes on behind `longest` tokens, of which the first fall out of view.
 
     Returns:
         Tokens by prompt, the same on every rank; None if a rank was asked to stop.
@@ -51,17 +55,16 @@ def generate(
                 if not unfinished:
                     break
                 # Who has finished goes along with the others.
-                ids = tensor_to_device(torch.tensor([row or prompts[0][:1]]), backend.device)
-                pick = partial(next_token, kept=kept if row else {})
-                (picked,) = backend.evaluate_batches(model, pick, [{"input_ids": ids}])
-                token = int(picked.item())
+                ids = tensor_to_device(torch.tensor([row[-longest:] or prompts[0][:1]]), backend.device)
+                score = partial(next_token_logits, kept=kept if 0 < len(row) <= longest else {})
+                (logits,) = backend.evaluate_batches(model, score, [{"input_ids": ids}])
                 if not row:
                     continue
-                place = len(row) - len(prompts[number])
+                token, place = pick(logits[0]), len(row) - len(prompts[number])
                 row.append(token)
                 if token not in ends and backend.mesh.counts_loss:
                     written[number, place] = token + 1
-                if token in ends or place + 1 == max_new_tokens or len(row) == longest:
+                if token in ends or place + 1 == max_new_tokens or (len(row) == longest and not slides):
                     row = []
     gathered: list[list[int]] = backend.all_reduce_sum(written.to(backend.device)).tolist()
     return [[token - 1 for token in row if token] for row in gathered]

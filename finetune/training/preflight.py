@@ -166,7 +166,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
         BackendError: If they differ and the recipe asks for `chunked`.
     """
     inner = _inner(model)
-    if inner is None or chunked_loss.of_network(inner) is None:
+    if inner is None or chunked_loss.loss_head(inner) is None:
         return "plain"
     ids = causal_checks.ordinary_tokens(inner, min(64, recipe.data.sequence_length), backend.device)
     batch = {"input_ids": ids, "targets": ids.roll(-1)}
@@ -183,7 +183,7 @@ def check_loss(backend: Backend, model: nn.Module, recipe: Recipe) -> str:
             f"model.loss is `chunked`, but {_name(model)} does something to its logits behind its head, so that the "
             f"loss that the head computes is another one (off by {apart:.1%} here). Set model.loss to `plain`."
         )
-    chunked_loss.unfuse(inner)
+    chunked_loss.unfuse_loss(inner)
     return "plain"
 
 
@@ -261,7 +261,7 @@ def _changes_behind_head(network: nn.Module, batch: Batch) -> torch.Tensor:
 
     Values are planted, since a cap does nothing to the small logits of first weights that it would do later on.
     """
-    head = chunked_loss.of_network(lora_adapters.transformer(network))
+    head = chunked_loss.loss_head(lora_adapters.transformer(network))
     assert head is not None
     head.plants = True
     try:

@@ -25,5 +25,5 @@ def check_recipe(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.env
     check_task_splits(recipe, launch)
     check_metrics(recipe.eval.metrics)
     optimizers.check_optimizer(recipe.optim, cut=launch.cuts_state, flat=launch.flattens)
-    float8.check(recipe)
+    float8.check_fp8(recipe)
     return config

@@ -541,7 +541,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     reader = tokenizer()
     reader.chat_template = endless + CHATML
     with pytest.raises(DataError, match=r"The tokenizer's chat template has not ended after 0\.3 s"):
-        prompts.turn(reader, "Hello", {})
+        prompts.turn_tokens(reader, "Hello", {})
     reader.chat_template = None
 
 

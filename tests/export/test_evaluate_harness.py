@@ -247,7 +247,7 @@ def _stub(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, module)
     network = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=None))
     monkeypatch.setattr(evaluate_harness, "transformer", lambda _: network)
-    monkeypatch.setattr(evaluate_harness.prompts, "ends", lambda *_: None)
+    monkeypatch.setattr(evaluate_harness.prompts, "stop_tokens", lambda *_: None)
     return types.SimpleNamespace(
         network=None, tokenizer=types.SimpleNamespace(chat_template=None), ends=(), template_args={}, step=None
     )

@@ -16,7 +16,7 @@ from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
-from finetune.export import generate_text, load_model, stop_tokens, verify_export
+from finetune.export import generate_text, load_model, verify_export
 from finetune.models import prompts
 from finetune.utils.errors import CheckpointError, DataError
 
@@ -193,7 +193,7 @@ def test_an_end_that_is_left_out_is_caught(
         CheckpointError, match=r"stops at \d+ \('</s>'\), but texts end at .* \('<\|im_end\|>'\), .*eot"
     ):
         exported(places["lora"], kind, tmp_path)
-    monkeypatch.setattr(stop_tokens, "check", lambda *given: None)
+    monkeypatch.setattr(prompts, "check_stop_tokens", lambda *given: None)
     exported(places["lora"], kind, tmp_path)
 
 

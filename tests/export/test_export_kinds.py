@@ -124,6 +124,20 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         exported(run.directory, "merged", tmp_path)
 
 
+def test_a_loss_of_ones_own_is_no_difference(tmp_path: Path) -> None:
+    """The trained and the opened network are compared by one loss, whatever the run trained with."""
+    file = tmp_path / "own_loss.py"
+    file.write_text(
+        "from torch.nn.functional import cross_entropy\n\n\n"
+        "def tripled(network, batch):\n"
+        "    logits = network(input_ids=batch['input_ids'], use_cache=False).logits\n"
+        "    return 3 * cross_entropy(logits.float().flatten(0, 1), batch['targets'].flatten(), reduction='sum')\n"
+    )
+    run = train(tmp_path, {"task": {"loss": f"{file}:tripled"}})
+    _, said = exported(run.directory, "merged", tmp_path)
+    assert "the loss" in said
+
+
 LABELLED = {
     "task": {"name": "sequence_classification"},
     "data": {**ARCHITECTURES["bert"]["data"], "train": [{"sample": 120}]},

@@ -49,7 +49,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run_here({**tree, "model": {"name": MODEL}})
     found = find_weights.find_weights(root / "run")
     tokenizer = AutoTokenizer.from_pretrained(found.weights)
-    merged = merge.merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
+    merged = merge.build_merged(found, found.recipe, TaskData(train=None, tokenizer=tokenizer), torch.float32)
     merged.save_pretrained(root / "merged")
     tokenizer.save_pretrained(root / "merged")
     step = root / "run" / "checkpoints" / "step-00000002"
@@ -145,7 +145,7 @@ def test_chat_needs_a_template(places: dict[str, Path]) -> None:
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    ids = prompts.turn(place.tokenizer, "Hello", {})
+    ids = prompts.turn_tokens(place.tokenizer, "Hello", {})
     # Its own begin-of-text is the only one.
     assert ids[0] == 1
     assert ids.count(1) == 1

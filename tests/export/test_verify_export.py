@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.cli import main
-from finetune.export import find_weights, model_card, push_to_hub, stop_tokens, validate_files, verify_export
+from finetune.export import find_weights, model_card, push_to_hub, validate_files, verify_export
+from finetune.models import prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import file_digest
 from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
@@ -241,7 +242,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
-        (stop_tokens, "check"),
+        (prompts, "check_stop_tokens"),
     ),
     "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
     "missing": (
@@ -289,7 +290,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
-    nothing = {"worst_tensor": ("none", 0.0), "check_files": 0}
+    nothing = {"worst_tensor": ("none", 0.0), "check_files": ""}
     monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 
@@ -481,9 +482,9 @@ def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
             asked.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push_to_hub.push(tmp_path, "model") == "https://hub/me/model"
+    assert push_to_hub.push_folder(tmp_path, "model") == "https://hub/me/model"
     assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
     with pytest.raises(
         CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
     ):
-        push_to_hub.push(tmp_path, "model")
+        push_to_hub.push_folder(tmp_path, "model")

@@ -40,7 +40,7 @@ class Products(TorchDispatchMode):
         self.dear = self.cheap = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0] in activation_checkpointing._DEAR:
+        if func.name().partition(".")[0] in activation_checkpointing._SAVED_OPERATIONS:
             self.dear += 1
         else:
             self.cheap += 1

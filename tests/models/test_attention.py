@@ -158,9 +158,11 @@ def test_architectures_that_cannot_are_given_what_they_can(
     model_type: str, sizes: dict[str, Any], expected: str
 ) -> None:
     config = AutoConfig.for_model(model_type, **sizes)
-    assert attention.choose("auto", config, AutoModelForCausalLM, told=True) == expected
-    assert attention.choose("auto", config, AutoModelForCausalLM, told=False) == expected.replace("packed", "sdpa")
-    assert attention.choose("eager", config, AutoModelForCausalLM, told=True) == "eager"
+    assert attention.choose_attention("auto", config, AutoModelForCausalLM, told=True) == expected
+    assert attention.choose_attention("auto", config, AutoModelForCausalLM, told=False) == expected.replace(
+        "packed", "sdpa"
+    )
+    assert attention.choose_attention("eager", config, AutoModelForCausalLM, told=True) == "eager"
 
 
 def test_nothing_of_it_is_written(tmp_path: Any) -> None:

@@ -137,13 +137,13 @@ def built(kind: str, way: str) -> nn.Module:
     network: Any = build_model(recipe, resolve_model_config(recipe, vocab_size=512), NEXT_TOKEN)
     if kind == "adapted":
         if way == "chunked":
-            chunked_loss.unfuse(network)
+            chunked_loss.unfuse_loss(network)
         torch.manual_seed(0)
         network = get_peft_model(
             network, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         )
         if way == "chunked":
-            chunked_loss.fuse(network.get_base_model())
+            chunked_loss.fuse_loss(network.get_base_model())
     if kind == "stored":
         network.lm_head.requires_grad_(False)
         frozen_weights.cast_frozen(network, torch.bfloat16)
@@ -175,7 +175,7 @@ def test_evaluation_and_samples_pass_through_the_same_head() -> None:
 def test_no_view_leaves_a_module() -> None:
     """Of which FSDP2 warns, on every rank, since its hooks do not survive what is done to one in place."""
     network: Any = built("plain", "chunked")
-    head, ids = chunked_loss.of_network(network), torch.arange(20)[None]
+    head, ids = chunked_loss.loss_head(network), torch.arange(20)[None]
     assert head is not None
     head.targets = ids.roll(-1, 1).flatten()
     assert not head(torch.rand(1, 20, network.config.hidden_size))._is_view()
@@ -195,8 +195,8 @@ def test_changed_logits_are_left_alone(model_type: str, sizes: dict[str, Any]) -
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 8, "pad_token_id": 0}
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small, **sizes))
-    chunked_loss.fuse(network)
-    assert chunked_loss.of_network(network) is None
+    chunked_loss.fuse_loss(network)
+    assert chunked_loss.loss_head(network) is None
 
 
 def test_fp16_keeps_the_order_that_loss_scaling_needs() -> None:

@@ -125,7 +125,7 @@ def test_all_linear_modules_but_those_at_the_ends() -> None:
     left = {name for name, kind in kinds.items() if kind == "Linear"}
     assert left == {"model.layers.0.self_attn.q_proj", "lm_head"}
     assert set(kinds.values()) == {"Linear", "Float8Linear"}
-    assert float8.products(network, "emulated") == {"products": "emulated fp8 in 13 of 15 linear modules"}
+    assert float8.describe_products(network, "emulated") == {"products": "emulated fp8 in 13 of 15 linear modules"}
     # The weights are the parameters that they were.
     assert [*network.state_dict()] == [*plain.state_dict()]
     for one, other in zip(network.parameters(), plain.parameters(), strict=True):
@@ -276,21 +276,21 @@ def test_where_there_is_no_gpu_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = validate_recipe(recipe_of(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match=r"needs a GPU of .* 8\.9 or above; this machine has no GPU.*`emulated`"):
-        float8.check(recipe)
+        float8.check_fp8(recipe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(RecipeError, match=r"this GPU's is 8\.6\. Set it to false"):
-        float8.check(recipe)
-    float8.check(validate_recipe(recipe_of()))
+        float8.check_fp8(recipe)
+    float8.check_fp8(validate_recipe(recipe_of()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    float8.check(recipe)
+    float8.check_fp8(recipe)
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.util, "find_spec", lambda name: None)
-    float8.check(validate_recipe(recipe_of(False)))
+    float8.check_fp8(validate_recipe(recipe_of(False)))
     with pytest.raises(RecipeError, match=r"pip install 'finetune\[fp8\]'"):
-        float8.check(validate_recipe(recipe_of()))
+        float8.check_fp8(validate_recipe(recipe_of()))
 
 
 @installed
@@ -298,9 +298,9 @@ def test_a_network_without_such_modules() -> None:
     """GPT-2's are of a class of its own. A custom task may build a network that never heard of fp8."""
     gpt2 = built(recipe_of(model={"config": ARCHITECTURES["gpt2"]["model"]["config"]}))
     for network in (gpt2, nn.Sequential(nn.Linear(16, 16))):
-        assert float8.products(network, False) == {}
+        assert float8.describe_products(network, False) == {}
         with pytest.raises(RecipeError, match=r"has no linear modules that can compute in fp8.* to false"):
-            float8.products(network, "emulated")
+            float8.describe_products(network, "emulated")
 
 
 def test_what_does_not_go_together() -> None:

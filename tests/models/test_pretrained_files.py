@@ -201,10 +201,10 @@ def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
     del tensors[gone]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"lacks 1 of the adapter's tensors, such as {gone}"):
-        lora_adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.open_adapter(base, tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=f"{file} cannot be read"):
-        lora_adapters.put_on(base, tmp_path / "adapter")
+        lora_adapters.open_adapter(base, tmp_path / "adapter")
 
 
 # ---------------------------------------------------------------- damaged files
@@ -453,9 +453,9 @@ def test_an_adapter_beside_a_whole_model_is_refused(tmp_path: Path) -> None:
 
     config = AutoConfig.from_pretrained(folder)
     options = {"trust_remote_code": False, "dtype": "auto", "device_map": "meta"}
-    pretrained_files.load(auto, str(folder), config, **options)
+    pretrained_files.load_pretrained(auto, str(folder), config, **options)
     with pytest.raises(RecipeError, match="1 of its 21 tensors are frozen"):
-        pretrained_files.load(Freezing, str(folder), config, **options)
+        pretrained_files.load_pretrained(Freezing, str(folder), config, **options)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])

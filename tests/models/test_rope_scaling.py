@@ -15,7 +15,7 @@ from finetune.export import export_weights
 from finetune.models import build_network
 from finetune.models.heads import NEXT_TOKEN
 from finetune.models.model_config import resolve_model_config
-from finetune.models.rope_scaling import stretch
+from finetune.models.rope_scaling import stretch_positions
 from finetune.utils.errors import RecipeError
 
 KNOWN = 64
@@ -106,7 +106,7 @@ def test_the_model_that_is_written_says_so(model: Path) -> None:
 def test_positions_are_exact() -> None:
     """In binary, 1.15 x 100 is 114.99999999999999."""
     section = RopeScalingSection(type="linear", factor=1.15)
-    assert stretch(LlamaConfig(max_position_embeddings=100), section) == 115
+    assert stretch_positions(LlamaConfig(max_position_embeddings=100), section) == 115
 
 
 def test_longer_rows_are_refused_with_the_factor_that_they_need(model: Path) -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import load_recipe, validate_recipe
-from finetune.tasks.causal_lm import next_token
+from finetune.tasks.causal_lm import next_token_logits
 from finetune.tasks.metrics import check_metrics, find_metrics, score_predictions
 from finetune.tasks.prompt_set import read_prompts
 from finetune.tasks.task_lookup import BUILT_IN
@@ -383,7 +383,7 @@ def test_a_request_to_stop_ends_generation(tmp_path: Path) -> None:
         forward = run.model.forward
 
         def stop_at_fifth(function: Any, batch: Any) -> Any:
-            if getattr(function, "func", None) is next_token:
+            if getattr(function, "func", None) is next_token_logits:
                 asked.append(1)
                 if len(asked) == 5:
                     run.shutdown.reason = "a test"

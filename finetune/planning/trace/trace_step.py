@@ -173,7 +173,7 @@ def build_part(recipe: Recipe, stored: str | None, backend: Backend) -> tuple[nn
     network, packed = model_shapes.build_skeleton(recipe, stored)
     known, head = lora_adapters.transformer(network), head_of(recipe)
     if head is not None and head.next_token and recipe.loss_by_head:
-        chunked_loss.fuse(known)
+        chunked_loss.fuse_loss(known)
     group = backend.mesh.group("tp")
     splits = UNSPLIT if group is None else split_layers.split(network, group)
     sequence.install(network, backend.mesh.group("sp"))

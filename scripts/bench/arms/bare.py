@@ -44,10 +44,10 @@ def loss_sum_of(spec: Spec, model: Any) -> Callable[[Any, torch.Tensor], torch.T
     """How an arm computes the summed loss of rows (B, T); for `bare+` the network's head is changed."""
     if not spec.arm.startswith(LIMIT_OURS):
         return _plain_loss_sum
-    from finetune.models.chunked_loss import fuse, of_network
+    from finetune.models.chunked_loss import fuse_loss, loss_head
 
-    fuse(model)
-    head = of_network(model)
+    fuse_loss(model)
+    head = loss_head(model)
     assert head is not None
 
     def loss_sum(wrapped: Any, rows: torch.Tensor) -> torch.Tensor:
