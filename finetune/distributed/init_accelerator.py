@@ -8,9 +8,8 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.rendezvous_store import attempt_name
-from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.strategies.strategy import REDUCED, Strategy
 from finetune.utils.compat import torch_private
 

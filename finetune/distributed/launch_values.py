@@ -7,10 +7,10 @@ from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch import deepspeed_file
+from finetune.distributed.launch.launch_config import ResolvedConfig
 from finetune.distributed.launch.launch_file import key_lines
 from finetune.distributed.launch.launch_schema import NOT_FROM_FILE, fields_of
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.strategies import deepspeed_config
 from finetune.utils import platforms
 

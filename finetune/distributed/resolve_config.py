@@ -2,29 +2,15 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from finetune.config.recipe import divisors
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.device_selection import Devices
-from finetune.distributed.launch.launch_config import Launch, check_installed
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, check_installed
 from finetune.distributed.strategies import deepspeed_config, refusals
 from finetune.utils.compat.library_versions import installed, require_installed
 from finetune.utils.errors import BackendError, RecipeError
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """Values that follow from recipe and launch together."""
-
-    precision: str
-    """Dtype that the network computes in: fp32, bf16 or fp16."""
-    accumulation: int
-    """Micro-batches an optimiser step and process."""
-    ds_config: dict[str, Any]
-    """The DeepSpeed config, completed from the recipe; empty for other backends."""
 
 
 def resolve_config(recipe: Recipe, launch: Launch, env: Mapping[str, str] = os.environ) -> ResolvedConfig:

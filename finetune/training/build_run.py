@@ -21,8 +21,8 @@ from finetune.distributed import rendezvous_store
 from finetune.distributed.backend import Backend
 from finetune.distributed.device_selection import slow_precision
 from finetune.distributed.held_memory import Memory
-from finetune.distributed.launch.launch_config import Launch, read_launch
-from finetune.distributed.resolve_config import ResolvedConfig, resolve_config
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig, read_launch
+from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies import sequence
 from finetune.distributed.verify_launch import RuntimeReport

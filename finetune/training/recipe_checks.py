@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.resolve_config import ResolvedConfig, resolve_config
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
+from finetune.distributed.resolve_config import resolve_config
 from finetune.models import float8
 from finetune.optim import optimizers
 from finetune.tasks.metrics import check_metrics

@@ -110,6 +110,18 @@ class Launch:
         return self.uses_fsdp and accumulation > 1 and self.sync_each_batch is None
 
 
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Values that follow from recipe and launch together."""
+
+    precision: str
+    """Dtype that the network computes in: fp32, bf16 or fp16."""
+    accumulation: int
+    """Micro-batches an optimiser step and process."""
+    ds_config: dict[str, Any]
+    """The DeepSpeed config, completed from the recipe; empty for other backends."""
+
+
 def read_launch() -> Launch:
     """Reads what was asked for from the launcher's command line, its file, and the environment.
 

@@ -10,9 +10,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.param_specs import ParamSpecs, elements_of
-from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import first_gradients, strategy
 from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share

@@ -10,8 +10,7 @@ import torch
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
-from finetune.distributed.resolve_config import ResolvedConfig
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard

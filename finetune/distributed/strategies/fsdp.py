@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.param_specs import ParamSpec, ParamSpecs, bytes_of, elements_of
-from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.strategies import first_gradients, strategy

@@ -14,10 +14,9 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
-from finetune.distributed.launch.launch_config import Launch
+from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Mesh
 from finetune.distributed.param_specs import ParamSpecs
-from finetune.distributed.resolve_config import ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
