@@ -340,12 +340,12 @@ import json, sys, time
 from finetune.config.recipe import validate_recipe
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenization import token_files
-write = token_files.write
+write = token_files.write_tokens
 def slowly(*args, **keys):
     print("BUILD", flush=True)
     time.sleep(1.5)
     return write(*args, **keys)
-token_files.write = slowly
+token_files.write_tokens = slowly
 tree = json.loads(sys.argv[1])
 print("READY", flush=True)
 sys.stdin.readline()

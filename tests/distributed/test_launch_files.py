@@ -638,7 +638,7 @@ def test_the_launchers_traceback_ends_in_a_hint(tmp_path: Path, monkeypatch: pyt
     exit_codes.print_error(RecipeError("no"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     *_, last, _ = str(ChildFailedError("train.py", {0: failure})).splitlines()
-    assert last.endswith("ends with the error and exit code 2 alone.")
+    assert last.endswith("ends with the error and exit code 2 only.")
 
 
 def test_a_single_process_says_what_follows(

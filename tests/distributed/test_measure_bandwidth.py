@@ -111,7 +111,7 @@ def test_two_processes_are_measured(measured: tuple[dict[str, Any], str]) -> Non
 
 def test_what_cannot_be_measured_is_one_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in (
-        (["--processes", "1"], "Take two at least"),
+        (["--processes", "1"], "a collective needs two processes or more"),
         (["--json", str(tmp_path / "none" / "links.json")], "there is no folder"),
         (["--config_file", str(tmp_path / "none.yaml")], "There is no launch file"),
     ):
