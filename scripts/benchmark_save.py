@@ -22,7 +22,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.library_imports import silence_libraries
 
 GIB = 2.0**30
@@ -55,7 +55,7 @@ def reset_peak() -> None:
 class Bench:
     """A run that steps and saves."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
+    def __init__(self, run: BuiltRun, folder: Path) -> None:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None, "keep": 1, "best_by": None}

@@ -21,14 +21,14 @@ from finetune.models.chunked_loss import IGNORED
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.optim import lr_schedule
 from finetune.training import entry_point, loop
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils import exit_codes
 
 # Factors of the losses that this rank has still to compute in this step.
 _factors: list[float] = []
 
 
-def _average_means(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+def _average_means(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor:
     assert run.data.train is not None
     sync: torch.Tensor = exchange(run, window)
     means = run.backend.world_size * len(window.rows)
@@ -36,7 +36,7 @@ def _average_means(exchange: Any, run: Run, window: Window) -> torch.Tensor:
     return sync
 
 
-def _lose_rank(exchange: Any, run: Run, window: Window) -> torch.Tensor:
+def _lose_rank(exchange: Any, run: BuiltRun, window: Window) -> torch.Tensor:
     lost = 0 < run.backend.rank == run.backend.world_size - 1
     _factors[:] = [0.0 if lost else 1.0] * len(window.rows)
     sync: torch.Tensor = exchange(run, replace(window, num_targets=0, num_computed=0, checksum=0) if lost else window)

@@ -23,7 +23,7 @@ from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.console import plain_table
 from finetune.utils.errors import CheckpointError, RecipeError
 from finetune.utils.temporary_folders import temporary_folder
@@ -188,13 +188,15 @@ def _recipe_from(recipe: Recipe, facts: dict[str, Any], start: str | None, folde
     return recipe.model_copy(update=given)
 
 
-def _take_step(run: Run, step: int) -> StepOutput:
+def _take_step(run: BuiltRun, step: int) -> StepOutput:
     """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
     return train_step(run, step)
 
 
-def _compare_step(run: Run, directory: Path, facts: dict[str, Any], start: str, entry: row_ledger.Used) -> Replayed:
+def _compare_step(
+    run: BuiltRun, directory: Path, facts: dict[str, Any], start: str, entry: row_ledger.Used
+) -> Replayed:
     """Takes the step of a line of the ledger, and compares it with what the run has written down."""
     step, number = entry.step, entry.step + 1
     rows = [_replayed_row(run, row) for row in entry.rows.tolist()]
@@ -232,7 +234,7 @@ def _compare_step(run: Run, directory: Path, facts: dict[str, Any], start: str, 
     return Replayed(number, start, entry.position, parts, now, then, incident, differences)
 
 
-def _replayed_row(run: Run, number: int) -> ReplayedRow:
+def _replayed_row(run: BuiltRun, number: int) -> ReplayedRow:
     rows = run.data.train
     assert rows is not None
     batch = rows.batch(np.array([number]))
@@ -244,7 +246,7 @@ def _replayed_row(run: Run, number: int) -> ReplayedRow:
     return ReplayedRow(number, rows.num_targets(np.array([number])), loss_sum.item(), _text(run, batch))
 
 
-def _text(run: Run, batch: dict[str, torch.Tensor]) -> str:
+def _text(run: BuiltRun, batch: dict[str, torch.Tensor]) -> str:
     """Returns a row in characters where it has some, shortened; else the shapes of its tensors."""
     if run.data.tokenizer is None or "input_ids" not in batch:
         return ", ".join(f"{name} {list(values.shape[1:])}" for name, values in batch.items())

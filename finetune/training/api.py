@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from finetune.tasks.metrics import Metric
     from finetune.tasks.task import Batch, Task
     from finetune.training.loop import Step
-    from finetune.training.run import Run as _BuiltRun
+    from finetune.training.run import BuiltRun
 
     Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
@@ -163,7 +163,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
 class Training:
     """A run that is under way in this process."""
 
-    def __init__(self, run: "_BuiltRun") -> None:
+    def __init__(self, run: "BuiltRun") -> None:
         self._run = run
 
     @property

@@ -1,4 +1,4 @@
-"""Builds a `Run` from a recipe and a launch, by steps that each take what earlier ones returned."""
+"""Builds a `BuiltRun` from a recipe and a launch, by steps that each take what earlier ones returned."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +56,7 @@ from finetune.training.gradient_sums import GradientSums, choose_gradient_sums
 from finetune.training.micro_batch_search import MicroBatchChoice
 from finetune.training.profiler import Profiler
 from finetune.training.recipe_checks import check_recipe
-from finetune.training.run import Run, TrainState
+from finetune.training.run import BuiltRun, TrainState
 from finetune.training.startup_summary import startup_summary
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.compat.library_versions import untested_versions
@@ -125,7 +125,7 @@ class PreparedModel:
     memory: Memory
 
 
-def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
+def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     """Builds a run: data, model and optimiser, prepared as the launch asks, verified, and resumed.
 
     Raises:
@@ -151,7 +151,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> Run:
     if not resume.finished:
         _write_start(plan, backend, prepared, identity, resume)
     reporter = _open_reporter(plan, backend, prepared, resume, quiet)
-    return Run(
+    return BuiltRun(
         recipe=plan.recipe,
         backend=backend,
         task=inputs.task,

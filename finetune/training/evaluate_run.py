@@ -19,14 +19,14 @@ from finetune.tasks.metrics import ClassCounts
 from finetune.training import sampling
 from finetune.training.evaluation import evaluate
 from finetune.training.generate_answers import decode_text, generate
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import write_text
 from finetune.utils.errors import FinetuneError, RecipeError
 
 PREDICTIONS = "predictions.jsonl"
 
 
-def evaluate_and_sample(run: Run) -> bool:
+def evaluate_and_sample(run: BuiltRun) -> bool:
     """Evaluates and samples where that is due; False if a request to stop came in between."""
     recipe, step = run.recipe, run.state.step
 
@@ -47,7 +47,7 @@ def evaluate_and_sample(run: Run) -> bool:
     return True
 
 
-def _evaluate(run: Run) -> bool:
+def _evaluate(run: BuiltRun) -> bool:
     run.timer.mark("aside")
     recipe, rows, step = run.recipe, run.data.validation, run.state.step
     figures: dict[str, float] = {}
@@ -106,7 +106,7 @@ def _say_classes(reporter: Reporter, step: int, found: dict[str, dict[str, Any]]
         reporter.warn(f"step {step}: no row is taken for the class {some(never)}.")
 
 
-def _score_texts(run: Run) -> dict[str, float] | None:
+def _score_texts(run: BuiltRun) -> dict[str, float] | None:
     """Returns the metrics of texts that are generated for the recipe's prompts; None if a rank was asked to stop.
 
     Raises:
@@ -132,7 +132,7 @@ def _score_texts(run: Run) -> dict[str, float] | None:
     return _score(run, texts, references, ({"prompt": prompt.text} for prompt in run.prompts))
 
 
-def _score_classes(run: Run, rows: Rows, classes: torch.Tensor) -> dict[str, float]:
+def _score_classes(run: BuiltRun, rows: Rows, classes: torch.Tensor) -> dict[str, float]:
     """Returns the metrics of predicted classes.
 
     Args:
@@ -156,7 +156,7 @@ def _score_classes(run: Run, rows: Rows, classes: torch.Tensor) -> dict[str, flo
 
 
 def _score(
-    run: Run, predictions: Sequence[str], references: Sequence[Any], described: Iterable[Mapping[str, Any]]
+    run: BuiltRun, predictions: Sequence[str], references: Sequence[Any], described: Iterable[Mapping[str, Any]]
 ) -> dict[str, float]:
     """Computes metrics once, on rank 0, of the whole set in its order; all ranks hear the outcome.
 

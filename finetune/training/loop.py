@@ -19,7 +19,7 @@ from finetune.tasks.task import Batch
 from finetune.training import outcome
 from finetune.training.evaluate_run import evaluate_and_sample
 from finetune.training.peak_memory import PeakMemoryMonitor
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.training.save_run import save_checkpoint, save_final_model
 from finetune.training.step_metrics import check_nonfinite, log_step, look_at_profile
 from finetune.training.weight_check import WeightCheck
@@ -38,7 +38,7 @@ class Step:
     """Figures of the evaluation at this step, named `validation_…`; None if there was none."""
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: BuiltRun) -> dict[str, Any]:
     """Takes the steps that are left.
 
     Returns:
@@ -49,7 +49,7 @@ def train(run: Run) -> dict[str, Any]:
     return run.results
 
 
-def steps(run: Run) -> Iterator[Step]:
+def steps(run: BuiltRun) -> Iterator[Step]:
     """Takes the steps that are left, and evaluates, saves and writes the model as the recipe says.
 
     The results are in `run.results` then. After a request to stop it ends early: a checkpoint is written, and
@@ -111,7 +111,7 @@ def steps(run: Run) -> Iterator[Step]:
     run.directory.finish(run.backend, run.results, peak_memory=measured)
 
 
-def train_step(run: Run, step: int) -> StepOutput:
+def train_step(run: BuiltRun, step: int) -> StepOutput:
     """One optimiser step over one global batch.
 
     The loss is the sum over all targets of the global batch divided by their number, over all ranks and
@@ -170,7 +170,7 @@ def seed_torch(*parts: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def _all_reduce_sync(run: Run, window: Window) -> torch.Tensor:
+def _all_reduce_sync(run: BuiltRun, window: Window) -> torch.Tensor:
     """The one all-reduce of a step: what all ranks tell each other, as `StepSync`."""
     counts = run.backend.mesh.counts_rows
     sync = StepSync(

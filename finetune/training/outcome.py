@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.checkpoint import best_evaluation
 from finetune.checkpoint.checkpoint_store import name_of
-from finetune.training.run import RECENT, Run
+from finetune.training.run import RECENT, BuiltRun
 
 
 def nothing_left(results: dict[str, Any], num_steps: int) -> str:
@@ -19,7 +19,7 @@ def nothing_left(results: dict[str, Any], num_steps: int) -> str:
     return f"Nothing is left to do: this run ended at step {num_steps}. Raise its length to continue it."
 
 
-def stop(run: Run) -> None:
+def stop(run: BuiltRun) -> None:
     """Notes and says that a run stops because it was asked to."""
     reason = run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
     kept = run.checkpoints.newest()
@@ -30,7 +30,7 @@ def stop(run: Run) -> None:
     )
 
 
-def end_early(run: Run) -> None:
+def end_early(run: BuiltRun) -> None:
     """Notes and says that a run ends before its length is used up, since evaluations got no better."""
     best = run.state.best
     ended = run.results["ended_early"] = {"step": run.state.step, "best": asdict(best)}
@@ -40,7 +40,7 @@ def end_early(run: Run) -> None:
     run.reporter.say(f"This run {best_evaluation.early_stop_sentence(ended)}. {where}.")
 
 
-def warn_of_rising_loss(run: Run) -> None:
+def warn_of_rising_loss(run: BuiltRun) -> None:
     """Notes and says that the loss ended above where it began, if it did."""
     if rising := rising_loss(run.results.get("first_loss"), run.state.recent_losses):
         run.results["loss_rose"] = True

@@ -1,4 +1,4 @@
-"""`Run`: everything that the loop touches."""
+"""`BuiltRun`: everything that the loop touches."""
 
 from collections import deque
 from dataclasses import asdict, dataclass, field
@@ -86,7 +86,7 @@ class TrainState:
 
 
 @dataclass
-class Run:
+class BuiltRun:
     """Everything that the loop touches."""
 
     recipe: Recipe

@@ -6,10 +6,10 @@ from pathlib import Path
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 
 
-def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
+def save_checkpoint(run: BuiltRun, *, evaluated: bool, wait: bool) -> None:
     """Saves a checkpoint of the state after the last step.
 
     Args:
@@ -32,7 +32,7 @@ def save_checkpoint(run: Run, *, evaluated: bool, wait: bool) -> None:
     run.checkpoints.save(unwrap(run.model), run.optimizer, state, must=wait)
 
 
-def save_final_model(run: Run) -> None:
+def save_final_model(run: BuiltRun) -> None:
     """Writes the trained network, in the format that transformers opens, into the run directory."""
     path = run.directory.path / "model"
     build = run.task.build_skeleton
@@ -43,7 +43,7 @@ def save_final_model(run: Run) -> None:
     run.reporter.say(f"model written to {path}")
 
 
-def _write_card(run: Run, folder: Path) -> None:
+def _write_card(run: BuiltRun, folder: Path) -> None:
     facts = {**run.directory.facts(), "results": run.results}
     source = WeightSource(run.directory.path, folder, run.state.step, run.recipe, facts)
     model_card.write_model_card(folder, source, "model", [], merge.base_folder(run.recipe), run.task.head)

@@ -9,11 +9,11 @@ from finetune.monitoring.flops import peak_flops
 from finetune.monitoring.metrics import peak_memory_gib
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.training import profiler
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.compat import torch_private
 
 
-def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
+def log_step(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any] | None:
     """Shows that a step is done, and on log steps writes and returns its metrics; every rank must call it."""
     step = run.state.step
     due = step % run.recipe.log.every_steps == 0 or step in (1, run.length.num_steps)
@@ -27,7 +27,7 @@ def log_step(run: Run, lr: float, output: StepOutput) -> dict[str, Any] | None:
     return values
 
 
-def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
+def step_metrics(run: BuiltRun, lr: float, output: StepOutput) -> dict[str, Any]:
     """Reads a step's figures from the device; rates and times are of the steps since the last log."""
     backend, state, before = run.backend, run.state, run.state.last_log
     run.timer.mark("other")
@@ -65,7 +65,7 @@ def step_metrics(run: Run, lr: float, output: StepOutput) -> dict[str, Any]:
     }
 
 
-def look_at_profile(run: Run) -> None:
+def look_at_profile(run: BuiltRun) -> None:
     """Shows the profile of the steps that were profiled, and counts what the last step compiled."""
     if run.profiler is not None:
         found = run.profiler.after(run.state.step - 1)
@@ -78,7 +78,7 @@ def look_at_profile(run: Run) -> None:
         run.state.compiled_graphs = run.results["compiled_graphs"] = count
 
 
-def check_nonfinite(run: Run, output: StepOutput | None) -> None:
+def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
     """Looks at the step before, whose numbers are there by now; None looks at the newest.
 
     Raises:

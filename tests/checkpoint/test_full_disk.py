@@ -26,7 +26,7 @@ from finetune.checkpoint import integrity, row_ledger
 from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.training import entry_point, loop
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import Journal, read_lines
 from finetune.utils.errors import CheckpointError
 
@@ -88,10 +88,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return run_here(mlp(tmp_path_factory.mktemp("calm") / "run", task=WIDE))
 
 
-def acts(**at: Callable[[], Any]) -> Callable[[Run], None]:
+def acts(**at: Callable[[], Any]) -> Callable[[BuiltRun], None]:
     """Does things at the ends of steps, when no save is under way: `after_8=...`."""
 
-    def meddle(run: Run) -> None:
+    def meddle(run: BuiltRun) -> None:
         for name, act in at.items():
             at_step(int(name.partition("_")[2]), lambda run, act=act: (run.checkpoints.finish(), act()))(run)
 
@@ -185,7 +185,7 @@ def test_results_that_cannot_be_written(disk: Disk) -> None:
     """All is saved; only `run.json` could not say so. Started again, it does."""
     tree = mlp(disk.place / "run", task=WIDE)
 
-    def fill(run: Run) -> None:
+    def fill(run: BuiltRun) -> None:
         finish = run.checkpoints.finish
         run.checkpoints.finish = lambda: (finish(), disk.fill())  # type: ignore[func-returns-value,method-assign,assign]
 
@@ -203,7 +203,7 @@ def test_results_that_cannot_be_written(disk: Disk) -> None:
 
 
 def test_a_disk_that_is_read_only_for_a_while(disk: Disk, calm: Done) -> None:
-    def meddle(run: Run) -> None:
+    def meddle(run: BuiltRun) -> None:
         lock = run.directory._lock
         assert lock is not None
         # Linux refuses to remount what holds a file that is open for writing, which is the lock's.
@@ -305,7 +305,7 @@ def test_a_run_that_is_deleted_and_stopped_is_gone_on_with(tmp_path: Path, calm:
     place = tmp_path / "run"
     tree = mlp(place, task=WIDE, checkpoint={"at_end": kept})
 
-    def stop(run: Run) -> None:
+    def stop(run: BuiltRun) -> None:
         at_step(at, lambda run: (run.checkpoints.finish(), delete(place, ".")))(run)
         if kept:
             at_step(at + 1, lambda run: setattr(run.shutdown, "reason", "asked to"))(run)

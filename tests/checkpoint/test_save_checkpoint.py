@@ -18,7 +18,7 @@ from finetune.checkpoint.checkpoint_store import sealed_name, step_of
 from finetune.checkpoint.integrity import NewFile
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
 from finetune.models.forward_wrapper import unwrap
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError
 
@@ -58,7 +58,7 @@ class Writer:
         return self.make(file, tensors)
 
 
-def written(run: Run) -> None:
+def written(run: BuiltRun) -> None:
     """Waits for what has been let go on; the next step's agreement then brings the save forward."""
     thread = run.checkpoints._saver._thread
     if thread is not None:
@@ -66,8 +66,8 @@ def written(run: Run) -> None:
         assert not thread.is_alive()
 
 
-def both(*acts: Callable[[Run], None]) -> Callable[[Run], None]:
-    def meddle(run: Run) -> None:
+def both(*acts: Callable[[BuiltRun], None]) -> Callable[[BuiltRun], None]:
+    def meddle(run: BuiltRun) -> None:
         for act in acts:
             act(run)
 
@@ -82,12 +82,12 @@ def test_what_is_written_behind_the_training_is_what_a_pause_would_have_written(
     writer = Writer(monkeypatch)
     seen: list[list[str]] = []
 
-    def look(run: Run) -> None:
+    def look(run: BuiltRun) -> None:
         assert writer.began.wait(60)
         seen.append([path.name for path in (run.directory.path / "checkpoints").iterdir() if path.suffix == ""])
         writer.may.set()
 
-    def hold(run: Run) -> None:
+    def hold(run: BuiltRun) -> None:
         written(run)
         writer.may.clear()
         writer.began.clear()
@@ -160,7 +160,7 @@ def test_so_is_what_fails_later(tmp_path: Path, straight: Done, monkeypatch: pyt
             raise Exception(f"{FULL} (os error 28)") if where == "describe" else OSError(errno.ENOSPC, FULL)
         right(*args, **kwargs)
 
-    def describe(run: Run) -> None:
+    def describe(run: BuiltRun) -> None:
         run.checkpoints._saver._describe = fail
 
     right: Callable[..., None] = lambda folder: None  # noqa: E731
@@ -212,7 +212,7 @@ def test_a_fault_of_the_program_surfaces(tmp_path: Path, monkeypatch: pytest.Mon
 def test_numbers_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """The guard keeps them out of the weights. Were it to fail, they would not reach a checkpoint."""
 
-    def spoil(run: Run) -> None:
+    def spoil(run: BuiltRun) -> None:
         with torch.no_grad():
             next(run.model.parameters()).view(-1)[0] = float("nan")
 
@@ -240,7 +240,7 @@ def test_buffers_may_hold_infinities_if_they_always_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("mask", torch.nan), ("scale", torch.inf)])
 def test_a_buffer_that_breaks_is_not_saved(tmp_path: Path, name: str, value: float) -> None:
-    def spoil(run: Run) -> None:
+    def spoil(run: BuiltRun) -> None:
         dict(unwrap(run.model).named_buffers())[name].fill_(value)
 
     tree = mlp(tmp_path, task=MASKED, checkpoint={"every_steps": 5, "at_end": True})

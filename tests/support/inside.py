@@ -19,7 +19,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.distributed.mesh import DIMENSIONS, Group, Mesh
 from finetune.training.build_run import build_run
 from finetune.training.loop import train
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.atomic_files import digest_of, read_lines
 
 
@@ -107,7 +107,7 @@ def alone() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def run_here(tree: dict[str, Any], meddle: Callable[[Run], None] | None = None) -> Done:
+def run_here(tree: dict[str, Any], meddle: Callable[[BuiltRun], None] | None = None) -> Done:
     """Runs a recipe in this process, on one rank.
 
     Args:
@@ -122,20 +122,20 @@ def run_here(tree: dict[str, Any], meddle: Callable[[Run], None] | None = None) 
     return Done(run.directory.path, results, said.getvalue())
 
 
-def stop_after(step: int) -> Callable[[Run], None]:
+def stop_after(step: int) -> Callable[[BuiltRun], None]:
     """Asks a run to stop, so that it saves after this step and ends."""
 
-    def ask(run: Run) -> None:
+    def ask(run: BuiltRun) -> None:
         run.shutdown.reason = "a test"
 
     # Ranks tell each other as a step begins.
     return at_step(step - 1, ask) if step > 1 else ask
 
 
-def at_step(step: int, act: Callable[[Run], None]) -> Callable[[Run], None]:
+def at_step(step: int, act: Callable[[BuiltRun], None]) -> Callable[[BuiltRun], None]:
     """Does something at the end of a step, counted from 1, before anything is saved after it."""
 
-    def meddle(run: Run) -> None:
+    def meddle(run: BuiltRun) -> None:
         took = run.checkpoints.step_taken
 
         def then(number: int, sync: Any) -> None:
@@ -152,8 +152,8 @@ class Crash(Exception):
     """Ends a run at once, with nothing saved."""
 
 
-def crash_after(step: int) -> Callable[[Run], None]:
-    def crash(run: Run) -> None:
+def crash_after(step: int) -> Callable[[BuiltRun], None]:
+    def crash(run: BuiltRun) -> None:
         run.checkpoints.finish()
         raise Crash
 

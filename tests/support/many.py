@@ -26,7 +26,7 @@ from finetune.models.forward_wrapper import unwrap
 from finetune.monitoring.step_all_reduce import StepSync
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils import exit_codes
 from finetune.utils.errors import FinetuneError
 from finetune.utils.library_imports import silence_libraries
@@ -97,7 +97,7 @@ def plant(fault: str) -> None:
         )
 
 
-def digests(run: Run, trained: bool) -> dict[str, str]:
+def digests(run: BuiltRun, trained: bool) -> dict[str, str]:
     """Of the weights that are trained, or of those that are not, whole; {} but on rank 0."""
     network = unwrap(run.model)
     wanted = {name for name, parameter in network.named_parameters() if parameter.requires_grad is trained}
@@ -108,7 +108,7 @@ def digests(run: Run, trained: bool) -> dict[str, str]:
     }
 
 
-def train_watched(run: Run) -> None:
+def train_watched(run: BuiltRun) -> None:
     """Trains, and notes what the adapters began with and whether the frozen weights stayed."""
     if run.recipe.lora is None:
         loop.train(run)

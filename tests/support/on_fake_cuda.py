@@ -27,7 +27,7 @@ from finetune.distributed.backend import Backend
 from finetune.monitoring import step_all_reduce
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils import exit_codes
 from finetune.utils.library_imports import silence_libraries
 
@@ -36,7 +36,7 @@ def note_what_steps_wait_for() -> None:
     taken = loop.train_step
     waited: dict[str, list[list[str]]] = {}
 
-    def watched(run: Run, step: int):
+    def watched(run: BuiltRun, step: int):
         with fake_cuda.watched() as seen:
             found = taken(run, step)
         here = waited.setdefault(run.recipe.output.dir, [])

@@ -24,7 +24,7 @@ from finetune.config.recipe import load_recipe
 from finetune.models.forward_wrapper import unwrap
 from finetune.training.build_run import build_run
 from finetune.training.loop import train_step
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.errors import BackendError
 from finetune.utils.library_imports import silence_libraries
 
@@ -43,7 +43,7 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def steps(run: Run) -> dict[str, Any]:
+def steps(run: BuiltRun) -> dict[str, Any]:
     """Losses and norms; of the last step what each backward pass sent, and the elements of gradients it left."""
     taken = [train_step(run, step) for step in range(STEPS - 1)]
     strategy, sent, held = run.backend.strategy, [], []
@@ -72,7 +72,7 @@ def steps(run: Run) -> dict[str, Any]:
     }
 
 
-def broken(run: Run, each: str) -> str:
+def broken(run: BuiltRun, each: str) -> str:
     """What a run says whose gradients are not summed when they should be."""
     if each == "true":
         FSDPModule.set_requires_all_reduce = FSDPModule.set_requires_gradient_sync

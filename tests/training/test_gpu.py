@@ -17,7 +17,7 @@ from test_fake_device import recipe
 from finetune.config.recipe import validate_recipe
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.to_device import tensor_to_device
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_a_gpu_is_used_and_measured(launcher: Launcher) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[BuiltRun]:
     monkeypatch.setattr("sys.argv", ["test"])
     job: dict[str, Any] = {**recipe(precision=request.param), "output": {"dir": str(tmp_path / "run")}}
     job["data"] = {**job["data"], "cache_dir": str(tmp_path / "cache")}
@@ -72,7 +72,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("made", list(JOBS), indirect=True)
-def test_a_step_makes_the_host_wait_for_nothing(made: Run) -> None:
+def test_a_step_makes_the_host_wait_for_nothing(made: BuiltRun) -> None:
     """CUDA's own check: it raises at whatever would wait for the device."""
     for step in (0, 1):
         loop.train_step(made, step)

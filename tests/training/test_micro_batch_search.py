@@ -26,7 +26,7 @@ from finetune.tasks.task import Batch
 from finetune.training import entry_point, micro_batch_search, micro_batch_trial
 from finetune.training.build_run import build_run
 from finetune.training.micro_batch_search import FULL, next_size
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 from finetune.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def test_a_trial_reads_the_longest_rows(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text(yaml.safe_dump(tree))
     seen, rows = [], []
 
-    def spied(recipe: Recipe, *, quiet: bool) -> Run:
+    def spied(recipe: Recipe, *, quiet: bool) -> BuiltRun:
         run = build_run(recipe, quiet=quiet)
         loss_sum = run.task.loss_sum
 

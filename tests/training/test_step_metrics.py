@@ -17,7 +17,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.optim import lr_schedule
 from finetune.tasks.classification import SEQUENCE_CLASSIFICATION
 from finetune.training import evaluation, step_metrics
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 
 
 def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +25,10 @@ def test_utilisation_counts_all_tokens_and_not_targets(tmp_path: Path, monkeypat
     peak = 1e9
     monkeypatch.setattr(step_metrics, "peak_flops", lambda *_: peak)
     monkeypatch.setattr(own_task.Points, "num_computed", lambda self, rows: 7 * len(rows), raising=False)
-    found: list[Run] = []
+    found: list[BuiltRun] = []
     lines: list[dict[str, Any]] = []
 
-    def note(run: Run) -> None:
+    def note(run: BuiltRun) -> None:
         found.append(run)
         log = run.reporter.log
         run.reporter.log = lambda values: (lines.append(values), log(values))[-1]  # type: ignore[method-assign]

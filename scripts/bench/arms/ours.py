@@ -23,7 +23,7 @@ from finetune.tasks import causal_lm
 from finetune.tasks.task import TaskData
 from finetune.training import loop
 from finetune.training.build_run import build_run
-from finetune.training.run import Run
+from finetune.training.run import BuiltRun
 
 
 class EqualRows:
@@ -87,7 +87,7 @@ def run(spec: Spec, gate: Gate) -> None:
 
     step_of = loop.train_step
 
-    def held(run: Run, step: int) -> Any:
+    def held(run: BuiltRun, step: int) -> Any:
         gate.before_step()
         taken = step_of(run, step)
         # Of ranks that share rows or layers, what is whole counts once.
