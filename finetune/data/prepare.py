@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from finetune.config.recipe_schema import DataSection, Recipe, Source
 from finetune.data.chat.chat_encoder import ChatEncoder
 from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.conversation_formats import RecordForm, Tolerance
 from finetune.data.class_labels import ClassList, KnownClasses
 from finetune.data.data_report import NO_END, DataReport, SourceReport, SplitReport, chat_report, check_bounds
 from finetune.data.prepared_cache import Cache, Entry
 from finetune.data.progress_bar import documents_bar
 from finetune.data.rows import packing
 from finetune.data.rows.row_dataset import TokenRows
+from finetune.data.sources.conversation_formats import RecordForm, Tolerance
 from finetune.data.sources.corpus import Corpus, open_source
 from finetune.data.sources.documents import Rules, held_out_digests
 from finetune.data.text_issues import Finding, findings
@@ -277,7 +277,7 @@ class _Preparation:
                     folder,
                     corpora,
                     rules,
-                    self._encoder,
+                    self._encoder.encode_all,
                     num_ids=self._num_ids,
                     bos=bos,
                     eos=eos,

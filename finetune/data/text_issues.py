@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.chat.conversation_formats import Conversation
+from finetune.data.sources.conversation_formats import Conversation
 from finetune.data.sources.documents import Chosen
 
 NUL, MOJIBAKE, DUPLICATE_KEY, LOSSY = "nul", "mojibake", "duplicate_key", "lossy"

@@ -8,7 +8,8 @@ from typing import Any
 
 from finetune.config.recipe_schema import Recipe, Source
 from finetune.data.chat.chat_templates import find_template
-from finetune.data.chat.conversation_formats import (
+from finetune.data.chat.written_parts import write_conversation
+from finetune.data.sources.conversation_formats import (
     Conversation,
     InvalidConversation,
     RecordForm,
@@ -17,7 +18,6 @@ from finetune.data.chat.conversation_formats import (
     kind_of,
     without_nulls,
 )
-from finetune.data.chat.written_parts import write_conversation
 from finetune.data.sources.corpus import open_source
 from finetune.data.synthetic import conversation_generator, story_generator
 from finetune.models import prompts

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from testdata import CONVERSATIONS, REAL
 
 from finetune.config.recipe_schema import Source
-from finetune.data.chat.conversation_formats import Conversation, RecordForm, Tolerance
+from finetune.data.sources.conversation_formats import Conversation, RecordForm, Tolerance
 from finetune.data.sources.corpus import open_source
 from finetune.utils.errors import DataError
 

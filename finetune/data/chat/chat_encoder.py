@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.recipe_schema import ChatSection
 from finetune.data.chat import special_token_text
-from finetune.data.chat.chat_examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.chat.chat_templates import Template, find_answers, first_messages
-from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.chat.special_token_text import Span
 from finetune.data.chat.written_parts import Part, write_conversation
+from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation, Tolerance
 from finetune.data.sources.documents import Chosen
+from finetune.data.tokenization.chat_examples import Example, Facts, Mask, cut_right, left_out
 from finetune.data.tokenization.encoding import Encoded, open_tokenizer
 from finetune.utils.errors import DataError
 

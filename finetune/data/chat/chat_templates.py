@@ -16,8 +16,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
 from finetune.data.chat.special_token_text import Marks, Span, marks_for
+from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation
 from finetune.data.text_issues import first_difference
 from finetune.utils.bounded_work import bounded_work
 from finetune.utils.errors import DataError

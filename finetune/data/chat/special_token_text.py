@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from finetune.data.chat.conversation_formats import InvalidConversation
+from finetune.data.sources.conversation_formats import InvalidConversation
 from finetune.data.tokenization.memmap import Int64s
 
 Span = tuple[int, int]

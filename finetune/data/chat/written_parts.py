@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.data.chat.chat_templates import Template
-from finetune.data.chat.conversation_formats import REASONING, Conversation, InvalidConversation
 from finetune.data.chat.special_token_text import marks_for
+from finetune.data.sources.conversation_formats import REASONING, Conversation, InvalidConversation
 
 Path = tuple[str | int, ...]
 

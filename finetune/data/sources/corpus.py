@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from finetune.config.recipe_paths import find_files
 from finetune.config.recipe_schema import Source
-from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.readers import (
     BATCH_ROWS,
     Document,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.data.chat.conversation_formats import InvalidConversation, RecordForm, kind_of
+from finetune.data.sources.conversation_formats import InvalidConversation, RecordForm, kind_of
 from finetune.data.sources.streams import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, JsonReader, Meter, json_items, lines
 from finetune.utils import json_files
 from finetune.utils.errors import DataError

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from finetune.data.chat.chat_examples import Example
 from finetune.data.sources.documents import Chosen
+from finetune.data.tokenization.chat_examples import Example
 from finetune.utils.platforms import cores
 
 BATCH_DOCUMENTS = 256

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.chat.chat_examples import Example, Facts
-from finetune.data.chat.conversation_formats import RecordForm
+from finetune.data.sources.conversation_formats import RecordForm
 from finetune.data.sources.documents import Chosen
 from finetune.data.text_issues import Issues
+from finetune.data.tokenization.chat_examples import Example, Facts
 from finetune.data.tokenization.memmap import GrowingArray, Int64s, pack_mask
 from finetune.utils.errors import DataError
 

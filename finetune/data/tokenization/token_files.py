@@ -1,19 +1,18 @@
 """The token file: one stream of all documents' tokens, with offsets, for each side of the split."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.chat.chat_encoder import ChatEncoder
-from finetune.data.chat.conversation_formats import Tolerance
 from finetune.data.progress_bar import Bar
+from finetune.data.sources.conversation_formats import Tolerance
 from finetune.data.sources.corpus import Corpus
-from finetune.data.sources.documents import Rules, choose_texts
+from finetune.data.sources.documents import Chosen, Rules, choose_texts
 from finetune.data.text_issues import plain_text
-from finetune.data.tokenization.encoding import Encoder, batch_documents
+from finetune.data.tokenization.encoding import Encoded, batch_documents
 from finetune.data.tokenization.memmap import Int64s, MaskFile, damaged_file, map_array
 from finetune.data.tokenization.split_writer import SplitWriter
 from finetune.data.tokenization.token_shards import Shards
@@ -53,7 +52,7 @@ def write_tokens(
     folder: Path,
     corpora: Sequence[Corpus],
     rules: Rules,
-    encoder: Encoder | ChatEncoder,
+    encode_all: Callable[[Iterable[Sequence[Chosen]]], Iterator[tuple[Sequence[Chosen], Encoded]]],
     *,
     num_ids: int,
     bos: int | None,
@@ -69,7 +68,7 @@ def write_tokens(
         folder: An empty folder, or one that a killed build of the same has left.
         corpora: The sources, in the order that their documents are to have.
         rules: How documents are normalised and split.
-        encoder: Turns texts into tokens, or conversations.
+        encode_all: Turns batches of documents into tokens, each with its batch, in order.
         num_ids: Token numbers that there are.
         bos: Put before each document, if given.
         eos: Put behind each document, if given.
@@ -92,7 +91,7 @@ def write_tokens(
         chosen = shards.begin(number, choose_texts(corpus, rules, held_digests))
         if chosen is None:
             continue
-        for batch, encoded in encoder.encode_all(batch_documents(chosen)):
+        for batch, encoded in encode_all(batch_documents(chosen)):
             lengths, numbers, examples = encoded.lengths, encoded.numbers, encoded.examples
             codes = [labels.setdefault(item.label, len(labels)) for item in batch if item.label is not None]
             held = np.fromiter((item.held_out for item in batch), np.bool_, len(batch))

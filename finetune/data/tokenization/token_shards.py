@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.chat.conversation_formats import Tolerance
 from finetune.data.prepared_cache import STATE, STATE_VERSION
 from finetune.data.progress_bar import Bar
+from finetune.data.sources.conversation_formats import Tolerance
 from finetune.data.sources.corpus import Corpus
 from finetune.data.sources.documents import Chosen
 from finetune.data.tokenization.split_writer import SplitWriter
