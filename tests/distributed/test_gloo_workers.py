@@ -25,7 +25,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about ma
 
 # Alone in its groups: the default one, two by `new_group`, and a mesh's.
 GROUPS = """
-import json, os, time
+import contextlib, json, os, time
 from datetime import timedelta
 import torch
 from torch import distributed
@@ -44,7 +44,10 @@ for group in groups:
 counts = []
 while len(counts) < 50 or len(set(counts[-50:])) > 1:
     time.sleep(0.01)
-    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(open(f"/proc/self/task/{task}/comm").read().strip())
     counts.append(names.count("pt_gloo_runloop"))
 backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
 backend = getattr(backend, "wrapped_pg", backend)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,11 @@ def train_watched(run: BuiltRun) -> None:
 
 def gloo_workers() -> dict[str, int]:
     """Worker threads of gloo groups in this process, by the name that torch gives them, and process groups."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end between the listing and the reading.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
     return {"threads": names.count("pt_gloo_runloop"), "groups": len(torch.distributed.distributed_c10d._world.pg_map)}
 
 
