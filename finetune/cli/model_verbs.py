@@ -1,4 +1,4 @@
-"""Verbs that take weights: export, generate, eval."""
+"""Verbs that take weights: export, generate, chat, eval."""
 
 import argparse
 import json
@@ -41,13 +41,14 @@ def add_model_verbs(verbs: Any) -> None:
     verb.add_argument("run", help=_ANY_MODEL)
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
     verb.add_argument("--chat", action="store_true", help="apply the chat template of the tokenizer to the prompt")
-    verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    text = "default: 0, which always takes the most likely token"
-    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
-    verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
-    text = "sample from the most likely tokens only, whose probabilities add up to P"
-    verb.add_argument("--top-p", type=float, metavar="P", help=text)
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
+    _add_sampling_arguments(verb)
+    add_weights_arguments(verb)
+
+    verb = add_verb(verbs, "chat", chat, "talk in the terminal with a run, checkpoint, adapter or export")
+    verb.add_argument("run", help=_ANY_MODEL)
+    verb.add_argument("--against", metavar="MODEL", help="a second model, which answers each turn as well")
+    verb.add_argument("--system", metavar="TEXT", help="begin the conversation with a system prompt")
+    _add_sampling_arguments(verb)
     add_weights_arguments(verb)
 
     text = "evaluate a run, checkpoint, adapter or export on files or benchmarks"
@@ -70,6 +71,17 @@ def add_model_verbs(verbs: Any) -> None:
     add_weights_arguments(verb)
 
 
+def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of `generate_text.SamplingOptions`."""
+    verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    text = "default: 0, which always takes the most likely token"
+    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
+    verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
+    text = "sample from the most likely tokens only, whose probabilities add up to P"
+    verb.add_argument("--top-p", type=float, metavar="P", help=text)
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
+
+
 def export(parsed: argparse.Namespace) -> None:
     """`finetune export`."""
     prepare_libraries()
@@ -87,17 +99,33 @@ def export(parsed: argparse.Namespace) -> None:
 
 def generate(parsed: argparse.Namespace) -> None:
     """`finetune generate`."""
-    opened = _open(parsed)
+    prepare_libraries()
     from finetune.export.generate_text import SamplingOptions, generate_text
 
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
+    opened = _open(parsed)
     if not parsed.chat:
         write(parsed.prompt)
     generate_text(opened, parsed.prompt, options, write, chat=parsed.chat)
     write("\n")
+
+
+def chat(parsed: argparse.Namespace) -> None:
+    """`finetune chat`."""
+    prepare_libraries()
+    from finetune.cli.chat_session import ChatSession
+    from finetune.export.generate_text import SamplingOptions
+
+    options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
+    models = {parsed.run: _open(parsed)}
+    if parsed.against is not None:
+        # --step and --base are of the first.
+        other = argparse.Namespace(**{**vars(parsed), "run": parsed.against, "step": None, "base": None})
+        models[parsed.against if parsed.against != parsed.run else "again"] = _open(other)
+    ChatSession(models, options, parsed.system).talk()
 
 
 def evaluate(parsed: argparse.Namespace) -> None:

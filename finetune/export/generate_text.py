@@ -1,6 +1,6 @@
 """Streams text from a loaded model until a stop token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from finetune.export.load_model import LoadedModel
 from finetune.models import prompts
 from finetune.models.lora_adapters import transformer
-from finetune.utils.errors import DataError
+from finetune.utils.errors import DataError, RecipeError
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,16 @@ class SamplingOptions:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": (self.max_new_tokens, 1), "top_k": (self.top_k, 1)}
+        for name, (value, smallest) in least.items():
+            if value is not None and value < smallest:
+                raise RecipeError(f"{name} is {value}; give {smallest} or more.")
+        if not 0 <= self.temperature < float("inf"):
+            raise RecipeError(f"temperature is {self.temperature}; give 0 (always the likeliest token) or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise RecipeError(f"top_p is {self.top_p}; give more than 0, and 1 at the most.")
 
 
 @dataclass
@@ -57,21 +67,28 @@ class _Stream:
 
 
 def generate_text(
-    opened: LoadedModel, prompt: str, options: SamplingOptions, write: Callable[[str], None], *, chat: bool = False
+    opened: LoadedModel,
+    prompt: str | Sequence[prompts.Turn],
+    options: SamplingOptions,
+    write: Callable[[str], None],
+    *,
+    chat: bool = False,
 ) -> str:
     """Continues a prompt, or answers it, and returns what was written.
 
     Args:
+        prompt: A text, or the turns of a conversation.
         write: Is given each piece of text as it comes.
-        chat: Puts the prompt into the tokenizer's chat template, as a user's turn.
+        chat: Puts a text into the tokenizer's chat template, as a user's turn; turns always are.
 
     Raises:
         DataError: If there is no chat template, or no room after the prompt.
     """
     tokenizer = opened.tokenizer
-    ids = (
-        prompts.turn_tokens(tokenizer, prompt, opened.template_args) if chat else prompts.text_tokens(tokenizer, prompt)
-    )
+    if isinstance(prompt, str) and not chat:
+        ids = prompts.text_tokens(tokenizer, prompt)
+    else:
+        ids = prompts.turn_tokens(tokenizer, prompt, opened.template_args)
     room = options.max_new_tokens if opened.longest is None else min(options.max_new_tokens, opened.longest - len(ids))
     if room < 1:
         raise DataError(

@@ -13,6 +13,10 @@ BOUND = ("The tokenizer's chat template", "Mend it, or write the prompt out as t
 """Arguments of `bounded_work`, wherever a template writes a prompt."""
 
 
+Turn = Mapping[str, str]
+"""A turn of a conversation: `role` and `content`."""
+
+
 def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Returns tokens to continue from; of an empty text the one that begins texts, or that ends the text before.
 
@@ -32,18 +36,19 @@ def text_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def turn_tokens(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> list[int]:
-    """Returns tokens of a user's turn in the chat template, up to where the answer begins.
+def turn_tokens(tokenizer: Any, turns: str | Sequence[Turn], variables: Mapping[str, Any]) -> list[int]:
+    """Returns tokens of a conversation in the chat template, up to where the next answer begins.
 
     Args:
+        turns: The conversation; a text is a single turn of a user.
         variables: More variables of the template.
 
     Raises:
-        DataError: If there is no template, or it refuses the turn.
+        DataError: If there is no template, or it refuses the turns.
     """
     if not tokenizer.chat_template:
         raise DataError("--chat needs a tokenizer with a chat template, and this one has none. Leave --chat out.")
-    messages = [{"role": "user", "content": prompt}]
+    messages = [{"role": "user", "content": turns}] if isinstance(turns, str) else list(turns)
     try:
         with bounded_work(*BOUND):
             written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
@@ -51,11 +56,15 @@ def turn_tokens(tokenizer: Any, prompt: str, variables: Mapping[str, Any]) -> li
         raise
     except Exception as error:  # whatever a template does with what it did not expect
         raise DataError(
-            f"The chat template refuses a single turn of a user: {' '.join(str(error).split())[:300]}. Write the "
+            f"The chat template refuses {_said(messages)}: {' '.join(str(error).split())[:300]}. Write the "
             "prompt out as text (no --chat), or, for samples of a run, leave the recipe's sample section out."
         ) from error
     ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
     return ids
+
+
+def _said(turns: Sequence[Turn]) -> str:
+    return "a single turn of a user" if len(turns) == 1 else f"turns of {', '.join(turn['role'] for turn in turns)}"
 
 
 def stop_tokens(generation: GenerationConfig, tokenizer: Any, taught: Sequence[int]) -> list[int]:
