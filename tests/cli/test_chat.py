@@ -2,19 +2,14 @@
 
 import io
 import json
-import os
-import pty
-import select
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from chats import CHATML
 from chats import tokenizer as chat_tokenizer
-from harness import environment
+from terminal import Terminal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
@@ -149,31 +144,16 @@ def test_sampling_options_are_checked(options: dict[str, float]) -> None:
 
 
 def test_in_a_terminal(models: dict[str, str]) -> None:
-    """A prompt is shown; Ctrl-C ends an answer, and Ctrl-D the talk."""
-    command = [sys.executable, "-m", "finetune", "chat", models["one"], "--max-new-tokens", "100"]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execve(sys.executable, command, environment(TERM="dumb"))
-    seen = ""
-
-    def wait_for(text: str) -> None:
-        nonlocal seen
-        end = time.monotonic() + 120
-        while text not in seen:
-            assert time.monotonic() < end, seen
-            if select.select([terminal], [], [], 1)[0]:
-                seen += os.read(terminal, 4096).decode(errors="replace")
-        seen = seen.partition(text)[2]
-
-    wait_for("/quit ends.")
-    wait_for("> ")
-    os.write(terminal, b"Hello\n")
-    wait_for("Hello")
-    os.kill(child, signal.SIGINT)
-    wait_for("> ")
-    os.write(terminal, b"/settings\n")
-    wait_for("temperature 0.0")
-    wait_for("> ")
-    os.write(terminal, b"\x04")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(terminal)
+    """A prompt is shown; Ctrl-C ends an answer only, as often as it comes, and Ctrl-D the talk."""
+    words = [sys.executable, "-m", "finetune", "chat", models["one"], "--max-new-tokens", "200"]
+    with Terminal(words) as terminal:
+        terminal.wait_for("/quit ends.\n> ")
+        for number in (1, 2):
+            terminal.press(f"Hello {number}\n")
+            terminal.wait_for(f"Hello {number}\n")
+            terminal.press_ctrl_c()
+            terminal.press(f"/settings\n/seed {number}\n/settings\n")
+            terminal.wait_for(f", seed {number}")
+        terminal.press("\x04")
+        assert terminal.end() == 0
+    assert "Traceback" not in terminal.output

@@ -1,8 +1,13 @@
 """Conversations that were learned by heart come out of exports as they are, and generation stops behind them."""
 
+import importlib
 import json
 import re
+import subprocess
 import sys
+import time
+import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import chats
@@ -12,6 +17,7 @@ from eval_tasks import metric, needs_lm_eval, ready, write_task
 from exports import exported, opened_here
 from harness import ROOT, environment, run
 from inside import copy, run_here
+from ranks import free_port
 from recipes_for_tests import base
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +32,8 @@ pytestmark = [
 # In the tokenizer, `</s>` ends texts, and the base stops at `<|eot_id|>` as well; answers end in neither.
 STOPS = ["</s>", "<|im_end|>", "<|eot_id|>"]
 KINDS = {"full": ("merged",), "lora": ("merged", "adapter")}
+# What `transformers serve` takes beside OpenAI's parameters.
+GREEDY = {"generation_config": json.dumps({"do_sample": False})}
 LORA = {"rank": 16, "alpha": 32, "save_modules": ["embed_tokens", "lm_head"]}
 
 
@@ -147,6 +155,40 @@ def test_eval_reads_conversations(places: dict[str, Path], capsys: pytest.Captur
     out = capsys.readouterr().out
     assert f"over {wanted['validation_targets']:,.0f} targets" in out
     assert float(re.findall(r"loss ([\d.]+)", out)[0]) == pytest.approx(wanted["validation_loss"], abs=2e-5)
+
+
+@pytest.mark.skipif(find_spec("openai") is None, reason="needs the extra [serve]")
+@pytest.mark.parametrize("name", ["full", "lora_merged"])
+def test_transformers_serves_it(places: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """A client of OpenAI's API is given each answer in pieces, and it ends where the learned one did."""
+    openai = importlib.import_module("openai")
+    folder, port = places[name] / ("model" if name == "full" else ""), free_port()
+    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--port", str(port)]
+    log = (tmp_path / "log").open("w+")
+    with subprocess.Popen([*words, "--host", "127.0.0.1"], env=environment(), stdout=log, stderr=log) as server:
+        try:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            until = time.monotonic() + 300
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    log.seek(0)
+                    assert server.poll() is None, log.read()
+                    assert time.monotonic() < until, log.read()
+            for talk in conversations():
+                for n in range(1, len(talk), 2):
+                    stream = client.chat.completions.create(
+                        model=str(folder), messages=talk[:n], stream=True, max_tokens=60, extra_body=GREEDY
+                    )
+                    choices = [piece.choices[0] for piece in stream if piece.choices]
+                    pieces = [choice.delta.content for choice in choices if choice.delta.content]
+                    assert "".join(pieces) == talk[n]["content"]
+                    assert len(pieces) > 1
+                    assert choices[-1].finish_reason == "stop"
+        finally:
+            server.terminate()
 
 
 @needs_lm_eval

@@ -68,8 +68,11 @@ class Terminal:
         until(lambda: text in self.output or self.process.poll() is not None, LIMIT_S, lambda: self.output)
         assert text in self.output, self.output[-4000:]
 
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
     def press_ctrl_c(self) -> None:
-        os.write(self._master, b"\x03")
+        self.press("\x03")
 
     def close(self) -> None:
         """Closes the window: the kernel tells the foreground, and whoever writes there fails."""
