@@ -1,4 +1,4 @@
-"""Verbs of the machine and the shell: comms, completion, ops."""
+"""Verbs of the machine and the shell: comms, completion, docs, ops."""
 
 import argparse
 import os
@@ -24,6 +24,9 @@ def add_machine_verbs(verbs: Any) -> None:
 
     verb = add_verb(verbs, "completion", complete, "print a script that completes the command line in a shell")
     verb.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+    verb = add_verb(verbs, "docs", docs, "show a page of the documentation, or find what explains something")
+    verb.add_argument("topic", nargs="*", metavar="TOPIC", help="a page or words, such as `launch` or `early stopping`")
 
     add_verb(verbs, "ops", ops, "compile native ops before the first run that needs them")
 
@@ -56,6 +59,15 @@ def complete(parsed: argparse.Namespace) -> None:
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["finetune"], shell=parsed.shell))
+
+
+def docs(parsed: argparse.Namespace) -> None:
+    """`finetune docs`."""
+    from rich.console import Console
+
+    from finetune.cli.docs_pages import show_docs
+
+    show_docs(parsed.topic, Console(highlight=False))
 
 
 def ops(parsed: argparse.Namespace) -> None:

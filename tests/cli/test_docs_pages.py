@@ -1,0 +1,53 @@
+"""`finetune docs`: pages by name, and what explains something."""
+
+import re
+
+import pytest
+from harness import ROOT
+
+from finetune.cli import main
+from finetune.cli.docs_pages import doc_pages, find_sections
+
+
+def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["docs"]) == 0
+    listed = capsys.readouterr().out
+    assert "launch                      Launch files" in listed
+    assert "tutorials/first-run" in listed
+    for name in ("export", "first-run", "tutorials/first-run"):
+        assert main.main(["docs", name]) == 0
+        title = doc_pages()["tutorials/first-run" if "first" in name else name].read_text().partition("\n")[0]
+        assert title.lstrip("# ") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "page", "heading"),
+    [
+        ("early stopping", "evaluate", "Stop early"),
+        ("qlora", "tutorials/qlora-to-served", "From QLoRA to a served model"),
+        ("resume", "checkpoints", "Resume"),
+        ("serve", "tutorials/qlora-to-served", "Serve it"),
+        ("packing", "data", "Choose a packing"),
+    ],
+)
+def test_words_find_what_explains_them(words: str, page: str, heading: str) -> None:
+    found = [(section.page, section.heading) for section in find_sections(words.split(), doc_pages())]
+    assert (page, heading) in found[:3], found[:5]
+
+
+def test_the_learning_rate_is_found_in_the_recipe() -> None:
+    found = find_sections(["learning", "rate"], doc_pages())
+    assert any(section.page == "recipe" for section in found[:8])
+
+
+def test_what_is_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["docs", "xyzzy", "plugh"]) == 2
+    assert "No page explains 'xyzzy plugh'. `finetune docs` lists the pages." in capsys.readouterr().err
+
+
+def test_pages_that_messages_name_are_there() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "finetune").rglob("*.py"))
+    named = set(re.findall(r"`finetune docs ([a-z/-]+)`", sources))
+    assert named <= doc_pages().keys()
+    # Whoever installed the wheel has no docs folder.
+    assert not re.findall(r'^[^#\n]*"[^"\n]*docs/[\w-]+\.md', sources, re.MULTILINE)
