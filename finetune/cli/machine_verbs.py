@@ -12,7 +12,7 @@ from finetune.utils.shipped_files import launch_file
 
 def add_machine_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "comms", comms, "measure the bandwidth of collectives between processes")
+    verb = add_verb(verbs, comms)
     verb.add_argument("--processes", type=int, metavar="N", help="processes on this machine (default: 2)")
     add_config_file(verb, "a launch file, which says how many processes and machines there are")
     verb.add_argument("--min-bytes", type=int, default=1024, metavar="N", help="smallest message (default: 1024)")
@@ -22,15 +22,16 @@ def add_machine_verbs(verbs: Any) -> None:
     verb.add_argument("--factor", type=int, default=4, metavar="N", help="ratio of one size to the next (default: 4)")
     verb.add_argument("--json", metavar="FILE", help="also write the result to this file")
 
-    verb = add_verb(verbs, "completion", complete, "print a script that completes the command line in a shell")
+    verb = add_verb(verbs, complete, "completion")
     verb.add_argument("shell", choices=("bash", "zsh", "fish"))
 
-    add_verb(verbs, "ops", ops, "compile native ops before the first run that needs them")
+    add_verb(verbs, ops)
 
 
 def comms(parsed: argparse.Namespace) -> None:
-    """`finetune comms`: measures in a process that a launcher started, and launches itself in any other."""
+    """Measure the bandwidth of collectives between processes."""
     prepare_libraries()
+    # A process that no launcher has started launches this verb itself.
     if "WORLD_SIZE" not in os.environ:
         from finetune.distributed.launch.launcher import launch_workers
 
@@ -52,14 +53,14 @@ def comms(parsed: argparse.Namespace) -> None:
 
 
 def complete(parsed: argparse.Namespace) -> None:
-    """`finetune completion`."""
+    """Print a script that completes the command line in a shell."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["finetune"], shell=parsed.shell))
 
 
 def ops(parsed: argparse.Namespace) -> None:
-    """`finetune ops`."""
+    """Compile native ops before the first run that needs them."""
     from finetune.distributed.native_ops.native_ops import build_all
 
     build_all()

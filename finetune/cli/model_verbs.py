@@ -29,7 +29,7 @@ _HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
 
 def add_model_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "export", export, "write the adapter or merged model of a run, and verify it")
+    verb = add_verb(verbs, export)
     verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
     verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
     verb.add_argument("--to", metavar="DIR", help="the new folder (default: RUN/exports/KIND)")
@@ -37,7 +37,7 @@ def add_model_verbs(verbs: Any) -> None:
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
     add_weights_arguments(verb)
 
-    verb = add_verb(verbs, "generate", generate, "generate text with a run, checkpoint, adapter or export")
+    verb = add_verb(verbs, generate)
     verb.add_argument("run", help=_ANY_MODEL)
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
     verb.add_argument("--chat", action="store_true", help="apply the chat template of the tokenizer to the prompt")
@@ -50,8 +50,7 @@ def add_model_verbs(verbs: Any) -> None:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     add_weights_arguments(verb)
 
-    text = "evaluate a run, checkpoint, adapter or export on files or benchmarks"
-    verb = add_verb(verbs, "eval", evaluate, text)
+    verb = add_verb(verbs, evaluate, "eval")
     verb.add_argument("run", help=_ANY_MODEL)
     on = verb.add_mutually_exclusive_group(required=True)
     text = "compute loss and perplexity on files, directories or globs, as the recipe's `path` takes them"
@@ -71,7 +70,7 @@ def add_model_verbs(verbs: Any) -> None:
 
 
 def export(parsed: argparse.Namespace) -> None:
-    """`finetune export`."""
+    """Write the adapter or merged model of a run, and verify it."""
     prepare_libraries()
     from finetune.export import push_to_hub
     from finetune.export.export_weights import export_weights
@@ -86,7 +85,7 @@ def export(parsed: argparse.Namespace) -> None:
 
 
 def generate(parsed: argparse.Namespace) -> None:
-    """`finetune generate`."""
+    """Generate text with a run, checkpoint, adapter or export."""
     opened = _open(parsed)
     from finetune.export.generate_text import SamplingOptions, generate_text
 
@@ -101,7 +100,7 @@ def generate(parsed: argparse.Namespace) -> None:
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
-    """`finetune eval`."""
+    """Evaluate a run, checkpoint, adapter or export on files or benchmarks."""
     if parsed.harness:
         _evaluate_harness(parsed)
         return

@@ -27,7 +27,7 @@ _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 def add_recipe_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "init", init, "create a project that runs as it is: recipe, launch files, README")
+    verb = add_verb(verbs, init)
     verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
     verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="default: lm")
     verb.add_argument("--model", help="a directory or a name on the hub (default: a small model, from random weights)")
@@ -36,14 +36,13 @@ def add_recipe_verbs(verbs: Any) -> None:
     for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
         adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
 
-    verb = add_verb(verbs, "launch", launch, "check a recipe and a launch file, then train")
+    verb = add_verb(verbs, launch)
     add_launch_arguments(verb, required=True)
     add_recipe_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     verb.add_argument("--quiet", action="store_true", help="print errors only")
 
-    text = "show where each value comes from, what it overrides, and what it means"
-    verb = add_verb(verbs, "explain", explain, text)
+    verb = add_verb(verbs, explain)
     add_launch_arguments(verb, required=False)
     verb.add_argument("recipe", type=recipe_file, help=_RECIPE)
     text = "a key to explain, or a value that replaces the recipe's"
@@ -51,21 +50,20 @@ def add_recipe_verbs(verbs: Any) -> None:
     verb.add_argument("--all", action="store_true", help="also show default values")
     add_json_argument(verb)
 
-    verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and say what to fix")
+    verb = add_verb(verbs, doctor)
     add_launch_arguments(verb, required=False)
     verb.add_argument("--recipe", type=recipe_file, help=_RECIPE)
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
     add_json_argument(verb)
 
-    verb = add_verb(verbs, "data", data, "prepare the data of a recipe and print a report on it")
+    verb = add_verb(verbs, data)
     text = "also print N examples as tokens, with a mark on those that are learned"
     verb.add_argument("--show", type=int, metavar="N", help=text)
     add_recipe_arguments(verb)
 
-    add_recipe_arguments(add_verb(verbs, "show", show, "print the whole recipe, defaults included"))
+    add_recipe_arguments(add_verb(verbs, show))
 
-    text = "estimate memory, time, traffic and cost of a recipe under every launch file, without running it"
-    verb = add_verb(verbs, "plan", plan, text)
+    verb = add_verb(verbs, plan)
     text = "a known GPU, or figures: memory=24,bf16=70,link=32 (default: the GPU of this machine, or an H100)"
     verb.add_argument("--gpu", help=text)
     verb.add_argument("--gpus", type=int, metavar="N", help="GPUs of a machine (default: those of this machine, or 8)")
@@ -88,12 +86,12 @@ def add_recipe_verbs(verbs: Any) -> None:
     add_json_argument(verb)
     add_recipe_arguments(verb)
 
-    verb = add_verb(verbs, "schema", schema, "print the JSON schema of recipes, for editors")
+    verb = add_verb(verbs, schema)
     verb.add_argument("--path", action="store_true", help="print the path of the installed schema file instead")
 
 
 def init(parsed: argparse.Namespace) -> None:
-    """`finetune init`."""
+    """Create a project that runs as it is: recipe, launch files, README."""
     prepare_libraries()
     hub_access.require_model(parsed.model, "--model")
     from finetune.cli.new_project import Project, write_project
@@ -103,7 +101,7 @@ def init(parsed: argparse.Namespace) -> None:
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """`finetune launch`: the workers' launcher, once both files are checked."""
+    """Check a recipe and a launch file, then train."""
     from finetune.config import recipe_paths
 
     recipe = load_named_recipe(parsed)
@@ -123,7 +121,7 @@ def launch(parsed: argparse.Namespace) -> None:
 
 
 def explain(parsed: argparse.Namespace) -> None:
-    """`finetune explain`."""
+    """Show where each value comes from, what it overrides, and what it means."""
     from finetune.diagnostics.explain import explain_values, select_values, value_as_json, value_page, values_table
     from finetune.utils.console import plain_console
 
@@ -141,7 +139,7 @@ def explain(parsed: argparse.Namespace) -> None:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """`finetune doctor`; returns 1 if a check fails."""
+    """Check whether this machine can run a recipe, and say what to fix."""
     from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
     # As the user has it: checks change it for themselves.
@@ -154,7 +152,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def data(parsed: argparse.Namespace) -> None:
-    """`finetune data`."""
+    """Prepare the data of a recipe and print a report on it."""
     from finetune.utils.console import plain_console
 
     recipe = load_checked(parsed)
@@ -178,14 +176,14 @@ def data(parsed: argparse.Namespace) -> None:
 
 
 def show(parsed: argparse.Namespace) -> None:
-    """`finetune show`."""
+    """Print the whole recipe, defaults included."""
     from finetune.config.recipe import dump_recipe
 
     print(dump_recipe(load_named_recipe(parsed)), end="")
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    """`finetune plan`."""
+    """Estimate memory, time, traffic and cost of a recipe under every launch file, without running it."""
     from finetune.utils.console import plain_console
 
     recipe = load_named_recipe(parsed)
@@ -216,7 +214,7 @@ def plan(parsed: argparse.Namespace) -> None:
 
 
 def schema(parsed: argparse.Namespace) -> None:
-    """`finetune schema`."""
+    """Print the JSON schema of recipes, for editors."""
     from finetune.config.recipe import SCHEMA_FILE, json_schema
 
     print(SCHEMA_FILE if parsed.path else json.dumps(json_schema(), indent=2))

@@ -21,12 +21,11 @@ from finetune.utils.shipped_files import recipe_file
 
 def add_run_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "audit", audit, "verify that each row of each epoch was used exactly once")
+    verb = add_verb(verbs, audit)
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
 
-    text = "compare a recipe under several launch files, or two finished runs, step by step"
-    verb = add_verb(verbs, "parity", parity, text)
+    verb = add_verb(verbs, parity)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
     text = "a value that replaces the recipe's; or the directory of the other run"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
@@ -38,14 +37,12 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--to", metavar="DIR", help="keep the runs in this folder (default: only runs that differ stay)")
     add_json_argument(verb)
 
-    text = "repeat a step of a run exactly, and show its batch, loss and gradient norm"
-    verb = add_verb(verbs, "replay", replay, text)
+    verb = add_verb(verbs, replay)
     verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
     add_trust_argument(verb)
 
-    text = "write an HTML report of a run, or of several runs side by side, that opens offline"
-    verb = add_verb(verbs, "report", report, text)
+    verb = add_verb(verbs, report)
     verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or still running")
     text = "the page (default: RUN/report/report.html, or report-A-B/report.html for several runs)"
     verb.add_argument("--to", metavar="FILE", help=text)
@@ -54,17 +51,17 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--host", help="with --live: the address to serve on (default: 127.0.0.1)")
     verb.add_argument("--port", type=int, help="with --live: the port (default: a free one)")
 
-    verb = add_verb(verbs, "watch", watch, "watch a run in the terminal: progress, losses, time left, last sample")
+    verb = add_verb(verbs, watch)
     verb.add_argument("run", help="a run directory, on this machine or mounted from another")
     verb.add_argument("--once", action="store_true", help="print the current state once, and exit")
 
-    verb = add_verb(verbs, "runs", runs, "list runs: status, step, best validation loss, launch, duration")
+    verb = add_verb(verbs, runs)
     verb.add_argument("directory", nargs="?", default="runs", help="where to look, at any depth (default: runs)")
     add_json_argument(verb)
 
 
 def audit(parsed: argparse.Namespace) -> int:
-    """`finetune audit`; returns 1 if a row was not used exactly once."""
+    """Verify that each row of each epoch was used exactly once."""
     from finetune.checkpoint import row_ledger
 
     directory = Path(parsed.run)
@@ -78,7 +75,7 @@ def audit(parsed: argparse.Namespace) -> int:
 
 
 def parity(parsed: argparse.Namespace) -> int:
-    """`finetune parity`; returns 1 if the runs are not on one path."""
+    """Compare a recipe under several launch files, or two finished runs, step by step."""
     prepare_libraries()
     if not Path(parsed.recipe).is_dir():
         return _compare_launches(parsed)
@@ -157,7 +154,7 @@ def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> in
 
 
 def replay(parsed: argparse.Namespace) -> int:
-    """`finetune replay`; returns 1 if the step is not what the run has written down."""
+    """Repeat a step of a run exactly, and show its batch, loss and gradient norm."""
     from finetune.utils.console import plain_console
 
     prepare_libraries()
@@ -169,7 +166,7 @@ def replay(parsed: argparse.Namespace) -> int:
 
 
 def report(parsed: argparse.Namespace) -> None:
-    """`finetune report`."""
+    """Write an HTML report of a run, or of several runs side by side, that opens offline."""
     runs = [Path(run) for run in parsed.run]
     if parsed.live:
         from finetune.diagnostics.run_report.live_server import serve_live
@@ -187,7 +184,7 @@ def report(parsed: argparse.Namespace) -> None:
 
 
 def watch(parsed: argparse.Namespace) -> None:
-    """`finetune watch`."""
+    """Watch a run in the terminal: progress, losses, time left, last sample."""
     from rich.console import Console
 
     from finetune.diagnostics.watch import watch_run
@@ -196,7 +193,7 @@ def watch(parsed: argparse.Namespace) -> None:
 
 
 def runs(parsed: argparse.Namespace) -> None:
-    """`finetune runs`."""
+    """List runs: status, step, best validation loss, launch, duration."""
     from rich.console import Console
 
     from finetune.diagnostics.list_runs import list_runs, runs_table

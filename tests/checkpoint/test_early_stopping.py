@@ -150,7 +150,7 @@ def test_the_report_says_so(ended: Done) -> None:
     said = one_run.status_line(run)
     assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
-    assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
+    assert [(mark.label, mark.sign, mark.step) for mark in loss.marks] == [("best validation loss", "★", BEST)]
     assert f"step {BEST}" in str(one_run.main_figures(run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (

@@ -20,8 +20,8 @@ from plotly.offline import get_plotlyjs
 from finetune.checkpoint.run_history import read_run
 from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
-from finetune.diagnostics.run_report.compare_runs import differing_keys
 from finetune.diagnostics.run_report.live_server import LiveServer, is_own_host
+from finetune.diagnostics.run_report.page import differing_keys
 from finetune.utils.errors import RecipeError
 
 EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"

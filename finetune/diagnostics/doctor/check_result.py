@@ -15,6 +15,9 @@ from finetune.distributed.launch.predicted_environment import PredictedEnvironme
 
 Status = Literal["ok", "warning", "failure"]
 
+# An import of torch on a slow disk fits; a collective that hangs does not hold up the report for longer.
+LIMIT_S = 120.0
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -65,7 +68,7 @@ def failure(check: str, found: str, advice: str = "") -> CheckResult:
     return CheckResult(check, "failure", found, advice)
 
 
-def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = LIMIT_S) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
 
     Returns:

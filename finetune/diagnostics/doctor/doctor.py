@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor import machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.tasks.task_lookup import BUILT_IN
@@ -18,13 +18,13 @@ Check = Callable[[Asked], Iterable[CheckResult]]
 
 # In the order of the report. Each looks at one thing, and says at least one line.
 CHECKS: list[Check] = [
-    package_checks.python,
-    package_checks.packages,
+    machine_checks.python,
+    machine_checks.packages,
     machine_checks.gpus,
     machine_checks.dtypes,
     machine_checks.agreement,
     machine_checks.ops,
-    package_checks.kernels,
+    machine_checks.kernels,
     machine_checks.folders,
     machine_checks.shared_memory,
     network_checks.port,

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from finetune.checkpoint.run_history import RunReader
 from finetune.diagnostics.run_report import page
-from finetune.diagnostics.run_report.memory_prediction import predicted_peak
+from finetune.diagnostics.run_report.one_run import predict_peak
 from finetune.diagnostics.run_report.write_report import check_options, named_runs
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -78,7 +78,7 @@ class LiveServer(ThreadingHTTPServer):
     def predict(self) -> None:
         """Computes the peak that a plan predicts; it takes seconds, and the page is there without it."""
         if len(self._readers) == 1:
-            self._prediction = predicted_peak(self._readers[0][1].read())
+            self._prediction = predict_peak(self._readers[0][1].read())
 
     def _content(self) -> page.Content:
         with self._lock:

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
-from finetune.data.data_report import WORDS
+from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
+from finetune.config.recipe import load_recipe
+from finetune.data.data_report import COUNTED, WORDS
 from finetune.diagnostics.run_report.figures import (
     format_bytes,
     format_count,
@@ -18,6 +22,7 @@ from finetune.diagnostics.run_report.figures import (
     format_time,
 )
 from finetune.export.loss_plot import loss_curves
+from finetune.utils.errors import FinetuneError, RecipeError
 
 _HELD = {
     "frozen": "frozen weights, rank 0",
@@ -28,15 +33,6 @@ _HELD = {
 # The curve has them all.
 _EVALUATIONS = 8
 _SAMPLES = 12
-_COUNTED = {
-    "duplicates": "duplicate documents",
-    "empty": "empty documents",
-    "over_long": "documents longer than a row",
-    "truncated": "documents truncated",
-    "dropped": "documents left out as too long",
-    "remainder_rows": "incomplete rows left out",
-    "overlap": "documents that are training documents too",
-}
 
 
 def status_line(run: RunHistory) -> str:
@@ -137,6 +133,49 @@ def main_figures(run: RunHistory, price: float | None) -> list[tuple[str, str]]:
     ]
 
 
+def predict_peak(run: RunHistory) -> int | str:
+    """Returns bytes of the peak on the fullest rank, as the run wrote them or a plan predicts now, or why not."""
+    if written := (run.facts.get("peak_memory") or {}).get("predicted"):
+        return int(written)
+    launch = run.facts.get("launch")
+    if not isinstance(launch, dict) or not launch.get("kind"):
+        return "run.json does not say under what it was launched."
+    try:
+        recipe = load_recipe(run.directory / "recipe.yaml")
+    except FinetuneError as error:
+        return f"its recipe cannot be read: {shorten(str(error), 200, placeholder='…')}"
+    try:
+        check_code(run.directory, recipe, (SHIPPED, *NAMED))
+    except RecipeError:
+        return (
+            "its recipe leads to Python code, which is not run unasked, since no record says that this user started "
+            f"the run on this machine. Where you trust it, `finetune plan {run.directory / 'recipe.yaml'}` predicts it."
+        )
+    micro = run.facts.get("micro_size")
+    rows = micro.get("rows") if isinstance(micro, dict) else micro
+    if not isinstance(rows, int):
+        return "the size of its micro-batches is not known yet."
+    # From here on torch is there, which takes seconds.
+    from finetune.distributed.launch.launch_config import Launch
+    from finetune.planning.planner import candidates_of
+    from finetune.utils.library_imports import silence_libraries
+
+    silence_libraries()
+    if isinstance(run.facts.get("ds_config"), dict):
+        launch = {**launch, "ds_config": run.facts["ds_config"]}
+    known = {field.name for field in fields(Launch)}
+    try:
+        of = candidates_of(recipe, Launch(**{key: launch[key] for key in launch.keys() & known}), 1 << 50)
+        found = of(rows) if of is not None else None
+    except (FinetuneError, OSError, ValueError) as error:
+        return f"the plan refuses it: {shorten(str(error), 200, placeholder='…')}"
+    if found is None:
+        return "its network cannot be counted without its weights."
+    if found.parts is None or found.reason:
+        return f"{found.reason or 'the plan does not count it'}."
+    return found.peak + (found.host if run.facts.get("runs", {}).get("device") == "cpu" else 0)
+
+
 def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[str, int], list[str]]:
     """Returns bytes by what they are, and notes on them.
 
@@ -231,7 +270,7 @@ def _in_words(value: Any) -> str:
 def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yields what was found in the training and validation documents."""
     for name, side in sides.items():
-        counted = [(side.get(key), what) for key, what in _COUNTED.items()]
+        counted = [(side.get(key), what) for key, what in COUNTED.items()]
         counted += [(count, f"conversations left out ({kind})") for kind, count in (side.get("broken") or {}).items()]
         yield from (f"{name}: {count:,} {what}" for count, what in counted if count)
         for found in side.get("findings") or ():

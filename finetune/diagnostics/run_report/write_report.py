@@ -11,7 +11,7 @@ import numpy as np
 from finetune.checkpoint.run_history import RunHistory, read_run
 from finetune.diagnostics.run_report import page
 from finetune.diagnostics.run_report.charts import Chart, Style
-from finetune.diagnostics.run_report.memory_prediction import predicted_peak
+from finetune.diagnostics.run_report.one_run import predict_peak
 from finetune.utils import atomic_files
 from finetune.utils.errors import RecipeError
 
@@ -50,7 +50,7 @@ def write_report(directories: Sequence[Path], to: Path | None = None, *, price: 
     folder = directories[0] / "report" if len(runs) == 1 else Path("-".join(["report", *names]))
     file = to or folder / "report.html"
     _check_file(file)
-    prediction = predicted_peak(runs[0][1]) if len(runs) == 1 else None
+    prediction = predict_peak(runs[0][1]) if len(runs) == 1 else None
     shown = page.content_of(runs, price=price, prediction=prediction)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +74,13 @@ def _draw_picture(chart: Chart, name: str, file: Path) -> None:
     axes: Any = figure.add_subplot()
     if stacked := [curve for curve in chart.curves if curve.style == "stacked"]:
         labels, colors = [curve.name for curve in stacked], [curve.color for curve in stacked]
-        axes.stackplot(stacked[0].x["step"], *(np.nan_to_num(c.y) for c in stacked), labels=labels, colors=colors)
+        axes.stackplot(stacked[0].steps, *(np.nan_to_num(c.y) for c in stacked), labels=labels, colors=colors)
     for curve in chart.curves:
         if curve.style != "stacked" and np.isfinite(curve.y).any():
             style = _LINES["points" if len(curve.y) == 1 and curve.style == "line" else curve.style]
-            axes.plot(curve.x["step"], curve.y, color=curve.color, label=curve.name, **style)
+            axes.plot(curve.steps, curve.y, color=curve.color, label=curve.name, **style)
     for mark in chart.marks:
-        axes.axvline(mark.x["step"], color="grey", linewidth=0.8, linestyle=":")
+        axes.axvline(mark.step, color="grey", linewidth=0.8, linestyle=":")
     # A dollar sign would begin a formula.
     axes.set_title(f"{chart.title} – {name}".replace("$", r"\$"))
     axes.set(xlabel="step", ylabel=chart.unit)
