@@ -84,8 +84,7 @@ def parity(parsed: argparse.Namespace) -> int:
             f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B`, with no "
             "option but --json. To launch, give a recipe and `--on single,ddp`."
         )
-    from finetune.diagnostics.parity.compare import compare_runs
-    from finetune.diagnostics.parity.finished_run import read_finished
+    from finetune.diagnostics.parity.compare import compare_runs, read_finished
 
     places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
     names = [place.name for place in places]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from finetune.diagnostics.parity import compare, parity_report
-from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.diagnostics.parity.compare import FinishedRun
 from finetune.export import verify_export
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.training import preflight

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import architectures as script
 
 from finetune.config.recipe import validate_recipe
-from finetune.diagnostics.parity.small_model import shrink_model
+from finetune.diagnostics.parity.launch_runs import shrink_model
 from finetune.distributed.strategies.first_gradients import unused
 from finetune.models import chunked_loss
 from finetune.models.build_network import build_model

@@ -8,8 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from finetune.diagnostics.parity.compare import Comparison
-from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.diagnostics.parity.compare import Comparison, FinishedRun
 from finetune.utils.console import plain_table
 
 # Steps that a table shows; of more, some that lie evenly between the first and the last.
