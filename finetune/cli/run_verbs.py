@@ -7,25 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import (
-    add_json_argument,
-    add_trust_argument,
-    add_verb,
-    load_named_recipe,
-    prepare_libraries,
-    to_stderr,
-)
+from finetune.cli import arguments
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import recipe_file
 
 
-def add_run_verbs(verbs: Any) -> None:
+def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, audit)
+    verb = arguments.add_verb(verbs, audit)
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
 
-    verb = add_verb(verbs, parity)
+    verb = arguments.add_verb(verbs, parity)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
     text = "a value that replaces the recipe's; or the directory of the other run"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
@@ -35,14 +28,14 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--shrink", action="store_true", help="use a small random network of the same architecture")
     verb.add_argument("--inject", metavar="FAULT", help="break the last run on purpose, to see that it is caught")
     verb.add_argument("--to", metavar="DIR", help="keep the runs in this folder (default: only runs that differ stay)")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
-    verb = add_verb(verbs, replay)
+    verb = arguments.add_verb(verbs, replay)
     verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
-    add_trust_argument(verb)
+    arguments.add_trust_argument(verb)
 
-    verb = add_verb(verbs, report)
+    verb = arguments.add_verb(verbs, report)
     verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or still running")
     text = "the page (default: RUN/report/report.html, or report-A-B/report.html for several runs)"
     verb.add_argument("--to", metavar="FILE", help=text)
@@ -51,13 +44,13 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--host", help="with --live: the address to serve on (default: 127.0.0.1)")
     verb.add_argument("--port", type=int, help="with --live: the port (default: a free one)")
 
-    verb = add_verb(verbs, watch)
+    verb = arguments.add_verb(verbs, watch)
     verb.add_argument("run", help="a run directory, on this machine or mounted from another")
     verb.add_argument("--once", action="store_true", help="print the current state once, and exit")
 
-    verb = add_verb(verbs, runs)
+    verb = arguments.add_verb(verbs, runs)
     verb.add_argument("directory", nargs="?", default="runs", help="where to look, at any depth (default: runs)")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
 
 def audit(parsed: argparse.Namespace) -> int:
@@ -76,7 +69,7 @@ def audit(parsed: argparse.Namespace) -> int:
 
 def parity(parsed: argparse.Namespace) -> int:
     """Compare a recipe under several launch files, or two finished runs, step by step."""
-    prepare_libraries()
+    arguments.prepare_libraries()
     if not Path(parsed.recipe).is_dir():
         return _compare_launches(parsed)
     if len(parsed.overrides) != 1 or parsed.on or parsed.inject or parsed.shrink or parsed.to:
@@ -104,7 +97,7 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         )
     if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
         raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Set how many with --steps.")
-    recipe = load_named_recipe(parsed)
+    recipe = arguments.load_named_recipe(parsed)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
 
@@ -126,19 +119,21 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         runs = []
         for name, launch in launches.items():
             fault = parsed.inject if name == last else None
-            runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault=fault, say=to_stderr))
+            runs.append(
+                launch_runs.launch_run(launch, written[name], folder / name, fault=fault, say=arguments.to_stderr)
+            )
         comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
         code = _print_comparisons(parsed, comparisons)
         holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
+            arguments.to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
         if parsed.to is None and (holds or not any((folder / name).exists() for name in launches)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            to_stderr(f"the runs are in {folder}")
+            arguments.to_stderr(f"the runs are in {folder}")
 
 
 def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
@@ -156,7 +151,7 @@ def replay(parsed: argparse.Namespace) -> int:
     """Repeat a step of a run exactly, and show its batch, loss and gradient norm."""
     from finetune.utils.console import plain_console
 
-    prepare_libraries()
+    arguments.prepare_libraries()
     from finetune.diagnostics.replay import replay_step
 
     found = replay_step(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
@@ -172,7 +167,7 @@ def report(parsed: argparse.Namespace) -> None:
 
         if parsed.to is not None:
             raise RecipeError("--live serves the page, and writes no file. Remove --to or --live.")
-        serve_live(runs, to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
+        serve_live(runs, arguments.to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
         return
     if parsed.host is not None or parsed.port is not None:
         raise RecipeError("--host and --port are for --live. Add --live, or remove them.")

@@ -154,9 +154,12 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
 
 
 @needs_chromium
-def test_a_live_page_refreshes(finished: Path, tmp_path: Path, browser: Page, served: Any) -> None:
+def test_a_live_page_refreshes(
+    finished: Path, tmp_path: Path, browser: Page, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = copy(finished, tmp_path / "run")
-    server = served(run, refresh_s=0.2)
+    monkeypatch.setattr(live_server, "REFRESH_S", 0.2)
+    server = served(run)
     shown = browser.open(server.url)
     points = "return document.querySelector('[data-chart=loss]').data[0].x.length"
     assert shown.js(points) == 20

@@ -39,13 +39,7 @@ class LiveServer(ThreadingHTTPServer):
     """Serves the page of runs, which are read again whenever someone asks; the `url` has the token."""
 
     def __init__(
-        self,
-        directories: Sequence[Path],
-        *,
-        price: float | None = None,
-        host: str = LOOPBACK,
-        port: int = 0,
-        refresh_s: float = REFRESH_S,
+        self, directories: Sequence[Path], *, price: float | None = None, host: str = LOOPBACK, port: int = 0
     ) -> None:
         """
         Args:
@@ -56,12 +50,12 @@ class LiveServer(ThreadingHTTPServer):
             FinetuneError: If a run cannot be read, or the address cannot be bound.
         """
         check_options(price)
-        self.token, self.refresh_s = secrets.token_urlsafe(24), refresh_s
-        self._readers = [(directory, RunReader(directory)) for directory in directories]
+        self.token = secrets.token_urlsafe(24)
         self._price = price
         self._lock = threading.Lock()
+        self._readers = [(directory, RunReader(directory)) for directory in directories]
         self._prediction: str | int | None = None
-        self._content()
+        self.read_content()
         if not 0 <= port <= 65535:
             raise RecipeError(f"--port is {port}; give a number from 0 (one that is free) to 65535.")
         try:
@@ -80,21 +74,15 @@ class LiveServer(ThreadingHTTPServer):
         if len(self._readers) == 1:
             self._prediction = predict_peak(self._readers[0][1].read())
 
-    def _content(self) -> page.Content:
-        with self._lock:
-            runs = named_runs([(directory, reader.read()) for directory, reader in self._readers])
-            return page.content_of(runs, price=self._price, prediction=self._prediction, live=True)
-
-    def answer(self, what: str) -> tuple[str, str]:
-        """Returns the MIME type and text of the page (``), or of the data that an open page asks for (`data`).
+    def read_content(self) -> page.Content:
+        """Reads the runs anew.
 
         Raises:
             FinetuneError: If a run cannot be read.
         """
-        shown = self._content()
-        if what == "data":
-            return "application/json", json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False)
-        return "text/html", page.page_of(shown, refresh_s=self.refresh_s)
+        with self._lock:
+            runs = named_runs([(directory, reader.read()) for directory, reader in self._readers])
+            return page.content_of(runs, price=self._price, prediction=self._prediction, live=True)
 
 
 def is_own_host(host: str) -> bool:
@@ -128,9 +116,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "Not found. The address ends in /TOKEN/.\n")
         else:
             try:
-                self._send(HTTPStatus.OK, *self.server.answer(what))
+                shown = self.server.read_content()
             except FinetuneError as error:
                 self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+                return
+            if what == "data":
+                text = json.dumps({"body": shown.body, "data": shown.data}, allow_nan=False)
+                self._send(HTTPStatus.OK, "application/json", text)
+            else:
+                self._send(HTTPStatus.OK, "text/html", page.page_of(shown, refresh_s=REFRESH_S))
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
@@ -159,7 +153,7 @@ def serve_live(
     """
     with LiveServer(directories, price=price, host=host or LOOPBACK, port=port or 0) as server:
         threading.Thread(target=server.predict, name="prediction", daemon=True).start()
-        say(f"{server.url}\nThe page refreshes every {server.refresh_s:g} s. Ctrl-C ends it.")
+        say(f"{server.url}\nThe page refreshes every {REFRESH_S:g} s. Ctrl-C ends it.")
         if host in (None, LOOPBACK):
             say(
                 f"From another machine: ssh -L {server.server_port}:{LOOPBACK}:{server.server_port} "

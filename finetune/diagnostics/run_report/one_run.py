@@ -13,14 +13,7 @@ from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
-from finetune.diagnostics.run_report.figures import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_number,
-    format_progress,
-    format_time,
-)
+from finetune.diagnostics.run_report import figures
 from finetune.export.loss_plot import loss_curves
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -37,18 +30,18 @@ _SAMPLES = 12
 
 def status_line(run: RunHistory) -> str:
     """Returns status and how far it came, in words."""
-    at = f"step {format_progress(run.step, run.num_steps, ' of ')}"
+    at = f"step {figures.format_progress(run.step, run.num_steps, ' of ')}"
     if run.status == "running":
         if not len(run.training["step"]):
             return f"running, {at}: no step is logged yet"
-        left = f", about {format_duration(run.seconds_left)} of training left" if run.seconds_left else ""
+        left = f", about {figures.format_duration(run.seconds_left)} of training left" if run.seconds_left else ""
         return f"running, {at}{left}"
     if run.status == "stopped":
         why = run.facts.get("results", {}).get("stopped")
         return f"stopped at {at}" + (f" ({why})" if why else "")
     if run.status == "diverged":
         last = run.incidents[-1]
-        at = format_progress(last.step, run.num_steps, " of ")
+        at = figures.format_progress(last.step, run.num_steps, " of ")
         return f"diverged at step {at}: {last.in_a_row} steps in a row were not finite"
     return early_stop_sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
 
@@ -58,11 +51,11 @@ def start_line(run: RunHistory) -> str:
     runs = run.facts.get("runs", {})
     parts = [model_name(run)]
     if (size := runs.get("num_parameters")) is not None:
-        parts.append(f"{format_count(size)} parameters")
+        parts.append(f"{figures.format_count(size)} parameters")
     parts.append(f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch)
     parts.append(str(run.facts.get("precision", "")))
     if run.starts:
-        parts.append(f"started {format_time(run.starts[0].time)} on {run.starts[0].host}")
+        parts.append(f"started {figures.format_time(run.starts[0].time)} on {run.starts[0].host}")
     if (again := len(run.starts) - 1) > 0:
         parts.append(f"{again:,} restart{'s' if again > 1 else ''}")
     sentences = [", ".join(filter(None, parts))]
@@ -95,10 +88,10 @@ def peak_memory(run: RunHistory) -> tuple[str, str]:
     told = run.facts.get("peak_memory") or {}
     if (told.get("measured") or 0) > 0:
         more = ", over what its process held before" if told.get("of") == "resident" else ""
-        return format_bytes(told["measured"]), f"peak memory of training, fullest rank{more}"
+        return figures.format_bytes(told["measured"]), f"peak memory of training, fullest rank{more}"
     seen = run.training["peak_memory_gib"]
     most = float(np.nanmax(seen)) * 2**30 if np.isfinite(seen).any() else None
-    return format_bytes(most), f"peak memory of {whose_memory([run])}"
+    return figures.format_bytes(most), f"peak memory of {whose_memory([run])}"
 
 
 def whose_memory(runs: Sequence[RunHistory]) -> str:
@@ -112,20 +105,20 @@ def run_cost(run: RunHistory, price: float | None) -> tuple[str, str]:
     what = "GPU" if run.facts.get("runs", {}).get("device", "") == "cuda" else "process"
     hours = run.process_hours
     if price is None:
-        return f"{hours:,.2f} h" if hours >= 0.1 else format_duration(hours * 3600), f"{what} time held"
+        return f"{hours:,.2f} h" if hours >= 0.1 else figures.format_duration(hours * 3600), f"{what} time held"
     return f"{price * hours:,.2f}", f"cost at {price:g} a {what} and hour"
 
 
 def main_figures(run: RunHistory, price: float | None) -> list[tuple[str, str]]:
     """Returns the figures of the first screen, and what each is."""
     best, tokens = run.best_evaluation, run.training["tokens"]
-    learned = f", {format_count(float(tokens[-1]))} learned" if len(tokens) else ""
+    learned = f", {figures.format_count(float(tokens[-1]))} learned" if len(tokens) else ""
     return [
-        (format_number(last_loss(run)), "last training loss"),
-        (format_number(best[1]), f"best {run.best_name}, step {best[0]:,}") if best else ("–", "no evaluation"),
-        (format_number(run.tokens_per_s, 3), f"targets/s{learned}"),
+        (figures.format_number(last_loss(run)), "last training loss"),
+        (figures.format_number(best[1]), f"best {run.best_name}, step {best[0]:,}") if best else ("–", "no evaluation"),
+        (figures.format_number(run.tokens_per_s, 3), f"targets/s{learned}"),
         (
-            format_duration(run.duration),
+            figures.format_duration(run.duration),
             f"{'so far' if run.status == 'running' else 'from start to end'}, pauses left out",
         ),
         run_cost(run, price),
@@ -223,7 +216,7 @@ def evaluations_table(run: RunHistory) -> tuple[list[str], list[list[str]]]:
     there = {key: name for key, name in columns.items() if np.isfinite(run.evaluations[key]).any()}
     best, rows = run.best_evaluation, []
     for number, step in list(enumerate(run.evaluations["step"].astype(int).tolist()))[: -_EVALUATIONS - 1 : -1]:
-        values = [format_number(float(run.evaluations[key][number])) for key in there]
+        values = [figures.format_number(float(run.evaluations[key][number])) for key in there]
         rows.append([f"{step:,}{' (best)' if best and best[0] == step else ''}", *values])
     return ["step", *there.values()], rows if there else []
 

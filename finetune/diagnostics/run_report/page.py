@@ -14,15 +14,8 @@ import yaml
 
 from finetune.checkpoint.run_history import RunHistory
 from finetune.config.provenance import flat
-from finetune.diagnostics.run_report import one_run
+from finetune.diagnostics.run_report import figures, one_run
 from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
-from finetune.diagnostics.run_report.figures import (
-    format_bytes,
-    format_duration,
-    format_number,
-    format_progress,
-    format_time,
-)
 from finetune.export import harness_results
 
 GENERATOR = "finetune report"
@@ -33,10 +26,10 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 _TEMPLATES.globals["one_run"] = one_run
 _TEMPLATES.filters |= {
-    "bytes": format_bytes,
-    "duration": format_duration,
-    "number": format_number,
-    "time": format_time,
+    "bytes": figures.format_bytes,
+    "duration": figures.format_duration,
+    "number": figures.format_number,
+    "time": figures.format_time,
     "metric": harness_results.metric_of,
     "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
@@ -110,11 +103,11 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     rows = [
         [
             name,
-            f"{run.status} {format_progress(run.step, run.num_steps)}",
-            f"{format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
-            format_number(one_run.last_loss(run)),
-            format_number(run.tokens_per_s, 3),
-            format_duration(run.duration),
+            f"{run.status} {figures.format_progress(run.step, run.num_steps)}",
+            f"{figures.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
+            figures.format_number(one_run.last_loss(run)),
+            figures.format_number(run.tokens_per_s, 3),
+            figures.format_duration(run.duration),
             one_run.run_cost(run, price)[0],
             one_run.peak_memory(run)[0],
             run.launch,
@@ -124,7 +117,9 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     ]
     return {
         "names": [name for name, _ in runs],
-        "winner": f"{lowest} has the lowest validation loss, {format_number(best[lowest][1])}" if lowest else "",
+        "winner": f"{lowest} has the lowest validation loss, {figures.format_number(best[lowest][1])}"
+        if lowest
+        else "",
         "rows": rows,
         "cost": one_run.run_cost(runs[-1][1], price)[1],
         "memory": " or ".join(dict.fromkeys(one_run.peak_memory(run)[1] for _, run in runs)),
