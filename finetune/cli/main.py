@@ -25,7 +25,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None
     """Parses the command line; items of a list may also follow options, which argparse does not allow."""
     parsed, left = parser.parse_known_args(words)
     lists = (getattr(parsed, name, None) for name in ("overrides", "words", "run"))
-    more = next((words for words in lists if isinstance(words, list)), None)
+    more = next((given for given in lists if isinstance(given, list)), None)
     if left and (more is None or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if more is not None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +84,7 @@ def generate(parsed: argparse.Namespace) -> None:
     opened = _open(parsed)
     from finetune.export.generate_text import SamplingOptions, generate_text
 
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
+    write = partial(print, end="", flush=True)
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     if not parsed.chat:
         write(parsed.prompt)

@@ -1,7 +1,6 @@
 """`finetune runs`: lists the runs below a folder, with how each of them went."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,17 +60,14 @@ def list_runs(directory: Path) -> list[RunSummary]:
             f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
             "left out, it is `runs`."
         )
-    found = [_summary(path, directory) for path in _run_directories(directory)]
-    return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
-
-
-def _run_directories(directory: Path) -> Iterator[Path]:
+    found = []
     for folder, below, files in os.walk(directory):
         is_run = "run.json" in files
         if is_run:
-            yield Path(folder)
+            found.append(_summary(Path(folder), directory))
         if is_run or len(Path(folder).relative_to(directory).parts) == _DEEPEST:
             below.clear()
+    return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
 
 
 def _summary(path: Path, root: Path) -> RunSummary:

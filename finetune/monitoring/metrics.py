@@ -39,12 +39,10 @@ class Reporter:
         self._trackers = trackers
         self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
         self._progress: Progress | None = None
-        self._values: dict[str, Any] | None = None
-        self._validation: float | None = None
         if self.console.is_terminal and not self._quiet and num_steps:
-            columns = (TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[figures]}"))
-            self._progress = progress_bar(self.console, *columns)
-            self._task = self._progress.add_task("training", total=num_steps, figures="")
+            figures = TextColumn("{task.fields[loss]}{task.fields[validation]}{task.fields[rate]}")
+            self._progress = progress_bar(self.console, TextColumn("step {task.completed}/{task.total}"), figures)
+            self._task = self._progress.add_task("training", total=num_steps, loss="", validation="", rate="")
 
     def __enter__(self) -> Self:
         if self._main:
@@ -68,30 +66,21 @@ class Reporter:
         line = {**finite, "time": round(time.time(), 3)}
         if (reason := self._journal.write(line)) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
-        if "validation_loss" in values:
-            self._validation = values["validation_loss"]
-            self._show_figures()
+        if "validation_loss" in values and self._progress is not None:
+            self._progress.update(self._task, validation=f"val {values['validation_loss']:.4f}  ")
         self._warn_all(self._trackers.add(line))
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
         """Shows that a step is done; `values` on log steps."""
+        figures: dict[str, Any] = {}
+        if values is not None:
+            rate = values["tokens_per_s"]
+            figures["loss"] = f"loss {values['loss']:.4f}  "
+            figures["rate"] = "compiling" if rate is None else f"{rate:,.0f} targets/s"
         if self._progress is not None:
-            self._values = values or self._values
-            self._show_figures()
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, **figures)
         elif values is not None:
-            figures = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  {self._rate(values)}"
-            self.say(f"step {step}/{self._num_steps}  {figures}")
-
-    def _show_figures(self) -> None:
-        if self._progress is not None and self._values is not None:
-            validation = "" if self._validation is None else f"val {self._validation:.4f}  "
-            figures = f"loss {self._values['loss']:.4f}  {validation}{self._rate(self._values)}"
-            self._progress.update(self._task, figures=figures)
-
-    def _rate(self, values: dict[str, Any]) -> str:
-        rate = values["tokens_per_s"]
-        return "compiling" if rate is None else f"{rate:,.0f} targets/s"
+            self.say(f"step {step}/{self._num_steps}  {figures['loss']}lr {values['lr']:.2e}  {figures['rate']}")
 
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""

@@ -66,16 +66,13 @@ class NonFiniteGuard:
         if math.isfinite(norm):
             self._in_a_row = dict.fromkeys(self._in_a_row, 0)
             return None
-        return self._incident(before, norm)
-
-    def _incident(self, output: StepOutput, norm: float) -> dict[str, Any]:
         backend, mesh = self._backend, self._backend.mesh
-        accumulation, micro = len(output.rows), len(output.rows[0])
+        accumulation, micro = len(before.rows), len(before.rows[0])
         losses = torch.zeros(accumulation, mesh.data_size, dtype=torch.float64, device=backend.device)
         if mesh.counts_loss:
-            losses[:, mesh.data_rank] = output.losses.double()
+            losses[:, mesh.data_rank] = before.losses.double()
         rows = torch.zeros(accumulation, mesh.data_size, micro, dtype=torch.int64, device=backend.device)
-        for index, own in enumerate(output.rows if mesh.counts_rows else []):
+        for index, own in enumerate(before.rows if mesh.counts_rows else []):
             rows[index, mesh.data_rank] = torch.as_tensor(own, device=backend.device)
         seen, ids = backend.all_reduce_sum(losses).tolist(), backend.all_reduce_sum(rows).tolist()
         finite = all(math.isfinite(loss) for per_rank in seen for loss in per_rank)
@@ -84,7 +81,7 @@ class NonFiniteGuard:
         self.counts[kind] += 1
         self._in_a_row[kind] += 1
         incident = {
-            "step": output.step + 1,
+            "step": before.step + 1,
             "kind": kind,
             "in_a_row": self._in_a_row[kind],
             "grad_norm": repr(norm),

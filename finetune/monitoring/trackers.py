@@ -16,7 +16,6 @@ import yaml
 from finetune.utils.atomic_files import read_whole_lines, remove_path, write_text
 
 _PROJECT = "finetune"
-_TEXTS = ("sample",)
 
 
 # Each tracker has `add`, which writes lines of `metrics.jsonl` (numbers as scalars, samples as text, at their step and
@@ -181,10 +180,9 @@ class Trackers:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    about = ("step", "time")
-    numbers = {key: value for key, value in line.items() if key not in about and isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if math.isfinite(value)}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return {key: value for key, value in numbers.items() if key not in ("step", "time")}
 
 
 def _texts(line: dict[str, Any]) -> dict[str, str]:
-    return {key: line[key] for key in _TEXTS if key in line}
+    return {key: value for key, value in line.items() if isinstance(value, str)}

@@ -291,7 +291,7 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
     large = AutoConfig.for_model(kind, **MODELS[kind])
     given = {"model_type": kind, "vocab_size": 512, **MODELS[kind]}
     recipe = validate_recipe(small(model={"config": given}))
-    tree = shrink_model(recipe, recipe.model_dump(mode="json"))
+    tree = shrink_model(recipe)
     config = AutoConfig.for_model(**tree["model"]["config"])
     network = AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
@@ -307,10 +307,10 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
 def test_what_cannot_be_shrunk_is_said() -> None:
     recipe = validate_recipe(small(model={"config": {"model_type": "falcon"}}))
     with pytest.raises(RecipeError, match="a small falcon cannot be derived"):
-        shrink_model(recipe, recipe.model_dump(mode="json"))
+        shrink_model(recipe)
     recipe = validate_recipe(small(task={"name": "own_task:mlp"}))
     with pytest.raises(RecipeError, match="the task's own"):
-        shrink_model(recipe, recipe.model_dump(mode="json"))
+        shrink_model(recipe)
 
 
 def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:

@@ -64,9 +64,7 @@ def write_recipes(
     for name in launches:
         if (folder / name).exists():
             raise RecipeError(f"--to: {folder / name} is there already. Give a new folder, or remove it.")
-    tree = recipe.model_dump(mode="json")
-    if shrink:
-        tree = shrink_model(recipe, tree)
+    tree = shrink_model(recipe) if shrink else recipe.model_dump(mode="json")
     tree |= {"length": {"steps": steps}, "sample": None, "resume": {"mode": "never"}}
     for section, values in _QUIET.items():
         tree[section] = {**tree[section], **values}
@@ -163,7 +161,7 @@ _LEFT_OUT = (
 )
 
 
-def shrink_model(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
+def shrink_model(recipe: Recipe) -> dict[str, Any]:
     """Returns the recipe's keys and values with a small network in place of its own.
 
     Raises:
@@ -175,7 +173,10 @@ def shrink_model(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
             "--shrink out."
         )
     config = resolve_model_config(recipe, head, vocab_size=recipe.tokenizer.vocab_size)
-    given = recipe.model.config if recipe.model.config is not None else _said(config)
+    given = recipe.model.config
+    if given is None:
+        known = AutoConfig.for_model(config.model_type).to_dict()
+        given = {key: value for key, value in config.to_diff_dict().items() if key in known and key not in _LEFT_OUT}
     try:
         values = {**given, "model_type": config.model_type, **small_sizes(config, recipe.data.sequence_length)}
         AutoModel.from_config(AutoConfig.for_model(**values), trust_remote_code=False)(
@@ -187,17 +188,12 @@ def shrink_model(recipe: Recipe, tree: dict[str, Any]) -> dict[str, Any]:
             f"--shrink: a small {config.model_type} cannot be derived from its configuration: {reason}. Write a small "
             "model.config into the recipe, and leave --shrink out."
         ) from error
+    tree = recipe.model_dump(mode="json")
     model = {**tree["model"], "name": None, "revision": None, "config": values}
     # A model's own tokenizer stays, and its vocabulary as large as that wants it.
     own = recipe.model.name if recipe.tokenizer.vocab_size is None else None
     tokenizer = {**tree["tokenizer"], "name": recipe.tokenizer.name or own}
     return {**tree, "model": model, "tokenizer": tokenizer}
-
-
-def _said(config: Any) -> dict[str, Any]:
-    """Returns what a model's configuration says of its architecture."""
-    known = AutoConfig.for_model(config.model_type).to_dict()
-    return {key: value for key, value in config.to_diff_dict().items() if key in known and key not in _LEFT_OUT}
 
 
 def small_sizes(config: Any, sequence_length: int) -> dict[str, Any]:
