@@ -460,6 +460,6 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
 
 
 def test_findings_as_text() -> None:
-    assert doctor.result_as_text(CheckResult("disk", "ok", "much")) == "ok       disk: much"
-    text = doctor.result_as_text(CheckResult("disk", "failure", "a\n b", "make room"))
+    assert doctor.result_as_text(CheckResult("disk", "much")) == "ok       disk: much"
+    text = doctor.result_as_text(CheckResult("disk", "a\n b", "make room", status="failure"))
     assert text == "FAILURE  disk: a b\n         -> make room"

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-
-Status = Literal["ok", "warning", "failure"]
 
 # An import of torch on a slow disk fits; a collective that hangs does not hold up the report for longer.
 LIMIT_S = 120.0
@@ -24,10 +23,11 @@ class CheckResult:
     """Line of the report."""
 
     check: str
-    status: Status
+    status: Literal["ok", "warning", "failure"] = field(default="ok", kw_only=True)
+    """`warning`: a run would go, but slower, or not as meant; `failure`: it would fail."""
     found: str
     advice: str = ""
-    """Advice for the user."""
+    """Advice for the user; without it, what was found says what to do, as errors do."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,9 @@ class Asked:
         return self.foreseen.asked.num_machines if self.foreseen else 1
 
 
-def ok(check: str, found: str) -> CheckResult:
-    """Returns a result of a check that found nothing wrong."""
-    return CheckResult(check, "ok", found)
-
-
-def warning(check: str, found: str, advice: str) -> CheckResult:
-    """Returns a result for a run that would go, but slower, or not as meant."""
-    return CheckResult(check, "warning", found, advice)
-
-
-def failure(check: str, found: str, advice: str = "") -> CheckResult:
-    """Returns a result for a run that would fail; without advice, what was found says what to do, as errors do."""
-    return CheckResult(check, "failure", found, advice)
+ok = CheckResult
+warning = partial(CheckResult, status="warning")
+failure = partial(CheckResult, status="failure")
 
 
 def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = LIMIT_S) -> tuple[str, str]:

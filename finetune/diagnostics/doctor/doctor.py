@@ -69,11 +69,7 @@ def read_request(
 
 
 def run_checks(asked: Asked, begin: Callable[[str], None]) -> Iterable[CheckResult]:
-    """Runs every check.
-
-    Args:
-        begin: Shows what is looked at.
-    """
+    """Runs every check; `begin` shows what is looked at."""
     for check in CHECKS:
         name = check.__name__.replace("_", " ")
         begin(name)

@@ -49,7 +49,7 @@ def hostname(asked: Asked) -> Iterable[CheckResult]:
     found = host_addresses(name)
     if not found:
         yield bad("hostname", f"{name} has no address", advice)
-    elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
+    elif several and is_only_here(found) and "GLOO_SOCKET_IFNAME" not in asked.env:
         yield bad("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
     else:
         yield ok("hostname", f"{name} is {', '.join(found)}")
@@ -66,7 +66,7 @@ def first_machine(asked: Asked) -> Iterable[CheckResult]:
     ours = bool(set(found) & own_addresses())
     if not found:
         yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
-    elif all(map(is_loopback, found)):
+    elif is_only_here(found):
         yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
     elif (rank == 0) != ours:
         said = f"main_process_ip {named} is {'an' if ours else 'no'} address of this machine"
@@ -111,9 +111,9 @@ def own_addresses() -> set[str]:
     return {address.address for entries in psutil.net_if_addrs().values() for address in entries}
 
 
-def is_loopback(address: str) -> bool:
-    """Returns True if an address is only this machine's own."""
-    return ipaddress.ip_address(address).is_loopback
+def is_only_here(addresses: list[str]) -> bool:
+    """Returns True if no other machine reaches any of these addresses."""
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def interfaces(asked: Asked) -> Iterable[CheckResult]:

@@ -189,7 +189,10 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         tensor = max(distances.items(), key=itemgetter(1), default=None)
         if tensor is not None and tensor[1] > allowed.weights:
             reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
-    if _grew_slowly(steps, allowed):
+    far = [max(differences.values()) for differences in steps.values()]
+    over = next((index for index, value in enumerate(far) if not value <= allowed.norm), 0)
+    # The first step that is too far apart follows from small differences that grew before it.
+    if allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]:
         notes.append(
             "the runs begin alike and part slowly: rounding that grows over a long run looks like this; see "
             "docs/parity.md, long runs"
@@ -213,13 +216,6 @@ def _notes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
         if left != right and None not in (left, right):
             left, right = (", ".join(dtypes) if isinstance(dtypes, list) else dtypes for dtypes in (left, right))
             yield f"{key}: {left} in {one.name}, {right} in {other.name}"
-
-
-def _grew_slowly(steps: dict[int, dict[str, float]], allowed: PathTolerance) -> bool:
-    """True if the first step that is too far apart follows from small differences that grew before it."""
-    far = [max(differences.values()) for differences in steps.values()]
-    over = next((index for index, value in enumerate(far) if not value <= allowed.norm), 0)
-    return allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]
 
 
 def _effect_of_eps(run: FinishedRun, apart: dict[str, float]) -> str:

@@ -73,11 +73,7 @@ class Chart:
 
 
 def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
-    """Returns the charts of one run, or of several over each other, but for those that have nothing to show.
-
-    Args:
-        runs: Names and runs.
-    """
+    """Returns the charts of one run, or of several over each other, but for those that have nothing to show."""
     drawn = [(name, run, color) for (name, run), color in zip(runs, cycle(_PALETTE), strict=False)]
     only = runs[0][1] if len(runs) == 1 else None
     restarts: list[Mark] = []

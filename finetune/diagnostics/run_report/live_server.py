@@ -143,10 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serve_live(
     directories: list[Path], say: Callable[[str], None], *, price: float | None, host: str | None, port: int | None
 ) -> None:
-    """Serves runs until Ctrl-C.
-
-    Args:
-        say: Prints the address.
+    """Serves runs until Ctrl-C; `say` prints the address.
 
     Raises:
         FinetuneError: If a run cannot be read, or the address not be bound.

@@ -63,7 +63,6 @@ def content_of(
     """Returns the content of the page of these runs.
 
     Args:
-        runs: Names and runs.
         price: Price of a GPU (or a process on CPUs) and hour.
         prediction: Of a single run, bytes of the peak that a plan predicts, or why there are none.
         live: True if the page refreshes by itself.
