@@ -45,9 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--processes", type=int, metavar="N", help="processes on this machine (default: 2)")
     arguments.add_config_file(verb, "a launch file, which says how many processes and machines there are")
     verb.add_argument("--min-bytes", type=int, default=1024, metavar="N", help="smallest message (default: 1024)")
-    verb.add_argument(
-        "--max-bytes", type=int, metavar="N", help="largest message (default: 16 MiB, or 1 GiB with a GPU)"
-    )
+    verb.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 16 MiB, with a GPU 1 GiB)")
     verb.add_argument("--factor", type=int, default=4, metavar="N", help="ratio of one size to the next (default: 4)")
     verb.add_argument("--json", metavar="FILE", help="also write the result to this file")
 

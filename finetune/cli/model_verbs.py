@@ -37,11 +37,9 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
     verb.add_argument("--chat", action="store_true", help="apply the chat template of the tokenizer to the prompt")
     verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    text = "default: 0, which always takes the most likely token"
-    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
+    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token")
     verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
-    text = "sample from the most likely tokens only, whose probabilities add up to P"
-    verb.add_argument("--top-p", type=float, metavar="P", help=text)
+    verb.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that make up P only")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     arguments.add_weights_arguments(verb)
 
@@ -58,8 +56,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--chat", action="store_true", help=text)
     verb.add_argument("--num-fewshot", type=int, metavar="N", help="with --harness: examples before each question")
     verb.add_argument("--limit", type=int, metavar="N", help="with --harness: use the first N questions of each task")
-    text = "with --harness: texts in a forward pass (default: 8)"
-    verb.add_argument("--batch-size", type=int, metavar="N", help=text)
+    verb.add_argument("--batch-size", type=int, metavar="N", help="with --harness: texts a forward pass (default: 8)")
     arguments.add_json_argument(verb)
     arguments.add_weights_arguments(verb)
 

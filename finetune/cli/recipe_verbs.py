@@ -37,8 +37,7 @@ def add_verbs(verbs: Any) -> None:
     verb = arguments.add_verb(verbs, explain)
     arguments.add_launch_arguments(verb, required=False)
     verb.add_argument("recipe", type=recipe_file, help=_RECIPE)
-    text = "a key to explain, or a value that replaces the recipe's"
-    verb.add_argument("words", nargs="*", metavar="KEY | key.key=value", help=text)
+    verb.add_argument("words", nargs="*", metavar="KEY | key.key=value", help="a key to explain, or a value to replace")
     verb.add_argument("--all", action="store_true", help="also show default values")
     arguments.add_json_argument(verb)
 
@@ -49,8 +48,7 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_json_argument(verb)
 
     verb = arguments.add_verb(verbs, data)
-    text = "also print N examples as tokens, with a mark on those that are learned"
-    verb.add_argument("--show", type=int, metavar="N", help=text)
+    verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
     add_recipe_arguments(verb)
 
     add_recipe_arguments(arguments.add_verb(verbs, show))
@@ -64,13 +62,11 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--network", type=float, default=50.0, metavar="GB/s", help=text)
     text = "bandwidths that `finetune comms --json FILE` has measured"
     verb.add_argument("--links", action="append", default=[], metavar="FILE", help=text)
-    text = "fraction of the peak rate that is reached (default: 0.4)"
-    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help=text)
+    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="share of the peak rate (default: 0.4)")
     verb.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for offloading")
     verb.add_argument("--price", type=float, metavar="MONEY", help="price of a GPU for an hour")
     verb.add_argument("--energy", action="store_true", help="also estimate the energy that the GPUs use")
-    text = "dtype of the stored weights, if they are not on this machine"
-    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help=text)
+    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help="dtype of weights that this machine lacks")
     verb.add_argument("--configs", metavar="DIR", help="folder of launch files (default: accelerate_configs/)")
     verb.add_argument("--write", metavar="FILE", help="write the recommended launch file to this file")
     text = "also trace a step with fake tensors: under the recommended launch file, those named, or `all`"

@@ -22,8 +22,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
     text = "a value that replaces the recipe's; or the directory of the other run"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
-    text = "launch files, by name or path; the first is the reference"
-    verb.add_argument("--on", metavar="A,B,…", help=text)
+    verb.add_argument("--on", metavar="A,B,…", help="launch files, by name or path; the first is the reference")
     verb.add_argument("--steps", type=int, default=20, metavar="N", help="optimiser steps of each run (default: 20)")
     verb.add_argument("--shrink", action="store_true", help="use a small random network of the same architecture")
     verb.add_argument("--inject", metavar="FAULT", help="break the last run on purpose, to see that it is caught")
@@ -181,7 +180,7 @@ def watch(parsed: argparse.Namespace) -> None:
     """Watch a run in the terminal: progress, losses, time left, last sample."""
     from rich.console import Console
 
-    from finetune.diagnostics.watch import watch_run
+    from finetune.diagnostics.watch_and_list import watch_run
 
     watch_run(Path(parsed.run), Console(highlight=False), once=parsed.once)
 
@@ -190,7 +189,7 @@ def runs(parsed: argparse.Namespace) -> None:
     """List runs: status, step, best validation loss, launch, duration."""
     from rich.console import Console
 
-    from finetune.diagnostics.list_runs import list_runs, runs_table
+    from finetune.diagnostics.watch_and_list import list_runs, runs_table
 
     found = list_runs(Path(parsed.directory))
     if parsed.json:

@@ -166,7 +166,7 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         step: {key: relative_difference(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
         for step in common
     }
-    first = next(filter(None, (_difference(one, other, step, steps[step], allowed) for step in common)), None)
+    first = next((said for step in common for said in _differences(one, other, step, steps[step], allowed)), None)
     reasons = [first] if first is not None else []
     if not common:
         reasons.append("no step is logged in both; run them with log.every_steps=1")
@@ -236,27 +236,25 @@ def relative_difference(left: float | None, right: float | None) -> float:
     return abs(left - right) / max(abs(left), 1e-30)
 
 
-def _difference(
-    one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: PathTolerance
-) -> str | None:
-    """Returns the first difference in a step, causes before their effects; None if there is none."""
+def _differences(
+    one: FinishedRun, other: FinishedRun, step: int, apart: dict[str, float], allowed: PathTolerance
+) -> Iterator[str]:
+    """Yields the differences in a step, causes before their effects."""
     left, right = one.steps[step], other.steps[step]
 
     def said(what: str, of: str, to: str) -> str:
         return f"step {step}: {what} {of} in {one.name}, {to} in {other.name}"
 
     if step in one.rows and step in other.rows and one.rows[step] != other.rows[step]:
-        return said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
+        yield said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
     if left["tokens"] != right["tokens"]:
-        return said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
+        yield said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
     if relative_difference(left["lr"], right["lr"]) > _SAME_RATE:
-        return said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
-    limits = {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}
-    for key, limit in limits.items():
-        if not differences[key] <= limit:
+        yield said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
+    for key, limit in {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}.items():
+        if not apart[key] <= limit:
             values = (str(value) if value is None else f"{value:.7g}" for value in (left[key], right[key]))
-            return f"{said(f'{key} is', *values)}: {differences[key]:.1e} apart ({limit:.0e} allowed)"
-    return None
+            yield f"{said(f'{key} is', *values)}: {apart[key]:.1e} apart ({limit:.0e} allowed)"
 
 
 def _rounded(run: FinishedRun) -> bool:

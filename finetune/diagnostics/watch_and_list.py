@@ -1,7 +1,9 @@
-"""`finetune watch`: shows a run in the terminal, while it goes."""
+"""Shows runs in the terminal: `finetune watch` one while it goes, `finetune runs` a list of those below a folder."""
 
 import math
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, RunReader, Series
-from finetune.diagnostics.list_runs import COLORS
+from finetune.checkpoint.run_history import RunHistory, RunReader, Series, read_run
+from finetune.config.recipe_schema import ranking
+from finetune.diagnostics.run_report import figures
 from finetune.diagnostics.run_report.charts import running_mean
-from finetune.diagnostics.run_report.figures import format_count, format_duration, format_number, format_progress
 from finetune.diagnostics.run_report.one_run import last_loss, status_line
 from finetune.export.loss_plot import loss_curves
+from finetune.utils.console import plain_table
+from finetune.utils.errors import FinetuneError, RecipeError
+
+COLORS = {"running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red", "lost": "red"}
+"""Colours of statuses in a terminal."""
 
 REFRESH_S = 2.0
 _PLOT_ROWS = 9
@@ -26,6 +33,9 @@ _SAMPLE_LINES = 5
 # Bits of the eight dots of a braille character, by row and column. Source: Unicode, block U+2800.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _MARK = -1
+
+# Folders are searched this deep.
+_DEEPEST = 6
 
 
 def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
@@ -77,7 +87,7 @@ def _progress(run: RunHistory) -> RenderableType:
     if not run.num_steps:
         return Text(f"step {run.step:,}")
     row = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
-    words = f"{format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
+    words = f"{figures.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
     row.add_row(ProgressBar(run.num_steps, run.step), words)
     return row
 
@@ -86,19 +96,22 @@ def _figures(run: RunHistory) -> RenderableType:
     best = run.best_evaluation
     last = {key: float(values[-1]) if len(values) else math.nan for key, values in run.training.items()}
     cells = [
-        ("training loss", format_number(last_loss(run))),
-        (run.best_name, f"{format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
-        ("targets/s", f"{format_number(last['tokens_per_s'], 3)} (mean {format_number(run.tokens_per_s, 3)})"),
-        ("gradient norm", format_number(last["grad_norm"])),
-        ("targets learned", format_count(last["tokens"])),
-        ("learning rate", format_number(last["lr"], 3)),
-        ("time" if run.status != "running" else "time so far", format_duration(run.duration)),
+        ("training loss", figures.format_number(last_loss(run))),
+        (run.best_name, f"{figures.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
+        (
+            "targets/s",
+            f"{figures.format_number(last['tokens_per_s'], 3)} (mean {figures.format_number(run.tokens_per_s, 3)})",
+        ),
+        ("gradient norm", figures.format_number(last["grad_norm"])),
+        ("targets learned", figures.format_count(last["tokens"])),
+        ("learning rate", figures.format_number(last["lr"], 3)),
+        ("time" if run.status != "running" else "time so far", figures.format_duration(run.duration)),
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
     ]
     for key in run.metrics:
         newest = np.flatnonzero(np.isfinite(run.evaluations[key]))[-1]
         value, step = float(run.evaluations[key][newest]), int(run.evaluations["step"][newest])
-        cells.append((key.replace("_", " "), f"{format_number(value)} (step {step:,})"))
+        cells.append((key.replace("_", " "), f"{figures.format_number(value)} (step {step:,})"))
     longest = max(len(name) for name, _ in cells)
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
 
@@ -155,3 +168,100 @@ def loss_plot(run: RunHistory, width: int) -> Text | None:
 
 def _nearest_dots(values: Series, low: float, high: float, dots: int) -> npt.NDArray[np.int64]:
     return np.round((values - low) / (high - low) * (dots - 1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A line of the list."""
+
+    run: str
+    """The directory, relative to the folder that was searched."""
+    status: str
+    """`unreadable` where its files are damaged."""
+    step: int = 0
+    num_steps: int | None = None
+    best_by: str = ""
+    """The run's `checkpoint.keep_best_by`."""
+    best_step: int | None = None
+    best_value: float | None = None
+    best_validation_loss: float | None = None
+    ended_early: bool = False
+    """True if `eval.patience` ended it."""
+    launch: str = ""
+    precision: str = ""
+    duration_s: float = 0.0
+    started: float | None = None
+    """Seconds since 1970."""
+    restarts: int = 0
+    damaged_lines: int = 0
+    """Damaged lines of its metrics and incidents, among those that are read for this list."""
+    problem: str | None = None
+    """Reason why it cannot be read."""
+
+
+def list_runs(directory: Path) -> list[RunSummary]:
+    """Returns the runs in a folder or below it, the one that was started last at the end.
+
+    Raises:
+        RecipeError: If there is no such folder.
+    """
+    if not directory.is_dir():
+        raise RecipeError(
+            f"{directory} is no folder, so there are no runs. Give the folder that the recipes' output.dir lies in; "
+            "left out, it is `runs`."
+        )
+    found = []
+    for folder, below, files in os.walk(directory):
+        is_run = "run.json" in files
+        if is_run:
+            found.append(_summary(Path(folder), directory))
+        if is_run or len(Path(folder).relative_to(directory).parts) == _DEEPEST:
+            below.clear()
+    return sorted(found, key=lambda summary: (summary.started or 0.0, summary.run))
+
+
+def _summary(path: Path, root: Path) -> RunSummary:
+    name = path.resolve().name if path == root else str(path.relative_to(root))
+    try:
+        run = read_run(path, only_outcome=True)
+    except FinetuneError as error:
+        return RunSummary(name, "unreadable", problem=" ".join(str(error).split()))
+    best, lowest = run.best_evaluation or (None, None), run.best("validation_loss")
+    return RunSummary(
+        run=name,
+        status=run.status,
+        step=run.step,
+        num_steps=run.num_steps,
+        best_by=run.best_by,
+        best_step=best[0],
+        best_value=best[1],
+        best_validation_loss=lowest[1] if lowest else None,
+        ended_early=run.ended_early is not None,
+        launch=run.launch,
+        precision=str(run.facts.get("precision", "")),
+        duration_s=run.duration,
+        started=run.starts[0].time if run.starts else None,
+        restarts=max(0, len(run.starts) - 1),
+        damaged_lines=run.damaged_lines,
+    )
+
+
+def runs_table(found: list[RunSummary]) -> Table:
+    """Returns the list as a table for a terminal."""
+    right = ("step", "best validation", "time")
+    shown = plain_table("run", "status", "step", "best validation", "launch", "time", "started", right=right)
+    for one in found:
+        if one.problem is not None:
+            shown.add_row(Text(one.run), Text("unreadable", style="red"))
+            continue
+        key = ranking(one.best_by)[0].removeprefix("validation_")
+        shown.add_row(
+            Text(one.run),
+            Text("ended early" if one.ended_early else one.status, style=COLORS[one.status]),
+            figures.format_progress(one.step, one.num_steps),
+            "–" if one.best_value is None else f"{key} {figures.format_number(one.best_value)} @{one.best_step:,}",
+            Text(f"{one.launch} {one.precision}".rstrip()),
+            figures.format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
+            figures.format_time(one.started)[:16],
+        )
+    return shown
