@@ -130,11 +130,9 @@ def doctor(parsed: argparse.Namespace) -> int:
     """Check whether this machine can run a recipe, and say what to fix."""
     from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
-    # As the user has it: checks change it for themselves.
-    env = dict(os.environ)
-    asked, problems = read_request(
-        parsed.recipe, parsed.overrides, parsed.config_file, arguments.launch_options(parsed), env
-    )
+    # The environment as the user has it: checks change it for themselves.
+    options, env = arguments.launch_options(parsed), dict(os.environ)
+    asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, options, env)
     results = report_checks(asked, problems, quiet=parsed.json)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))

@@ -112,24 +112,23 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
     launches = launch_runs.find_launches(parsed.on)
     *_, last = launches
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
-    holds = False
+    code = 1
     try:
         written = launch_runs.write_recipes(recipe, launches, folder, steps=parsed.steps, shrink=parsed.shrink)
         runs = []
         for name, launch in launches.items():
             fault = parsed.inject if name == last else None
-            runs.append(
-                launch_runs.launch_run(launch, written[name], folder / name, fault=fault, say=arguments.to_stderr)
-            )
+            broken = f", with {fault}" if fault else ""
+            arguments.to_stderr(f"\n{name}: {launch.num_processes} process(es), {launch.file}{broken}")
+            runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault))
         comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
         code = _print_comparisons(parsed, comparisons)
-        holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
             arguments.to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
-        if parsed.to is None and (holds or not any((folder / name).exists() for name in launches)):
+        if parsed.to is None and (code == 0 or not any((folder / name).exists() for name in launches)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             arguments.to_stderr(f"the runs are in {folder}")

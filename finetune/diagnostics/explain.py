@@ -25,6 +25,7 @@ from finetune.utils.errors import RecipeError
 
 # Longer values are cut in the table; a key's own page has them whole.
 _WIDEST = 36
+_IN_FILE = ("recipe file", "launch file", "ds_config")
 # Columns of a path that is shortened, and of a terminal with room for units.
 _LONG_PATH, _WITH_UNITS = 24, 120
 
@@ -167,7 +168,8 @@ def values_table(values: Sequence[Value], width: int) -> Group:
     """
     said = [value for value in values if value.settings]
     setters = [value.settings[-1] for value in said]
-    paths = list(dict.fromkeys(setter.place.rpartition(":")[0] for setter in setters if _in_file(setter)))
+    in_file = [setter.place for setter in setters if setter.layer in _IN_FILE and setter.place]
+    paths = list(dict.fromkeys(place.rpartition(":")[0] for place in in_file))
     last = [Path(path).name for path in paths]
     # Of a long path the last part, where no other file has that name.
     files = {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
@@ -182,17 +184,11 @@ def values_table(values: Sequence[Value], width: int) -> Group:
     return Group(*parts)
 
 
-def _in_file(setting: Setting) -> bool:
-    return setting.layer in ("recipe file", "launch file", "ds_config") and bool(setting.place)
-
-
 def _table_row(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[str, ...]:
     last = value.settings[-1]
-    if _in_file(last):
-        path, _, line = last.place.rpartition(":")
-        where = f"{files[path]}:{line}"
-    else:
-        where = last.layer if last.layer == "derived" and not units else _setter(last)
+    path, _, line = last.place.rpartition(":")
+    where = last.layer if last.layer == "derived" and not units else _setter(last)
+    where = f"{files[path]}:{line}" if path in files else where
     # A value of None was not given.
     before = [f"{_shortened(_in_words(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     return (

@@ -63,9 +63,14 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     """Returns what is shown of a run in a terminal of so many columns."""
     head = Text.assemble((run.name, "bold"), "  ", (status_line(run), f"bold {COLORS[run.status]}"))
     again = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
-    blocks: list[RenderableType] = [
-        Group(head, Text(f"{run.launch} {run.facts.get('precision', '')}{again}", style="dim"), _progress(run))
-    ]
+    progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
+    if run.num_steps:
+        words = f"{figures.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
+        progress.add_row(ProgressBar(run.num_steps, run.step), words)
+    else:
+        progress.add_row(f"step {run.step:,}")
+    started = Text(f"{run.launch} {run.facts.get('precision', '')}{again}", style="dim")
+    blocks: list[RenderableType] = [Group(head, started, progress)]
     if (plot := loss_plot(run, width)) is not None:
         blocks.append(plot)
     blocks.append(_figures(run))
@@ -81,15 +86,6 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
         blocks.append(Text(f"{run.damaged_lines:,} damaged lines of its metrics are left out", style="red"))
     separated = [part for block in blocks for part in (Text(), block)]
     return Group(*separated[1:])
-
-
-def _progress(run: RunHistory) -> RenderableType:
-    if not run.num_steps:
-        return Text(f"step {run.step:,}")
-    row = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
-    words = f"{figures.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
-    row.add_row(ProgressBar(run.num_steps, run.step), words)
-    return row
 
 
 def _figures(run: RunHistory) -> RenderableType:

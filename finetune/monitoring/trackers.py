@@ -85,18 +85,10 @@ class _Wandb:
         # A page of a sample that is opened by itself would load a style sheet.
         self._html: Any = partial(wandb.Html, inject=False)
         # The machine, the command line, installed packages and what is printed are left out.
-        settings = wandb.Settings(
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            disable_job_creation=True,
-            save_code=False,
-            silent=True,
-            x_disable_machine_info=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
+        disabled = ("disable_code", "disable_git", "disable_job_creation")
+        disabled += ("x_disable_machine_info", "x_disable_meta", "x_disable_stats", "silent")
+        unset = dict.fromkeys(("save_code", "x_save_requirements"), False)
+        settings = wandb.Settings(console="off", **dict.fromkeys(disabled, True), **unset)
         folder.mkdir(parents=True, exist_ok=True)
         resume: Any = "allow" if mode == "online" else None
         self._run = wandb.init(

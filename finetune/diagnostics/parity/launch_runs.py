@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ def write_recipes(
 ) -> dict[str, Path]:
     """Writes the recipe of each run, the same but for the directory; nothing is launched yet.
 
+    Every step is logged, and whatever is not compared is left out.
+
     Raises:
         RecipeError: If the batch does not fit the processes of a launch config, or the model cannot be shrunk.
     """
@@ -65,9 +67,9 @@ def write_recipes(
         if (folder / name).exists():
             raise RecipeError(f"--to: {folder / name} is there already. Give a new folder, or remove it.")
     tree = shrink_model(recipe) if shrink else recipe.model_dump(mode="json")
-    tree |= {"length": {"steps": steps}, "sample": None, "resume": {"mode": "never"}}
-    for section, values in _QUIET.items():
-        tree[section] = {**tree[section], **values}
+    tree |= {"length": {"steps": steps}, "resume": {"mode": "never"}, "sample": None, "eval": {"at_end": False}}
+    tree["log"] |= {"every_steps": 1, "trackers": []}
+    tree["checkpoint"] = {"every_minutes": None, "at_end": False, "keep_best_by": None}
     if "Adam" in recipe.optim.name and ":" not in recipe.optim.name:
         given = recipe.optim.args
         tree["optim"]["args"] = {**given, "eps": max(float(given.get("eps", 0.0)), _LEAST_EPS)}
@@ -84,22 +86,12 @@ def write_recipes(
     return written
 
 
-# Logs every step, and leaves out whatever is not compared.
-_QUIET: dict[str, dict[str, Any]] = {
-    "log": {"every_steps": 1, "trackers": []},
-    "eval": {"every_steps": None, "at_end": False, "metrics": [], "prompts": [], "patience": None},
-    "checkpoint": {"every_steps": None, "every_minutes": None, "at_end": False, "keep_best_by": None},
-}
-
-
 # Adam divides gradients by their own size, so that a weight whose gradient is zero but for rounding moves by rounding
 # alone, on each backend another way. With the usual 1e-8, two such weights of 2,048 put a tensor 1e-4 away.
 _LEAST_EPS = 1e-6
 
 
-def launch_run(
-    launch: Launch, recipe: Path, directory: Path, *, fault: str | None, say: Callable[[str], None]
-) -> FinishedRun:
+def launch_run(launch: Launch, recipe: Path, directory: Path, fault: str | None) -> FinishedRun:
     """Launches one run, waits for its end, and reads it.
 
     Args:
@@ -109,7 +101,6 @@ def launch_run(
         BackendError: If it fails; it has said why.
     """
     name, file = directory.name, str(launch.file)
-    say(f"\n{name}: {launch.num_processes} process(es), {file}" + (f", with {fault}" if fault else ""))
     module = "finetune.diagnostics.fault_injection" if fault else "finetune.training"
     words = launcher_command(file, [], [*([fault] if fault else []), str(recipe)], module=module)
     with signals.held_back():

@@ -48,16 +48,16 @@ def status_line(run: RunHistory) -> str:
 
 def start_line(run: RunHistory) -> str:
     """Returns model, launch, precision and start."""
-    runs = run.facts.get("runs", {})
-    parts = [model_name(run)]
-    if (size := runs.get("num_parameters")) is not None:
-        parts.append(f"{figures.format_count(size)} parameters")
-    parts.append(f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch)
-    parts.append(str(run.facts.get("precision", "")))
-    if run.starts:
-        parts.append(f"started {figures.format_time(run.starts[0].time)} on {run.starts[0].host}")
-    if (again := len(run.starts) - 1) > 0:
-        parts.append(f"{again:,} restart{'s' if again > 1 else ''}")
+    runs, again = run.facts.get("runs", {}), len(run.starts) - 1
+    size = runs.get("num_parameters")
+    parts = (
+        model_name(run),
+        "" if size is None else f"{figures.format_count(size)} parameters",
+        f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch,
+        str(run.facts.get("precision", "")),
+        *(f"started {figures.format_time(start.time)} on {start.host}" for start in run.starts[:1]),
+        f"{again:,} restart{'s' if again > 1 else ''}" if again > 0 else "",
+    )
     sentences = [", ".join(filter(None, parts))]
     if run.status in ("lost", "diverged"):
         sentences.append(STATUSES[run.status].capitalize())
