@@ -39,7 +39,7 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
     verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token")
     verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
-    verb.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that make up P only")
+    verb.add_argument("--top-p", type=float, metavar="P", help="sample only from the most likely tokens that make up P")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     arguments.add_weights_arguments(verb)
 

@@ -79,10 +79,8 @@ def parity(parsed: argparse.Namespace) -> int:
     from finetune.diagnostics.parity.compare import compare_runs, read_finished
 
     places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
-    names = [place.name for place in places]
-    if names[0] == names[1]:
-        names = [str(place) for place in places]
-    runs = [read_finished(place, name) for place, name in zip(places, names, strict=True)]
+    alike = places[0].name == places[1].name
+    runs = [read_finished(place, str(place) if alike else place.name) for place in places]
     return _print_comparisons(parsed, [compare_runs(*runs)])
 
 
@@ -135,13 +133,13 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
 
 
 def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
-    from finetune.diagnostics.parity import parity_report
+    from finetune.diagnostics.parity import compare
     from finetune.utils.console import plain_console
 
     if parsed.json:
-        print(json.dumps(parity_report.report_as_json(comparisons), indent=2))
+        print(json.dumps(compare.report_as_json(comparisons), indent=2))
     else:
-        parity_report.print_report(comparisons, plain_console())
+        compare.print_report(comparisons, plain_console())
     return 0 if all(comparison.holds for comparison in comparisons) else 1
 
 

@@ -83,12 +83,7 @@ def recipe_values(
     trees: Sequence[Mapping[str, Any]],
     derived: Mapping[str, Setting],
 ) -> list[Value]:
-    """Returns every effective value of a recipe.
-
-    Args:
-        trees: Its `recipe_layers`.
-        derived: Settings that replace `auto`.
-    """
+    """Returns every effective value of a recipe with these `recipe_layers`; `derived` settings replace `auto`."""
     fields, lines, found = Recipe.model_fields, places(file), []
     # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
     in_force = [name for name, field in fields.items() if field.default is None and getattr(recipe, name) is not None]
@@ -163,8 +158,7 @@ def value_page(value: Value) -> Group:
 def values_table(values: Sequence[Value], width: int) -> Group:
     """Returns tables by section: key, value, who set it, and what that replaced; and paths that are shortened.
 
-    Args:
-        width: Columns of the terminal. In a narrow one, units are left to a key's own page.
+    In a terminal of few columns, units are left to a key's own page.
     """
     said = [value for value in values if value.settings]
     setters = [value.settings[-1] for value in said]

@@ -161,11 +161,7 @@ def _ledger_entry(directory: Path, number: int) -> row_ledger.Used:
 
 
 def _nearest_checkpoint(directory: Path, facts: dict[str, Any], most: int) -> str | None:
-    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run.
-
-    Raises:
-        CheckpointError: If the run began from another one's checkpoint, and that is gone.
-    """
+    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run."""
     store = open_store(directory)
     for name in store.list_names():
         if (step_of(name) or 0) <= most:

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from finetune.checkpoint.run_history import RunHistory, RunReader, Series, read_run
 from finetune.config.recipe_schema import ranking
-from finetune.diagnostics.run_report import figures
+from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import running_mean
-from finetune.diagnostics.run_report.one_run import last_loss, status_line
 from finetune.export.loss_plot import loss_curves
 from finetune.utils.console import plain_table
 from finetune.utils.errors import FinetuneError, RecipeError
@@ -39,10 +38,7 @@ _DEEPEST = 6
 
 
 def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
-    """Shows a run until it has ended, or until Ctrl-C.
-
-    Args:
-        once: Shows it as it is now, and returns; the same if the output is no terminal.
+    """Shows a run until it has ended, or until Ctrl-C; with `once`, or if the output is no terminal, as it is now.
 
     Raises:
         FinetuneError: If it cannot be read.
@@ -61,11 +57,11 @@ def watch_run(directory: Path, console: Console, *, once: bool = False) -> None:
 
 def run_screen(run: RunHistory, width: int) -> RenderableType:
     """Returns what is shown of a run in a terminal of so many columns."""
-    head = Text.assemble((run.name, "bold"), "  ", (status_line(run), f"bold {COLORS[run.status]}"))
+    head = Text.assemble((run.name, "bold"), "  ", (one_run.status_line(run), f"bold {COLORS[run.status]}"))
     again = f", start {len(run.starts)}" if len(run.starts) > 1 else ""
     progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     if run.num_steps:
-        words = f"{figures.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
+        words = f"{one_run.format_progress(run.step, run.num_steps)}  {run.step / run.num_steps:.0%}"
         progress.add_row(ProgressBar(run.num_steps, run.step), words)
     else:
         progress.add_row(f"step {run.step:,}")
@@ -77,7 +73,13 @@ def run_screen(run: RunHistory, width: int) -> RenderableType:
     if run.samples:
         last = run.samples[-1]
         head = Text(f"sample at step {last.step:,}", style="dim")
-        blocks.append(Group(head, _first_lines(last.text, width)))
+        # Control characters, which could move the cursor, are shown as spaces.
+        clean = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in last.text)
+        room = max(20, width - 2)
+        lines = [line.plain.rstrip() for line in Text(clean).wrap(Console(width=room), room)]
+        if len(lines) > _SAMPLE_LINES:
+            lines[_SAMPLE_LINES - 1 :] = [f"{lines[_SAMPLE_LINES - 1][: room - 2]} …"]
+        blocks.append(Group(head, Text("\n".join(f"  {line}" for line in lines))))
     if run.incidents:
         newest = run.incidents[-1]
         said = f"step {newest.step:,} was skipped: {newest.kind}, {newest.in_a_row} in a row"
@@ -92,34 +94,24 @@ def _figures(run: RunHistory) -> RenderableType:
     best = run.best_evaluation
     last = {key: float(values[-1]) if len(values) else math.nan for key, values in run.training.items()}
     cells = [
-        ("training loss", figures.format_number(last_loss(run))),
-        (run.best_name, f"{figures.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
+        ("training loss", one_run.format_number(one_run.last_loss(run))),
+        (run.best_name, f"{one_run.format_number(best[1])} (best, step {best[0]:,})" if best else "–"),
         (
             "targets/s",
-            f"{figures.format_number(last['tokens_per_s'], 3)} (mean {figures.format_number(run.tokens_per_s, 3)})",
+            f"{one_run.format_number(last['tokens_per_s'], 3)} (mean {one_run.format_number(run.tokens_per_s, 3)})",
         ),
-        ("gradient norm", figures.format_number(last["grad_norm"])),
-        ("targets learned", figures.format_count(last["tokens"])),
-        ("learning rate", figures.format_number(last["lr"], 3)),
-        ("time" if run.status != "running" else "time so far", figures.format_duration(run.duration)),
+        ("gradient norm", one_run.format_number(last["grad_norm"])),
+        ("targets learned", one_run.format_count(last["tokens"])),
+        ("learning rate", one_run.format_number(last["lr"], 3)),
+        ("time" if run.status != "running" else "time so far", one_run.format_duration(run.duration)),
         ("last checkpoint", f"step {run.checkpoints[-1].step:,}" if run.checkpoints else "none yet"),
     ]
     for key in run.metrics:
         newest = np.flatnonzero(np.isfinite(run.evaluations[key]))[-1]
         value, step = float(run.evaluations[key][newest]), int(run.evaluations["step"][newest])
-        cells.append((key.replace("_", " "), f"{figures.format_number(value)} (step {step:,})"))
+        cells.append((key.replace("_", " "), f"{one_run.format_number(value)} (step {step:,})"))
     longest = max(len(name) for name, _ in cells)
     return Columns([Text.assemble((f"{name:<{longest}}  ", "dim"), value) for name, value in cells], (0, 2), equal=True)
-
-
-def _first_lines(text: str, width: int) -> Text:
-    """Returns the beginning of a text; control characters, which could move the cursor, are shown as spaces."""
-    room = max(20, width - 2)
-    clean = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
-    lines = [line.plain.rstrip() for line in Text(clean).wrap(Console(width=room), room)]
-    if len(lines) > _SAMPLE_LINES:
-        lines[_SAMPLE_LINES - 1 :] = [f"{lines[_SAMPLE_LINES - 1][: room - 2]} …"]
-    return Text("\n".join(f"  {line}" for line in lines))
 
 
 def loss_plot(run: RunHistory, width: int) -> Text | None:
@@ -254,10 +246,10 @@ def runs_table(found: list[RunSummary]) -> Table:
         shown.add_row(
             Text(one.run),
             Text("ended early" if one.ended_early else one.status, style=COLORS[one.status]),
-            figures.format_progress(one.step, one.num_steps),
-            "–" if one.best_value is None else f"{key} {figures.format_number(one.best_value)} @{one.best_step:,}",
+            one_run.format_progress(one.step, one.num_steps),
+            "–" if one.best_value is None else f"{key} {one_run.format_number(one.best_value)} @{one.best_step:,}",
             Text(f"{one.launch} {one.precision}".rstrip()),
-            figures.format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
-            figures.format_time(one.started)[:16],
+            one_run.format_duration(one.duration_s) + (f" ↻{one.restarts}" if one.restarts else ""),
+            one_run.format_time(one.started)[:16],
         )
     return shown

@@ -30,18 +30,14 @@ class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
     def __init__(self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, quiet: bool) -> None:
-        """
-        Args:
-            trackers: Hear what `metrics.jsonl` does, while the reporter is entered.
-        """
+        """`trackers` hear what `metrics.jsonl` does, while the reporter is entered."""
         self._main = backend.is_main
-        self._quiet = quiet or not self._main
         self._num_steps = num_steps
         self._journal = Journal(directory / "metrics.jsonl")
         self._trackers = trackers
-        self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, quiet=quiet or not self._main, soft_wrap=True)
         self._progress: Progress | None = None
-        if self.console.is_terminal and not self._quiet and num_steps:
+        if self.console.is_terminal and not self.console.quiet and num_steps:
             figures = TextColumn("{task.fields[loss]}{task.fields[validation]}{task.fields[rate]}")
             self._progress = progress_bar(self.console, TextColumn("step {task.completed}/{task.total}"), figures)
             self._task = self._progress.add_task("training", total=num_steps, loss="", validation="", rate="")
@@ -95,9 +91,8 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""
-        if not self._quiet:
-            self.console.print(text, markup=False)
-            sys.stderr.flush()
+        self.console.print(text, markup=False)
+        sys.stderr.flush()
 
 
 def warn(text: str) -> None:

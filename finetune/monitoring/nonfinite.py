@@ -28,10 +28,7 @@ class NonFiniteGuard:
     """
 
     def __init__(self, backend: Backend, max_skipped: int, before: dict[str, dict[str, int]] | None = None) -> None:
-        """
-        Args:
-            before: What `state` was when the checkpoint was saved that the run resumes from.
-        """
+        """`before` is the `state` in the checkpoint that the run resumes from."""
         self._backend, self._max_skipped = backend, max_skipped
         self._last: StepOutput | None = None
         before = before or {}

@@ -85,10 +85,10 @@ class _Wandb:
         # A page of a sample that is opened by itself would load a style sheet.
         self._html: Any = partial(wandb.Html, inject=False)
         # The machine, the command line, installed packages and what is printed are left out.
-        disabled = ("disable_code", "disable_git", "disable_job_creation")
-        disabled += ("x_disable_machine_info", "x_disable_meta", "x_disable_stats", "silent")
-        unset = dict.fromkeys(("save_code", "x_save_requirements"), False)
-        settings = wandb.Settings(console="off", **dict.fromkeys(disabled, True), **unset)
+        options = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True)
+        options |= dict.fromkeys(("x_disable_machine_info", "x_disable_meta", "x_disable_stats"), True)
+        options |= dict.fromkeys(("save_code", "x_save_requirements"), False)
+        settings = wandb.Settings(console="off", **options)
         folder.mkdir(parents=True, exist_ok=True)
         resume: Any = "allow" if mode == "online" else None
         self._run = wandb.init(
@@ -125,10 +125,7 @@ class Trackers:
     """
 
     def __init__(self, names: tuple[str, ...], directory: Path, config: dict[str, Any]) -> None:
-        """
-        Args:
-            config: `recipe` and `launch` of the run, as plain values.
-        """
+        """`config` has `recipe` and `launch` of the run, as plain values."""
         self._names, self._directory, self._open = names, directory, dict[str, _Tracker]()
         self._config: dict[str, Any] = json.loads(json.dumps(config, default=str))
 

@@ -26,10 +26,7 @@ from finetune.utils.shipped_files import launch_file
 
 
 def find_launches(names: str) -> dict[str, Launch]:
-    """Returns the launches that are named, by the names of their files, the reference first.
-
-    Args:
-        names: Names of `accelerate_configs/`, or files, with commas between them.
+    """Returns the launches of `--on`: names of `accelerate_configs/` or files, with commas, the reference first.
 
     Raises:
         RecipeError: If fewer than two are named, or one twice.
@@ -92,10 +89,7 @@ _LEAST_EPS = 1e-6
 
 
 def launch_run(launch: Launch, recipe: Path, directory: Path, fault: str | None) -> FinishedRun:
-    """Launches one run, waits for its end, and reads it.
-
-    Args:
-        fault: One of `fault_injection.FAULTS`, planted in its processes.
+    """Launches one run, with a fault of `fault_injection.FAULTS` if one is named, waits for its end, and reads it.
 
     Raises:
         BackendError: If it fails; it has said why.

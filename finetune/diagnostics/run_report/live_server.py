@@ -41,10 +41,7 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(
         self, directories: Sequence[Path], *, price: float | None = None, host: str = LOOPBACK, port: int = 0
     ) -> None:
-        """
-        Args:
-            host: Address to bind.
-            port: 0 for one that is free.
+        """Binds an address, and a port; 0 is one that is free.
 
         Raises:
             FinetuneError: If a run cannot be read, or the address cannot be bound.
@@ -143,11 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serve_live(
     directories: list[Path], say: Callable[[str], None], *, price: float | None, host: str | None, port: int | None
 ) -> None:
-    """Serves runs until Ctrl-C; `say` prints the address.
-
-    Raises:
-        FinetuneError: If a run cannot be read, or the address not be bound.
-    """
+    """Serves runs until Ctrl-C, or raises as `LiveServer` does; `say` prints the address."""
     with LiveServer(directories, price=price, host=host or LOOPBACK, port=port or 0) as server:
         threading.Thread(target=server.predict, name="prediction", daemon=True).start()
         say(f"{server.url}\nThe page refreshes every {REFRESH_S:g} s. Ctrl-C ends it.")

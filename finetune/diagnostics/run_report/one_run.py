@@ -1,19 +1,20 @@
-"""Facts of one run that need more than its template, `run.html`, can say."""
+"""Facts of one run that need more than its template, `run.html`, can say, and figures as people read them."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from rich.filesize import pick_unit_and_suffix
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
 from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
 from finetune.config.recipe import load_recipe
 from finetune.data.data_report import COUNTED, WORDS
-from finetune.diagnostics.run_report import figures
 from finetune.export.loss_plot import loss_curves
 from finetune.utils.errors import FinetuneError, RecipeError
 
@@ -30,18 +31,18 @@ _SAMPLES = 12
 
 def status_line(run: RunHistory) -> str:
     """Returns status and how far it came, in words."""
-    at = f"step {figures.format_progress(run.step, run.num_steps, ' of ')}"
+    at = f"step {format_progress(run.step, run.num_steps, ' of ')}"
     if run.status == "running":
         if not len(run.training["step"]):
             return f"running, {at}: no step is logged yet"
-        left = f", about {figures.format_duration(run.seconds_left)} of training left" if run.seconds_left else ""
+        left = f", about {format_duration(run.seconds_left)} of training left" if run.seconds_left else ""
         return f"running, {at}{left}"
     if run.status == "stopped":
         why = run.facts.get("results", {}).get("stopped")
         return f"stopped at {at}" + (f" ({why})" if why else "")
     if run.status == "diverged":
         last = run.incidents[-1]
-        at = figures.format_progress(last.step, run.num_steps, " of ")
+        at = format_progress(last.step, run.num_steps, " of ")
         return f"diverged at step {at}: {last.in_a_row} steps in a row were not finite"
     return early_stop_sentence(run.ended_early) if run.ended_early is not None else f"{run.status} at {at}"
 
@@ -52,10 +53,10 @@ def start_line(run: RunHistory) -> str:
     size = runs.get("num_parameters")
     parts = (
         model_name(run),
-        "" if size is None else f"{figures.format_count(size)} parameters",
+        "" if size is None else f"{format_count(size)} parameters",
         f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch,
         str(run.facts.get("precision", "")),
-        *(f"started {figures.format_time(start.time)} on {start.host}" for start in run.starts[:1]),
+        *(f"started {format_time(start.time)} on {start.host}" for start in run.starts[:1]),
         f"{again:,} restart{'s' if again > 1 else ''}" if again > 0 else "",
     )
     sentences = [", ".join(filter(None, parts))]
@@ -88,10 +89,10 @@ def peak_memory(run: RunHistory) -> tuple[str, str]:
     told = run.facts.get("peak_memory") or {}
     if (told.get("measured") or 0) > 0:
         more = ", over what its process held before" if told.get("of") == "resident" else ""
-        return figures.format_bytes(told["measured"]), f"peak memory of training, fullest rank{more}"
+        return format_bytes(told["measured"]), f"peak memory of training, fullest rank{more}"
     seen = run.training["peak_memory_gib"]
     most = float(np.nanmax(seen)) * 2**30 if np.isfinite(seen).any() else None
-    return figures.format_bytes(most), f"peak memory of {whose_memory([run])}"
+    return format_bytes(most), f"peak memory of {whose_memory([run])}"
 
 
 def whose_memory(runs: Sequence[RunHistory]) -> str:
@@ -105,20 +106,20 @@ def run_cost(run: RunHistory, price: float | None) -> tuple[str, str]:
     what = "GPU" if run.facts.get("runs", {}).get("device", "") == "cuda" else "process"
     hours = run.process_hours
     if price is None:
-        return f"{hours:,.2f} h" if hours >= 0.1 else figures.format_duration(hours * 3600), f"{what} time held"
+        return f"{hours:,.2f} h" if hours >= 0.1 else format_duration(hours * 3600), f"{what} time held"
     return f"{price * hours:,.2f}", f"cost at {price:g} a {what} and hour"
 
 
 def main_figures(run: RunHistory, price: float | None) -> list[tuple[str, str]]:
     """Returns the figures of the first screen, and what each is."""
     best, tokens = run.best_evaluation, run.training["tokens"]
-    learned = f", {figures.format_count(float(tokens[-1]))} learned" if len(tokens) else ""
+    learned = f", {format_count(float(tokens[-1]))} learned" if len(tokens) else ""
     return [
-        (figures.format_number(last_loss(run)), "last training loss"),
-        (figures.format_number(best[1]), f"best {run.best_name}, step {best[0]:,}") if best else ("–", "no evaluation"),
-        (figures.format_number(run.tokens_per_s, 3), f"targets/s{learned}"),
+        (format_number(last_loss(run)), "last training loss"),
+        (format_number(best[1]), f"best {run.best_name}, step {best[0]:,}") if best else ("–", "no evaluation"),
+        (format_number(run.tokens_per_s, 3), f"targets/s{learned}"),
         (
-            figures.format_duration(run.duration),
+            format_duration(run.duration),
             f"{'so far' if run.status == 'running' else 'from start to end'}, pauses left out",
         ),
         run_cost(run, price),
@@ -170,11 +171,7 @@ def predict_peak(run: RunHistory) -> int | str:
 
 
 def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[str, int], list[str]]:
-    """Returns bytes by what they are, and notes on them.
-
-    Args:
-        prediction: Bytes of the peak that a plan predicts, or why there are none.
-    """
+    """Returns bytes by what they are, and notes on them; `prediction` is that of `predict_peak`."""
     held, told = run.facts.get("memory") or {}, run.facts.get("peak_memory") or {}
     sizes = {label: int(held[name]) for name, label in _HELD.items() if held.get(name)}
     if sizes:
@@ -216,7 +213,7 @@ def evaluations_table(run: RunHistory) -> tuple[list[str], list[list[str]]]:
     there = {key: name for key, name in columns.items() if np.isfinite(run.evaluations[key]).any()}
     best, rows = run.best_evaluation, []
     for number, step in list(enumerate(run.evaluations["step"].astype(int).tolist()))[: -_EVALUATIONS - 1 : -1]:
-        values = [figures.format_number(float(run.evaluations[key][number])) for key in there]
+        values = [format_number(float(run.evaluations[key][number])) for key in there]
         rows.append([f"{step:,}{' (best)' if best and best[0] == step else ''}", *values])
     return ["step", *there.values()], rows if there else []
 
@@ -271,3 +268,50 @@ def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
         if chat := side.get("chat"):
             share = chat.get("supervised_share", math.nan)
             yield f"{name}: {chat.get('answers', 0):,} answers are learned, {share:.1%} of the tokens"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`3 h 20 min`, `4 min 5 s`, `12 s`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    whole = round(seconds)
+    for large, small, size, unit in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            rest = whole % size // unit
+            return f"{whole // size:,} {large}" + (f" {rest} {small}" if rest else "")
+    return f"{seconds:.1f} s" if 0 < seconds < 10 else f"{whole} s"
+
+
+def format_number(value: object, digits: int = 4) -> str:
+    """Returns a figure with so many significant digits; a dash for what is not there."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return "–" if value is None or isinstance(value, float) else str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def format_count(value: float) -> str:
+    """`935 K`, `1.23 M`, `7.0 B`; a dash for what is not finite."""
+    if not math.isfinite(value):
+        return "–"
+    unit, suffix = pick_unit_and_suffix(int(value), ["", " K", " M", " B", " T"], 1000)
+    return f"{value / unit:.3g}{suffix}"
+
+
+def format_bytes(value: float | None) -> str:
+    """Returns bytes as GiB, or as MiB or KiB where they are few."""
+    if value is None:
+        return "–"
+    unit, suffix = pick_unit_and_suffix(int(value), ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{value / unit:,.{0 if unit == 1 else 2}f} {suffix}"
+
+
+def format_time(seconds: float | None) -> str:
+    """Returns local date and time."""
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_progress(step: int, num_steps: int | None, between: str = "/") -> str:
+    """`5/60`."""
+    return f"{step:,}" if num_steps is None else f"{step:,}{between}{num_steps:,}"

@@ -14,7 +14,7 @@ import yaml
 
 from finetune.checkpoint.run_history import RunHistory
 from finetune.config.provenance import flat
-from finetune.diagnostics.run_report import figures, one_run
+from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
 from finetune.export import harness_results
 
@@ -26,10 +26,10 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 _TEMPLATES.globals["one_run"] = one_run
 _TEMPLATES.filters |= {
-    "bytes": figures.format_bytes,
-    "duration": figures.format_duration,
-    "number": figures.format_number,
-    "time": figures.format_time,
+    "bytes": one_run.format_bytes,
+    "duration": one_run.format_duration,
+    "number": one_run.format_number,
+    "time": one_run.format_time,
     "metric": harness_results.metric_of,
     "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
@@ -102,11 +102,11 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     rows = [
         [
             name,
-            f"{run.status} {figures.format_progress(run.step, run.num_steps)}",
-            f"{figures.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
-            figures.format_number(one_run.last_loss(run)),
-            figures.format_number(run.tokens_per_s, 3),
-            figures.format_duration(run.duration),
+            f"{run.status} {one_run.format_progress(run.step, run.num_steps)}",
+            f"{one_run.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
+            one_run.format_number(one_run.last_loss(run)),
+            one_run.format_number(run.tokens_per_s, 3),
+            one_run.format_duration(run.duration),
             one_run.run_cost(run, price)[0],
             one_run.peak_memory(run)[0],
             run.launch,
@@ -116,7 +116,7 @@ def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None)
     ]
     return {
         "names": [name for name, _ in runs],
-        "winner": f"{lowest} has the lowest validation loss, {figures.format_number(best[lowest][1])}"
+        "winner": f"{lowest} has the lowest validation loss, {one_run.format_number(best[lowest][1])}"
         if lowest
         else "",
         "rows": rows,
@@ -145,11 +145,7 @@ def _in_words(value: Any) -> str:
 
 
 def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
-    """Returns the whole page as one file that needs no other, and no network.
-
-    Args:
-        refresh_s: Seconds between two refreshes of a live page.
-    """
+    """Returns the page as one file that needs no other, and no network; a live one refreshes each `refresh_s`."""
     from plotly.offline import get_plotlyjs
 
     return _TEMPLATES.get_template("page.html").render(
