@@ -132,14 +132,14 @@ def this_machine() -> Machines:
 def _seen_from(folder: Path, project: Project) -> Project:
     """Returns the project with relative paths that count from the folder, where its commands are given."""
 
-    def seen(path: str) -> str:
-        apart = folder.resolve() != Path.cwd() and not Path(path).is_absolute()
-        return os.path.relpath(path, folder.resolve()) if apart else path
+    def seen(path: str | None) -> str | None:
+        if path is None or Path(path).is_absolute() or folder.resolve() == Path.cwd():
+            return path
+        return os.path.relpath(path, folder.resolve())
 
-    model, data = project.model, project.data
     # A name without a directory of that name is the hub's.
-    model = seen(model) if model is not None and Path(model).is_dir() else model
-    return replace(project, model=model, data=None if data is None else seen(data))
+    model = seen(project.model) if Path(project.model or "").is_dir() else project.model
+    return replace(project, model=model, data=seen(project.data))
 
 
 def _render(name: str, project: Project, **values: object) -> str:

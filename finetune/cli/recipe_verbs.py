@@ -10,7 +10,6 @@ from typing import Any
 from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
-from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
@@ -98,7 +97,7 @@ def launch(parsed: argparse.Namespace) -> None:
         from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe
 
-        go_offline_if_unreachable()
+        hub_access.go_offline_if_unreachable()
         print(describe(recipe, predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)))
         return
     from finetune.distributed.launch.launcher import launch_workers
@@ -175,7 +174,7 @@ def plan(parsed: argparse.Namespace) -> None:
     from finetune.utils.console import plain_console
 
     recipe = arguments.load_named_recipe(parsed)
-    go_offline_if_unreachable()
+    hub_access.go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
         from finetune.planning.planner import machines_of, make_plan, write_launch_file

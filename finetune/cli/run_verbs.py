@@ -102,11 +102,8 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         from finetune.diagnostics.fault_injection import FAULTS
 
         if parsed.inject not in FAULTS:
-            known = list(FAULTS)
-            raise RecipeError(
-                f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are "
-                f"{', '.join(known)}."
-            )
+            near = hint(parsed.inject, list(FAULTS))
+            raise RecipeError(f"--inject: there is no fault '{parsed.inject}'{near}; there are {', '.join(FAULTS)}.")
     launches = launch_runs.find_launches(parsed.on)
     *_, last = launches
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
@@ -157,18 +154,16 @@ def replay(parsed: argparse.Namespace) -> int:
 
 def report(parsed: argparse.Namespace) -> None:
     """Write an HTML report of a run, or of several runs side by side, that opens offline."""
+    from finetune.diagnostics.run_report.write_and_serve import serve_live, write_report
+
     runs = [Path(run) for run in parsed.run]
     if parsed.live:
-        from finetune.diagnostics.run_report.live_server import serve_live
-
         if parsed.to is not None:
             raise RecipeError("--live serves the page, and writes no file. Remove --to or --live.")
         serve_live(runs, arguments.to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
         return
     if parsed.host is not None or parsed.port is not None:
         raise RecipeError("--host and --port are for --live. Add --live, or remove them.")
-    from finetune.diagnostics.run_report.write_report import write_report
-
     files = write_report(runs, Path(parsed.to) if parsed.to else None, price=parsed.price)
     print("\n".join(f"Written: {file}" for file in files))
 

@@ -37,11 +37,7 @@ def explain_values(
     options: Mapping[str, str],
     env: Mapping[str, str],
 ) -> list[Value]:
-    """Returns every effective value of both planes.
-
-    Args:
-        options: Options of the launcher that differ from the launch file.
-        env: Environment in which the launch would be started.
+    """Returns every effective value of both planes, for the launcher's options and the environment of a launch.
 
     Raises:
         FinetuneError: As a run would.

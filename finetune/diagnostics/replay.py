@@ -103,9 +103,7 @@ def _in_words(value: float | None) -> str:
 def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
 
-    Args:
-        trust_remote_code: Allows Python code that the run names or brings to run, though this user did not start it
-            on this machine.
+    With `trust_remote_code`, Python code that it names or brings may run, though this user did not start it here.
 
     Raises:
         RecipeError: If there is no such run or step, or the recipe would read other data or another model by now.

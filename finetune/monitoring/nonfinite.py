@@ -48,13 +48,9 @@ class NonFiniteGuard:
         return sum(self.counts.values())
 
     def check(self, output: StepOutput | None) -> dict[str, Any] | None:
-        """Takes a step in, and returns what happened in the one before if that was skipped. Every rank must call it.
+        """Takes in the newest step, or None at the end, and returns the incident of the one before if it was skipped.
 
-        Args:
-            output: The newest step; None looks at the last one now.
-
-        Returns:
-            None, or the incident; it is `fatal` if too many steps in a row were skipped: `diverged` is what to raise.
+        It is `fatal` if too many steps in a row were skipped: `diverged` is what to raise. Every rank must call it.
         """
         before, self._last = self._last, output
         if before is None:

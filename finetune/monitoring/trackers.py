@@ -90,14 +90,13 @@ class _Wandb:
         options |= dict.fromkeys(("save_code", "x_save_requirements"), False)
         settings = wandb.Settings(console="off", **options)
         folder.mkdir(parents=True, exist_ok=True)
-        resume: Any = "allow" if mode == "online" else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=name,
             id=run_id,
             dir=str(folder),
             mode=mode,
-            resume=resume,
+            resume="allow" if mode == "online" else None,
             config=config,
             settings=settings,
         )

@@ -14,9 +14,6 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
 
-# An import of torch on a slow disk fits; a collective that hangs does not hold up the report for longer.
-LIMIT_S = 120.0
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -58,8 +55,10 @@ warning = partial(CheckResult, status="warning")
 failure = partial(CheckResult, status="failure")
 
 
-def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = LIMIT_S) -> tuple[str, str]:
+def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = 120.0) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
+
+    The limit has room for an import of torch from a slow disk.
 
     Returns:
         Output of the script, or the last line of its complaint.

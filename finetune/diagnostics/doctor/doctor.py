@@ -14,10 +14,8 @@ from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
 
-Check = Callable[[Asked], Iterable[CheckResult]]
-
 # In the order of the report. Each looks at one thing, and says at least one line.
-CHECKS: list[Check] = [
+CHECKS: list[Callable[[Asked], Iterable[CheckResult]]] = [
     machine_checks.python,
     machine_checks.packages,
     machine_checks.gpus,

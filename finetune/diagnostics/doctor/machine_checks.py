@@ -148,9 +148,8 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
     gpu = of_torch().gpus > 0
     names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
     sound = [name for name in names if product_of_ones(name, "cuda" if gpu else "cpu") == 8.0]
-    for name in names:
-        if name not in sound:
-            yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
+    for name in sorted({*names} - {*sound}):
+        yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
     yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
     slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
     if slow:

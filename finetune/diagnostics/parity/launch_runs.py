@@ -173,12 +173,12 @@ def shrink_model(recipe: Recipe) -> dict[str, Any]:
             f"--shrink: a small {config.model_type} cannot be derived from its configuration: {reason}. Write a small "
             "model.config into the recipe, and leave --shrink out."
         ) from error
-    tree = recipe.model_dump(mode="json")
-    model = {**tree["model"], "name": None, "revision": None, "config": values}
+    tree: dict[str, Any] = recipe.model_dump(mode="json")
+    tree["model"] |= {"name": None, "revision": None, "config": values}
     # A model's own tokenizer stays, and its vocabulary as large as that wants it.
     own = recipe.model.name if recipe.tokenizer.vocab_size is None else None
-    tokenizer = {**tree["tokenizer"], "name": recipe.tokenizer.name or own}
-    return {**tree, "model": model, "tokenizer": tokenizer}
+    tree["tokenizer"]["name"] = recipe.tokenizer.name or own
+    return tree
 
 
 def small_sizes(config: Any, sequence_length: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Charts of one run or of several over each other: curves over steps, tokens and time, and marks on them.
 
-A chart is plain data. `report.js` draws it with Plotly on the page, `write_report` with matplotlib.
+A chart is plain data. `report.js` draws it with Plotly on the page, `write_and_serve` with matplotlib.
 """
 
 from collections.abc import Iterator, Sequence
