@@ -79,8 +79,7 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     restarts: list[Mark] = []
     best: list[Mark] = []
     if only is not None and len(only.training["step"]):
-        steps = [start.from_step for start in only.starts[1:]]
-        restarts = [Mark(step, f"restart at step {step}", "↻") for step in steps]
+        restarts = [Mark(start.from_step, f"restart at step {start.from_step}", "↻") for start in only.starts[1:]]
     if only is not None and (found := only.best_evaluation) is not None:
         best = [Mark(found[0], f"best {only.best_name}", "★")]
 
