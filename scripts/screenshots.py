@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from chromium import chromium  # noqa: E402
 
-from finetune.diagnostics.run_report.write_report import write_report  # noqa: E402
+from finetune.diagnostics.run_report.write_and_serve import write_report  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 1240
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from finetune.config.recipe_schema import Recipe
 
 
-def add_verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str
-) -> argparse.ArgumentParser:
+def add_verb(verbs: Any, run: Callable[[argparse.Namespace], int | None], name: str = "") -> argparse.ArgumentParser:
     """Adds a verb.
 
     Args:
-        run: Function of the verb; it returns the exit code, or None for 0.
-        text: Description of the verb, for `finetune --help` and its own help.
+        run: Function of the verb, whose docstring is its help; it returns the exit code, or None for 0.
+        name: Name of the verb, if it is not the function's.
     """
-    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    text = run.__doc__ or ""
+    text_in_list = f"{text[:1].lower()}{text[1:]}".removesuffix(".")
+    verb: argparse.ArgumentParser = verbs.add_parser(name or run.__name__, help=text_in_list, description=text)
     verb.set_defaults(run_verb=run)
     return verb
 

@@ -20,11 +20,7 @@ class PathParser(ArgumentParser):
 
 
 def answer_shell(parser: ArgumentParser) -> None:
-    """Answers a shell that asks what a word can become, and ends the process then.
-
-    Args:
-        parser: The parser of the whole command line.
-    """
+    """Answers a shell that asks what a word can become, and ends the process then."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -45,7 +41,11 @@ def _complete_word(prefix: str, action: Action, **_: Any) -> list[str]:
             before, comma, _last = prefix.rpartition(",")
             return [before + comma + name for name in _names(LAUNCH_FILES)]
         case "overrides" | "words":
-            return _recipe_keys()
+            from finetune.config.recipe import RECIPE_FIELDS
+
+            # A section takes no value of its own.
+            sections = {key.rpartition(".")[0].removesuffix(".0") for key in RECIPE_FIELDS}
+            return [f"{key}=" for key in RECIPE_FIELDS if key not in sections]
         case "run":
             return _runs(prefix)
     return list(FilesCompleter()(prefix))
@@ -54,15 +54,6 @@ def _complete_word(prefix: str, action: Action, **_: Any) -> list[str]:
 def _names(folder: str) -> list[str]:
     """Returns the names of recipes or launch files: those in the working directory, and those that ship."""
     return sorted({*(path.stem for path in Path(folder).glob("*.yaml")), *shipped_names(folder)})
-
-
-def _recipe_keys() -> list[str]:
-    """Returns the keys of a recipe, each with the `=` that its value follows."""
-    from finetune.config.recipe import RECIPE_FIELDS
-
-    # A section takes no value of its own.
-    sections = {key.rpartition(".")[0].removesuffix(".0") for key in RECIPE_FIELDS}
-    return [f"{key}=" for key in RECIPE_FIELDS if key not in sections]
 
 
 def _runs(prefix: str) -> list[str]:

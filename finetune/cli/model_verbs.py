@@ -3,16 +3,11 @@
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.cli.arguments import (
-    add_json_argument,
-    add_verb,
-    add_weights_arguments,
-    prepare_libraries,
-    to_stderr,
-)
+from finetune.cli import arguments
 from finetune.utils import hub_access
 from finetune.utils.compat.library_versions import untested_versions
 from finetune.utils.errors import RecipeError
@@ -27,32 +22,31 @@ _ANY_MODEL = "a run, checkpoint, adapter, export, model directory or hub name"
 _HARNESS_OPTIONS = {"num_fewshot": 0, "limit": 1, "batch_size": 1}
 
 
-def add_model_verbs(verbs: Any) -> None:
+def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "export", export, "write the adapter or merged model of a run, and verify it")
+    verb = arguments.add_verb(verbs, export)
     verb.add_argument("run", help="a run directory, such as runs/sample, or one of its checkpoints")
     verb.add_argument("--as", dest="kind", required=True, choices=("adapter", "merged", "merged-16bit"))
     verb.add_argument("--to", metavar="DIR", help="the new folder (default: RUN/exports/KIND)")
     verb.add_argument("--shard-size", default="5GB", help="maximum size of a file (default: 5GB)")
     verb.add_argument("--push-to", metavar="NAME", help="then upload it to the hub, as a private model of this name")
-    add_weights_arguments(verb)
+    arguments.add_weights_arguments(verb)
 
-    verb = add_verb(verbs, "generate", generate, "generate text with a run, checkpoint, adapter or export")
+    verb = arguments.add_verb(verbs, generate)
     verb.add_argument("run", help=_ANY_MODEL)
     verb.add_argument("--prompt", required=True, help="the text to continue, or with --chat to answer")
     verb.add_argument("--chat", action="store_true", help="apply the chat template of the tokenizer to the prompt")
     _add_sampling_arguments(verb)
-    add_weights_arguments(verb)
+    arguments.add_weights_arguments(verb)
 
-    verb = add_verb(verbs, "chat", chat, "talk in the terminal with a run, checkpoint, adapter or export")
+    verb = arguments.add_verb(verbs, chat)
     verb.add_argument("run", help=_ANY_MODEL)
     verb.add_argument("--against", metavar="MODEL", help="a second model, which answers each turn as well")
     verb.add_argument("--system", metavar="TEXT", help="begin the conversation with a system prompt")
     _add_sampling_arguments(verb)
-    add_weights_arguments(verb)
+    arguments.add_weights_arguments(verb)
 
-    text = "evaluate a run, checkpoint, adapter or export on files or benchmarks"
-    verb = add_verb(verbs, "eval", evaluate, text)
+    verb = arguments.add_verb(verbs, evaluate, "eval")
     verb.add_argument("run", help=_ANY_MODEL)
     on = verb.add_mutually_exclusive_group(required=True)
     text = "compute loss and perplexity on files, directories or globs, as the recipe's `path` takes them"
@@ -65,26 +59,23 @@ def add_model_verbs(verbs: Any) -> None:
     verb.add_argument("--chat", action="store_true", help=text)
     verb.add_argument("--num-fewshot", type=int, metavar="N", help="with --harness: examples before each question")
     verb.add_argument("--limit", type=int, metavar="N", help="with --harness: use the first N questions of each task")
-    text = "with --harness: texts in a forward pass (default: 8)"
-    verb.add_argument("--batch-size", type=int, metavar="N", help=text)
-    add_json_argument(verb)
-    add_weights_arguments(verb)
+    verb.add_argument("--batch-size", type=int, metavar="N", help="with --harness: texts a forward pass (default: 8)")
+    arguments.add_json_argument(verb)
+    arguments.add_weights_arguments(verb)
 
 
 def _add_sampling_arguments(verb: argparse.ArgumentParser) -> None:
     """Adds a flag for each field of `generate_text.SamplingOptions`."""
     verb.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    text = "default: 0, which always takes the most likely token"
-    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
+    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the most likely token")
     verb.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
-    text = "sample from the most likely tokens only, whose probabilities add up to P"
-    verb.add_argument("--top-p", type=float, metavar="P", help=text)
+    verb.add_argument("--top-p", type=float, metavar="P", help="sample only from the most likely tokens that make up P")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
 
 
 def export(parsed: argparse.Namespace) -> None:
-    """`finetune export`."""
-    prepare_libraries()
+    """Write the adapter or merged model of a run, and verify it."""
+    arguments.prepare_libraries()
     from finetune.export import push_to_hub
     from finetune.export.export_weights import export_weights
 
@@ -98,13 +89,11 @@ def export(parsed: argparse.Namespace) -> None:
 
 
 def generate(parsed: argparse.Namespace) -> None:
-    """`finetune generate`."""
-    prepare_libraries()
+    """Generate text with a run, checkpoint, adapter or export."""
+    arguments.prepare_libraries()
     from finetune.export.generate_text import SamplingOptions, generate_text
 
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
+    write = partial(print, end="", flush=True)
     options = SamplingOptions(parsed.max_new_tokens, parsed.temperature, parsed.top_k, parsed.top_p, parsed.seed)
     opened = _open(parsed)
     if not parsed.chat:
@@ -114,8 +103,8 @@ def generate(parsed: argparse.Namespace) -> None:
 
 
 def chat(parsed: argparse.Namespace) -> None:
-    """`finetune chat`."""
-    prepare_libraries()
+    """Talk in the terminal with a run, checkpoint, adapter or export."""
+    arguments.prepare_libraries()
     from finetune.cli.chat_session import ChatSession
     from finetune.export.generate_text import SamplingOptions
 
@@ -129,7 +118,7 @@ def chat(parsed: argparse.Namespace) -> None:
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
-    """`finetune eval`."""
+    """Evaluate a run, checkpoint, adapter or export on files or benchmarks."""
     if parsed.harness:
         _evaluate_harness(parsed)
         return
@@ -141,7 +130,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
     with evaluate_files.told_in_flags():
         recipe = evaluate_files.recipe_of(opened, parsed.data, text_field=parsed.text_field, chat=parsed.chat)
-        found = evaluate_files.evaluate_files(opened, recipe, to_stderr)
+        found = evaluate_files.evaluate_files(opened, recipe, arguments.to_stderr)
     if parsed.json:
         print(json.dumps(found))
         return
@@ -174,15 +163,15 @@ def _evaluate_harness(parsed: argparse.Namespace) -> None:
     else:
         plain_console().print(evaluate_harness.results_table(rows))
     if opened.home is not None:
-        to_stderr(f"Written: {harness_results.add_results(opened.home, rows)}")
+        arguments.to_stderr(f"Written: {harness_results.add_results(opened.home, rows)}")
 
 
 def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     """Opens what `run` and `base` name; says so, since it takes a while."""
     go_offline_if_unreachable()
     if text := untested_versions():
-        to_stderr(text)
-    to_stderr(f"Opening {parsed.run}.")
+        arguments.to_stderr(text)
+    arguments.to_stderr(f"Opening {parsed.run}.")
     hub_access.require_model(parsed.run, None)
     hub_access.require_model(parsed.base, "--base")
     silence_libraries()
@@ -191,5 +180,5 @@ def _open(parsed: argparse.Namespace, *, exact: bool = False) -> "LoadedModel":
     trusted = parsed.trust_remote_code
     opened = load_model(parsed.run, step=parsed.step, base=parsed.base, exact=exact, trust_remote_code=trusted)
     for line in opened.lines:
-        to_stderr(line)
+        arguments.to_stderr(line)
     return opened

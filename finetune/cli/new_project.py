@@ -82,38 +82,36 @@ def write_project(folder: Path, project: Project) -> list[str]:
 
 
 def _choose_launch(recipe: Recipe, *, custom: bool) -> tuple[dict[str, str], str, str, tuple[str, ...]]:
-    """Returns the launch files that fit, the name of the one to take, why, and what to change of the recipe with it."""
-    machines = this_machine()
+    """Returns files of launches that fit, the name of the one to take, why, and what to change of the recipe with it.
+
+    The files are launch files, `single` too, and the configs that they name, by their place in the project.
+    """
+    machines, shipped = this_machine(), shipped_path(LAUNCH_FILES)
+    changes: tuple[str, ...] = ()
     if custom:
-        names = ("ddp", "fsdp") if machines.ranks > 1 else ()
-        launches = {
-            name: launch_of_file(shipped_path(LAUNCH_FILES) / f"{name}.yaml", machines.ranks, 1) for name in names
-        }
-        files = {name: recommendations.launch_text(launch, 1) for name, launch in launches.items()}
-        chosen = "ddp" if machines.ranks > 1 else "single"
-        return _in_folder(files), chosen, "the simplest that uses this machine; a custom task is not planned", ()
-    plan = make_plan(recipe, machines, shipped_path(LAUNCH_FILES))
-    if plan.advice.candidate is None:
-        raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {plan.advice.reason}")
-    chosen, reason = plan.advice.candidate.name, plan.advice.reason
-    fitting = [name for name in plan.launches if plan.candidates[name, plan.kind].verdict == "fits"]
-    near = [name for name in fitting if plan.launches[name].offload_params == "none"]
-    files = {name: recommendations.launch_text(plan.launches[name], 1) for name in {*(near or fitting), chosen}}
-    return _in_folder(files), chosen, reason, plan.advice.changes
-
-
-def _in_folder(launch_files: dict[str, str]) -> dict[str, str]:
-    """Returns launch files, `single` too, and the configs that they name, by their place in the project."""
-    files = {"single": (shipped_path(LAUNCH_FILES) / "single.yaml").read_text(encoding="utf-8"), **launch_files}
+        names = {"ddp", "fsdp"} if machines.ranks > 1 else set()
+        launches = {name: launch_of_file(shipped / f"{name}.yaml", machines.ranks, 1) for name in names}
+        chosen = "ddp" if names else "single"
+        reason = "the simplest that uses this machine; a custom task is not planned"
+    else:
+        plan = make_plan(recipe, machines, shipped)
+        reason, changes = plan.advice.reason, plan.advice.changes
+        if plan.advice.candidate is None:
+            raise RecipeError(f"On this machine ({machines.gpus} x {machines.gpu.memory_gib:.0f} GiB) {reason}")
+        chosen, launches = plan.advice.candidate.name, plan.launches
+        fitting = {name for name in launches if plan.candidates[name, plan.kind].verdict == "fits"}
+        near = {name for name in fitting if launches[name].offload_params == "none"}
+        names = {*(near or fitting), chosen}
+    texts = {name: recommendations.launch_text(launches[name], 1) for name in names}
     found = {}
-    for name, text in sorted(files.items()):
+    for name, text in sorted({"single": (shipped / "single.yaml").read_text(encoding="utf-8"), **texts}.items()):
         config = (yaml.safe_load(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
         if config is not None:
             place = f"ds_configs/{Path(config).name}"
             text = text.replace(str(config), place)
             found[place] = (shipped_path("ds_configs") / Path(config).name).read_text(encoding="utf-8")
         found[f"{LAUNCH_FILES}/{name}.yaml"] = text
-    return found
+    return found, chosen, reason, changes
 
 
 def this_machine() -> Machines:
@@ -134,14 +132,14 @@ def this_machine() -> Machines:
 def _seen_from(folder: Path, project: Project) -> Project:
     """Returns the project with relative paths that count from the folder, where its commands are given."""
 
-    def seen(path: str) -> str:
-        apart = folder.resolve() != Path.cwd() and not Path(path).is_absolute()
-        return os.path.relpath(path, folder.resolve()) if apart else path
+    def seen(path: str | None) -> str | None:
+        if path is None or Path(path).is_absolute() or folder.resolve() == Path.cwd():
+            return path
+        return os.path.relpath(path, folder.resolve())
 
-    model, data = project.model, project.data
     # A name without a directory of that name is the hub's.
-    model = seen(model) if model is not None and Path(model).is_dir() else model
-    return replace(project, model=model, data=None if data is None else seen(data))
+    model = seen(project.model) if Path(project.model or "").is_dir() else project.model
+    return replace(project, model=model, data=seen(project.data))
 
 
 def _render(name: str, project: Project, **values: object) -> str:

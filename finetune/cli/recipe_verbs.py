@@ -7,27 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import (
-    add_json_argument,
-    add_launch_arguments,
-    add_verb,
-    launch_options,
-    load_named_recipe,
-    prepare_libraries,
-    to_stderr,
-)
+from finetune.cli import arguments
 from finetune.training.entry_point import DRY_RUN_HELP, add_recipe_arguments, load_checked
 from finetune.utils import hub_access
-from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
 from finetune.utils.shipped_files import recipe_file
 
 _RECIPE = "a recipe, by name or path: sample, my/recipe.yaml"
 
 
-def add_recipe_verbs(verbs: Any) -> None:
+def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "init", init, "create a project that runs as it is: recipe, launch files, README")
+    verb = arguments.add_verb(verbs, init)
     verb.add_argument("folder", nargs="?", default=".", metavar="DIR", help="its folder (default: the current one)")
     verb.add_argument("--task", choices=("lm", "chat", "classify", "custom"), default="lm", help="default: lm")
     verb.add_argument("--model", help="a directory or a name on the hub (default: a small model, from random weights)")
@@ -36,36 +27,32 @@ def add_recipe_verbs(verbs: Any) -> None:
     for kind, what in (("lora", "train adapters"), ("qlora", "train adapters on a model in 4 bits")):
         adapters.add_argument(f"--{kind}", dest="adapters", action="store_const", const=kind, help=what)
 
-    verb = add_verb(verbs, "launch", launch, "check a recipe and a launch file, then train")
-    add_launch_arguments(verb, required=True)
+    verb = arguments.add_verb(verbs, launch)
+    arguments.add_launch_arguments(verb, required=True)
     add_recipe_arguments(verb)
     verb.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
     verb.add_argument("--quiet", action="store_true", help="print errors only")
 
-    text = "show where each value comes from, what it overrides, and what it means"
-    verb = add_verb(verbs, "explain", explain, text)
-    add_launch_arguments(verb, required=False)
+    verb = arguments.add_verb(verbs, explain)
+    arguments.add_launch_arguments(verb, required=False)
     verb.add_argument("recipe", type=recipe_file, help=_RECIPE)
-    text = "a key to explain, or a value that replaces the recipe's"
-    verb.add_argument("words", nargs="*", metavar="KEY | key.key=value", help=text)
+    verb.add_argument("words", nargs="*", metavar="KEY | key.key=value", help="a key to explain, or a value to replace")
     verb.add_argument("--all", action="store_true", help="also show default values")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
-    verb = add_verb(verbs, "doctor", doctor, "check whether this machine can run a recipe, and say what to fix")
-    add_launch_arguments(verb, required=False)
+    verb = arguments.add_verb(verbs, doctor)
+    arguments.add_launch_arguments(verb, required=False)
     verb.add_argument("--recipe", type=recipe_file, help=_RECIPE)
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help="a value that replaces the recipe's")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
-    verb = add_verb(verbs, "data", data, "prepare the data of a recipe and print a report on it")
-    text = "also print N examples as tokens, with a mark on those that are learned"
-    verb.add_argument("--show", type=int, metavar="N", help=text)
+    verb = arguments.add_verb(verbs, data)
+    verb.add_argument("--show", type=int, metavar="N", help="also print N examples as tokens, the learned ones marked")
     add_recipe_arguments(verb)
 
-    add_recipe_arguments(add_verb(verbs, "show", show, "print the whole recipe, defaults included"))
+    add_recipe_arguments(arguments.add_verb(verbs, show))
 
-    text = "estimate memory, time, traffic and cost of a recipe under every launch file, without running it"
-    verb = add_verb(verbs, "plan", plan, text)
+    verb = arguments.add_verb(verbs, plan)
     text = "a known GPU, or figures: memory=24,bf16=70,link=32 (default: the GPU of this machine, or an H100)"
     verb.add_argument("--gpu", help=text)
     verb.add_argument("--gpus", type=int, metavar="N", help="GPUs of a machine (default: those of this machine, or 8)")
@@ -74,27 +61,25 @@ def add_recipe_verbs(verbs: Any) -> None:
     verb.add_argument("--network", type=float, default=50.0, metavar="GB/s", help=text)
     text = "bandwidths that `finetune comms --json FILE` has measured"
     verb.add_argument("--links", action="append", default=[], metavar="FILE", help=text)
-    text = "fraction of the peak rate that is reached (default: 0.4)"
-    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help=text)
+    verb.add_argument("--mfu", type=float, default=0.4, metavar="SHARE", help="share of the peak rate (default: 0.4)")
     verb.add_argument("--host", type=float, metavar="GiB", help="host memory of a machine, for offloading")
     verb.add_argument("--price", type=float, metavar="MONEY", help="price of a GPU for an hour")
     verb.add_argument("--energy", action="store_true", help="also estimate the energy that the GPUs use")
-    text = "dtype of the stored weights, if they are not on this machine"
-    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help=text)
+    verb.add_argument("--stored", choices=("fp32", "bf16", "fp16"), help="dtype of weights that this machine lacks")
     verb.add_argument("--configs", metavar="DIR", help="folder of launch files (default: accelerate_configs/)")
     verb.add_argument("--write", metavar="FILE", help="write the recommended launch file to this file")
     text = "also trace a step with fake tensors: under the recommended launch file, those named, or `all`"
     verb.add_argument("--trace", nargs="?", const="recommended", metavar="A,B,…", help=text)
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
     add_recipe_arguments(verb)
 
-    verb = add_verb(verbs, "schema", schema, "print the JSON schema of recipes, for editors")
+    verb = arguments.add_verb(verbs, schema)
     verb.add_argument("--path", action="store_true", help="print the path of the installed schema file instead")
 
 
 def init(parsed: argparse.Namespace) -> None:
-    """`finetune init`."""
-    prepare_libraries()
+    """Create a project that runs as it is: recipe, launch files, README."""
+    arguments.prepare_libraries()
     hub_access.require_model(parsed.model, "--model")
     from finetune.cli.new_project import Project, write_project
 
@@ -103,33 +88,33 @@ def init(parsed: argparse.Namespace) -> None:
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """`finetune launch`: the workers' launcher, once both files are checked."""
+    """Check a recipe and a launch file, then train."""
     from finetune.config import recipe_paths
 
-    recipe = load_named_recipe(parsed)
+    recipe = arguments.load_named_recipe(parsed)
     recipe_paths.check_paths(recipe)
     if parsed.dry_run:
         from finetune.distributed.launch.predicted_environment import predict_environment
         from finetune.training.dry_run import describe
 
-        go_offline_if_unreachable()
-        print(describe(recipe, predict_environment(parsed.config_file, launch_options(parsed), os.environ)))
+        hub_access.go_offline_if_unreachable()
+        print(describe(recipe, predict_environment(parsed.config_file, arguments.launch_options(parsed), os.environ)))
         return
     from finetune.distributed.launch.launcher import launch_workers
 
-    options = [word for option, value in launch_options(parsed).items() for word in (f"--{option}", value)]
+    options = [word for option, value in arguments.launch_options(parsed).items() for word in (f"--{option}", value)]
     words = [*["--quiet"] * parsed.quiet, parsed.recipe, *parsed.overrides]
     launch_workers(parsed.config_file, options, words, grace_s=recipe.guard.grace_s)
 
 
 def explain(parsed: argparse.Namespace) -> None:
-    """`finetune explain`."""
+    """Show where each value comes from, what it overrides, and what it means."""
     from finetune.diagnostics.explain import explain_values, select_values, value_as_json, value_page, values_table
     from finetune.utils.console import plain_console
 
     overrides = [word for word in parsed.words if "=" in word]
     keys = [word for word in parsed.words if "=" not in word]
-    values = explain_values(parsed.recipe, overrides, parsed.config_file, launch_options(parsed), os.environ)
+    values = explain_values(parsed.recipe, overrides, parsed.config_file, arguments.launch_options(parsed), os.environ)
     chosen = [value for key in keys for value in select_values(values, key)]
     if not keys:
         chosen = [value for value in values if parsed.all or not value.is_default]
@@ -141,12 +126,12 @@ def explain(parsed: argparse.Namespace) -> None:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """`finetune doctor`; returns 1 if a check fails."""
+    """Check whether this machine can run a recipe, and say what to fix."""
     from finetune.diagnostics.doctor.doctor import read_request, report_checks
 
-    # As the user has it: checks change it for themselves.
-    env = dict(os.environ)
-    asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, launch_options(parsed), env)
+    # The environment as the user has it: checks change it for themselves.
+    options, env = arguments.launch_options(parsed), dict(os.environ)
+    asked, problems = read_request(parsed.recipe, parsed.overrides, parsed.config_file, options, env)
     results = report_checks(asked, problems, quiet=parsed.json)
     if parsed.json:
         print(json.dumps([vars(result) for result in results], indent=2))
@@ -154,7 +139,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def data(parsed: argparse.Namespace) -> None:
-    """`finetune data`."""
+    """Prepare the data of a recipe and print a report on it."""
     from finetune.utils.console import plain_console
 
     recipe = load_checked(parsed)
@@ -178,18 +163,18 @@ def data(parsed: argparse.Namespace) -> None:
 
 
 def show(parsed: argparse.Namespace) -> None:
-    """`finetune show`."""
+    """Print the whole recipe, defaults included."""
     from finetune.config.recipe import dump_recipe
 
-    print(dump_recipe(load_named_recipe(parsed)), end="")
+    print(dump_recipe(arguments.load_named_recipe(parsed)), end="")
 
 
 def plan(parsed: argparse.Namespace) -> None:
-    """`finetune plan`."""
+    """Estimate memory, time, traffic and cost of a recipe under every launch file, without running it."""
     from finetune.utils.console import plain_console
 
-    recipe = load_named_recipe(parsed)
-    go_offline_if_unreachable()
+    recipe = arguments.load_named_recipe(parsed)
+    hub_access.go_offline_if_unreachable()
     with quick_imports():
         from finetune.planning import plan_report
         from finetune.planning.planner import machines_of, make_plan, write_launch_file
@@ -201,7 +186,7 @@ def plan(parsed: argparse.Namespace) -> None:
     if parsed.trace:
         from finetune.planning.trace import trace_launches
 
-        say = to_stderr if sys.stderr.isatty() else lambda _: None
+        say = arguments.to_stderr if sys.stderr.isatty() else lambda _: None
         found = trace_launches.trace_all(plan, trace_launches.find_wanted(plan, parsed.trace), parsed.stored, say)
     if parsed.json:
         print(plan_report.as_json(plan, found))
@@ -216,7 +201,7 @@ def plan(parsed: argparse.Namespace) -> None:
 
 
 def schema(parsed: argparse.Namespace) -> None:
-    """`finetune schema`."""
+    """Print the JSON schema of recipes, for editors."""
     from finetune.config.recipe import SCHEMA_FILE, json_schema
 
     print(SCHEMA_FILE if parsed.path else json.dumps(json_schema(), indent=2))

@@ -7,45 +7,34 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from finetune.cli.arguments import (
-    add_json_argument,
-    add_trust_argument,
-    add_verb,
-    load_named_recipe,
-    prepare_libraries,
-    to_stderr,
-)
+from finetune.cli import arguments
 from finetune.utils.errors import RecipeError
 from finetune.utils.shipped_files import recipe_file
 
 
-def add_run_verbs(verbs: Any) -> None:
+def add_verbs(verbs: Any) -> None:
     """Adds the verbs of this file."""
-    verb = add_verb(verbs, "audit", audit, "verify that each row of each epoch was used exactly once")
+    verb = arguments.add_verb(verbs, audit)
     verb.add_argument("run", help="a run directory, such as runs/sample")
     verb.add_argument("--steps", metavar="A:B", help="also list the rows that steps A to B used, counted from 1")
 
-    text = "compare a recipe under several launch files, or two finished runs, step by step"
-    verb = add_verb(verbs, "parity", parity, text)
+    verb = arguments.add_verb(verbs, parity)
     verb.add_argument("recipe", type=recipe_file, help="a recipe, by name or path, or the directory of a finished run")
     text = "a value that replaces the recipe's; or the directory of the other run"
     verb.add_argument("overrides", nargs="*", metavar="key.key=value", help=text)
-    text = "launch files, by name or path; the first is the reference"
-    verb.add_argument("--on", metavar="A,B,…", help=text)
+    verb.add_argument("--on", metavar="A,B,…", help="launch files, by name or path; the first is the reference")
     verb.add_argument("--steps", type=int, default=20, metavar="N", help="optimiser steps of each run (default: 20)")
     verb.add_argument("--shrink", action="store_true", help="use a small random network of the same architecture")
     verb.add_argument("--inject", metavar="FAULT", help="break the last run on purpose, to see that it is caught")
     verb.add_argument("--to", metavar="DIR", help="keep the runs in this folder (default: only runs that differ stay)")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
-    text = "repeat a step of a run exactly, and show its batch, loss and gradient norm"
-    verb = add_verb(verbs, "replay", replay, text)
+    verb = arguments.add_verb(verbs, replay)
     verb.add_argument("run", help="a run directory, such as runs/sample; nothing in it changes")
     verb.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1, as in metrics.jsonl")
-    add_trust_argument(verb)
+    arguments.add_trust_argument(verb)
 
-    text = "write an HTML report of a run, or of several runs side by side, that opens offline"
-    verb = add_verb(verbs, "report", report, text)
+    verb = arguments.add_verb(verbs, report)
     verb.add_argument("run", nargs="+", help="run directories, such as runs/sample; finished or still running")
     text = "the page (default: RUN/report/report.html, or report-A-B/report.html for several runs)"
     verb.add_argument("--to", metavar="FILE", help=text)
@@ -54,17 +43,17 @@ def add_run_verbs(verbs: Any) -> None:
     verb.add_argument("--host", help="with --live: the address to serve on (default: 127.0.0.1)")
     verb.add_argument("--port", type=int, help="with --live: the port (default: a free one)")
 
-    verb = add_verb(verbs, "watch", watch, "watch a run in the terminal: progress, losses, time left, last sample")
+    verb = arguments.add_verb(verbs, watch)
     verb.add_argument("run", help="a run directory, on this machine or mounted from another")
     verb.add_argument("--once", action="store_true", help="print the current state once, and exit")
 
-    verb = add_verb(verbs, "runs", runs, "list runs: status, step, best validation loss, launch, duration")
+    verb = arguments.add_verb(verbs, runs)
     verb.add_argument("directory", nargs="?", default="runs", help="where to look, at any depth (default: runs)")
-    add_json_argument(verb)
+    arguments.add_json_argument(verb)
 
 
 def audit(parsed: argparse.Namespace) -> int:
-    """`finetune audit`; returns 1 if a row was not used exactly once."""
+    """Verify that each row of each epoch was used exactly once."""
     from finetune.checkpoint import row_ledger
 
     directory = Path(parsed.run)
@@ -78,8 +67,8 @@ def audit(parsed: argparse.Namespace) -> int:
 
 
 def parity(parsed: argparse.Namespace) -> int:
-    """`finetune parity`; returns 1 if the runs are not on one path."""
-    prepare_libraries()
+    """Compare a recipe under several launch files, or two finished runs, step by step."""
+    arguments.prepare_libraries()
     if not Path(parsed.recipe).is_dir():
         return _compare_launches(parsed)
     if len(parsed.overrides) != 1 or parsed.on or parsed.inject or parsed.shrink or parsed.to:
@@ -87,14 +76,11 @@ def parity(parsed: argparse.Namespace) -> int:
             f"{parsed.recipe} is a directory: finished runs are compared as `finetune parity RUN_A RUN_B`, with no "
             "option but --json. To launch, give a recipe and `--on single,ddp`."
         )
-    from finetune.diagnostics.parity.compare import compare_runs
-    from finetune.diagnostics.parity.finished_run import read_finished
+    from finetune.diagnostics.parity.compare import compare_runs, read_finished
 
     places = [Path(parsed.recipe), Path(parsed.overrides[0]).expanduser()]
-    names = [place.name for place in places]
-    if names[0] == names[1]:
-        names = [str(place) for place in places]
-    runs = [read_finished(place, name) for place, name in zip(places, names, strict=True)]
+    alike = places[0].name == places[1].name
+    runs = [read_finished(place, str(place) if alike else place.name) for place in places]
     return _print_comparisons(parsed, [compare_runs(*runs)])
 
 
@@ -108,7 +94,7 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         )
     if given := [word for word in parsed.overrides if word.partition("=")[0].partition(".")[0] == "length"]:
         raise RecipeError(f"{' '.join(given)}: parity gives all runs the same few steps. Set how many with --steps.")
-    recipe = load_named_recipe(parsed)
+    recipe = arguments.load_named_recipe(parsed)
     from finetune.diagnostics.parity import launch_runs
     from finetune.diagnostics.parity.compare import compare_runs
 
@@ -116,51 +102,49 @@ def _compare_launches(parsed: argparse.Namespace) -> int:
         from finetune.diagnostics.fault_injection import FAULTS
 
         if parsed.inject not in FAULTS:
-            known = list(FAULTS)
-            raise RecipeError(
-                f"--inject: there is no fault '{parsed.inject}'{hint(parsed.inject, known)}; there are "
-                f"{', '.join(known)}."
-            )
+            near = hint(parsed.inject, list(FAULTS))
+            raise RecipeError(f"--inject: there is no fault '{parsed.inject}'{near}; there are {', '.join(FAULTS)}.")
     launches = launch_runs.find_launches(parsed.on)
     *_, last = launches
     folder = Path(parsed.to) if parsed.to else Path(tempfile.mkdtemp(prefix="finetune-parity-"))
-    holds = False
+    code = 1
     try:
         written = launch_runs.write_recipes(recipe, launches, folder, steps=parsed.steps, shrink=parsed.shrink)
         runs = []
         for name, launch in launches.items():
             fault = parsed.inject if name == last else None
-            runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault=fault, say=to_stderr))
+            broken = f", with {fault}" if fault else ""
+            arguments.to_stderr(f"\n{name}: {launch.num_processes} process(es), {launch.file}{broken}")
+            runs.append(launch_runs.launch_run(launch, written[name], folder / name, fault))
         comparisons = [compare_runs(runs[0], other) for other in runs[1:]]
         code = _print_comparisons(parsed, comparisons)
-        holds = code == 0
         if parsed.inject is not None:
             seen = "caught" if not comparisons[-1].holds else "NOT caught: it changes nothing in this recipe"
-            to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
+            arguments.to_stderr(f"{last} was broken on purpose by {parsed.inject}, which was {seen}")
         return code
     finally:
-        if parsed.to is None and (holds or not any((folder / name).exists() for name in launches)):
+        if parsed.to is None and (code == 0 or not any((folder / name).exists() for name in launches)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            to_stderr(f"the runs are in {folder}")
+            arguments.to_stderr(f"the runs are in {folder}")
 
 
 def _print_comparisons(parsed: argparse.Namespace, comparisons: list[Any]) -> int:
-    from finetune.diagnostics.parity import parity_report
+    from finetune.diagnostics.parity import compare
     from finetune.utils.console import plain_console
 
     if parsed.json:
-        print(json.dumps(parity_report.report_as_json(comparisons), indent=2))
+        print(json.dumps(compare.report_as_json(comparisons), indent=2))
     else:
-        parity_report.print_report(comparisons, plain_console())
+        compare.print_report(comparisons, plain_console())
     return 0 if all(comparison.holds for comparison in comparisons) else 1
 
 
 def replay(parsed: argparse.Namespace) -> int:
-    """`finetune replay`; returns 1 if the step is not what the run has written down."""
+    """Repeat a step of a run exactly, and show its batch, loss and gradient norm."""
     from finetune.utils.console import plain_console
 
-    prepare_libraries()
+    arguments.prepare_libraries()
     from finetune.diagnostics.replay import replay_step
 
     found = replay_step(Path(parsed.run), parsed.step, trust_remote_code=parsed.trust_remote_code)
@@ -169,37 +153,35 @@ def replay(parsed: argparse.Namespace) -> int:
 
 
 def report(parsed: argparse.Namespace) -> None:
-    """`finetune report`."""
+    """Write an HTML report of a run, or of several runs side by side, that opens offline."""
+    from finetune.diagnostics.run_report.write_and_serve import serve_live, write_report
+
     runs = [Path(run) for run in parsed.run]
     if parsed.live:
-        from finetune.diagnostics.run_report.live_server import serve_live
-
         if parsed.to is not None:
             raise RecipeError("--live serves the page, and writes no file. Remove --to or --live.")
-        serve_live(runs, to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
+        serve_live(runs, arguments.to_stderr, price=parsed.price, host=parsed.host, port=parsed.port)
         return
     if parsed.host is not None or parsed.port is not None:
         raise RecipeError("--host and --port are for --live. Add --live, or remove them.")
-    from finetune.diagnostics.run_report.write_report import write_report
-
     files = write_report(runs, Path(parsed.to) if parsed.to else None, price=parsed.price)
     print("\n".join(f"Written: {file}" for file in files))
 
 
 def watch(parsed: argparse.Namespace) -> None:
-    """`finetune watch`."""
+    """Watch a run in the terminal: progress, losses, time left, last sample."""
     from rich.console import Console
 
-    from finetune.diagnostics.watch import watch_run
+    from finetune.diagnostics.watch_and_list import watch_run
 
     watch_run(Path(parsed.run), Console(highlight=False), once=parsed.once)
 
 
 def runs(parsed: argparse.Namespace) -> None:
-    """`finetune runs`."""
+    """List runs: status, step, best validation loss, launch, duration."""
     from rich.console import Console
 
-    from finetune.diagnostics.list_runs import list_runs, runs_table
+    from finetune.diagnostics.watch_and_list import list_runs, runs_table
 
     found = list_runs(Path(parsed.directory))
     if parsed.json:

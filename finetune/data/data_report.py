@@ -21,6 +21,16 @@ WORDS = {
     DUPLICATE_KEY: "records have a key more than once, and its last value counts",
 }
 """Words for each kind of finding."""
+COUNTED = {
+    "duplicates": "duplicate documents",
+    "empty": "empty documents",
+    "over_long": "documents longer than a row",
+    "truncated": "documents truncated",
+    "dropped": "documents left out as too long",
+    "remainder_rows": "incomplete rows left out",
+    "overlap": "documents that are training documents too",
+}
+"""Words for counts of a `SplitReport`."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +178,7 @@ class DataReport:
 def _notes(split: SplitReport) -> list[tuple[int, str]]:
     """Counts of what was found in the documents."""
     notes = [
-        (split.duplicates, "duplicate documents"),
-        (split.empty, "empty documents"),
-        (split.over_long, "documents longer than a row"),
-        (split.truncated, "documents truncated"),
-        (split.dropped, "documents left out as too long"),
-        (split.remainder_rows, "incomplete rows left out"),
-        (split.overlap, "documents that are training documents too"),
+        *((getattr(split, key), what) for key, what in COUNTED.items()),
         *((count, f"conversations left out ({kind})") for kind, count in split.broken.items()),
     ]
     if split.chat is not None:

@@ -5,7 +5,7 @@ Imports no torch, so that it answers at once. Contradictions are errors here as 
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from finetune.utils.errors import RecipeError
 
 # Longer values are cut in the table; a key's own page has them whole.
 _WIDEST = 36
+_IN_FILE = ("recipe file", "launch file", "ds_config")
 # Columns of a path that is shortened, and of a terminal with room for units.
 _LONG_PATH, _WITH_UNITS = 24, 120
 
@@ -36,11 +37,7 @@ def explain_values(
     options: Mapping[str, str],
     env: Mapping[str, str],
 ) -> list[Value]:
-    """Returns every effective value of both planes.
-
-    Args:
-        options: Options of the launcher that differ from the launch file.
-        env: Environment in which the launch would be started.
+    """Returns every effective value of both planes, for the launcher's options and the environment of a launch.
 
     Raises:
         FinetuneError: As a run would.
@@ -82,28 +79,30 @@ def recipe_values(
     trees: Sequence[Mapping[str, Any]],
     derived: Mapping[str, Setting],
 ) -> list[Value]:
-    """Returns every effective value of a recipe.
-
-    Args:
-        trees: Its `recipe_layers`.
-        derived: Settings that replace `auto`.
-    """
-    lines, stages = places(file), [flat(tree) for tree in trees]
-    found = []
-    for key, value in flat(recipe.model_dump(mode="json")).items():
-        settings = _layers_of(key, file, lines, overrides, stages)
+    """Returns every effective value of a recipe with these `recipe_layers`; `derived` settings replace `auto`."""
+    fields, lines, found = Recipe.model_fields, places(file), []
+    # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
+    in_force = [name for name, field in fields.items() if field.default is None and getattr(recipe, name) is not None]
+    # Keys that are given: by the file, and then after each override.
+    stages = [flat(tree) for tree in trees]
+    for stage in stages:
+        sections = {key.split(".")[0] for key, value in stage.items() if value is not None or "." in key}
+        stage |= {name: "given" for name in in_force if name in sections}
+    for key, value in {**flat(recipe.model_dump(mode="json")), **dict.fromkeys(in_force, "given")}.items():
+        settings, default = [], None
+        if (field := _field_of(key)) is not None:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            settings.append(Setting("default", "", list(default) if isinstance(default, tuple) else default))
+        if key in stages[0]:
+            settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
+        for override, before, after in zip(overrides, stages, stages[1:], strict=False):
+            if concerns_key(override, key) and (key in before or key in after):
+                settings.append(Setting("command line", override, after.get(key, default)))
         if settings[-1].layer != "default":
             # As the recipe reads it: 1 may be 1.0.
             settings[-1] = Setting(settings[-1].layer, settings[-1].place, value)
-        settings += [derived[key]] if key in derived else []
-        found.append(_explained(key, settings))
-    for name, field in Recipe.model_fields.items():
-        # A section that may be left out is a value of its own: `chat: {}` is all that it takes.
-        if field.default is None and getattr(recipe, name) is not None:
-            found.append(
-                _explained(name, _layers_of(name, file, lines, overrides, [_with_section(s, name) for s in stages]))
-            )
-    order = list(Recipe.model_fields)
+        found.append(_explained(key, [*settings, derived[key]] if key in derived else settings))
+    order = list(fields)
     return sorted(found, key=lambda value: (order.index(value.key.split(".")[0]), "." in value.key))
 
 
@@ -117,34 +116,6 @@ def _explained(key: str, settings: Sequence[Setting]) -> Value:
     unit = next((text for text in field.metadata if isinstance(text, str)), "")
     section = top if section_in(Recipe.model_fields[top].annotation) else "recipe"
     return Value(key, section, tuple(settings), meaning, unit)
-
-
-def _layers_of(
-    key: str, file: str, lines: Mapping[str, int], overrides: Sequence[str], stages: Sequence[Mapping[str, Any]]
-) -> list[Setting]:
-    """Returns every layer that gives a key, in order.
-
-    Args:
-        stages: The keys that are given: by the file, and then after each override.
-    """
-    field = _field_of(key)
-    settings = []
-    if field is not None:
-        default = field.get_default(call_default_factory=True, validated_data={})
-        settings.append(Setting("default", "", list(default) if isinstance(default, tuple) else default))
-    if key in stages[0]:
-        settings.append(Setting("recipe file", place_of(key, file, lines), stages[0][key]))
-    for override, before, after in zip(overrides, stages, stages[1:], strict=False):
-        if concerns_key(override, key) and (key in before or key in after):
-            fallback = settings[0].value if field is not None else None
-            settings.append(Setting("command line", override, after.get(key, fallback)))
-    return settings
-
-
-def _with_section(stage: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """Returns a stage in which a section that is given is a key of its own."""
-    is_given = stage.get(section) is not None or any(key.startswith(f"{section}.") for key in stage)
-    return {**stage, section: "given"} if is_given else stage
 
 
 def _field_of(key: str) -> FieldInfo | None:
@@ -183,11 +154,15 @@ def value_page(value: Value) -> Group:
 def values_table(values: Sequence[Value], width: int) -> Group:
     """Returns tables by section: key, value, who set it, and what that replaced; and paths that are shortened.
 
-    Args:
-        width: Columns of the terminal. In a narrow one, units are left to a key's own page.
+    In a terminal of few columns, units are left to a key's own page.
     """
     said = [value for value in values if value.settings]
-    files = _names_of_files(value.settings[-1] for value in said)
+    setters = [value.settings[-1] for value in said]
+    in_file = [setter.place for setter in setters if setter.layer in _IN_FILE and setter.place]
+    paths = list(dict.fromkeys(place.rpartition(":")[0] for place in in_file))
+    last = [Path(path).name for path in paths]
+    # Of a long path the last part, where no other file has that name.
+    files = {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
     parts: list[RenderableType] = [f"{name} is {path}" for path, name in files.items() if name != path]
     for section in dict.fromkeys(value.section for value in said):
         rows = plain_table("", "", "")
@@ -199,24 +174,11 @@ def values_table(values: Sequence[Value], width: int) -> Group:
     return Group(*parts)
 
 
-def _names_of_files(settings: Iterable[Setting]) -> dict[str, str]:
-    """Returns names of the files that set keys, by path: of a long path the last part."""
-    paths = list(dict.fromkeys(setting.place.rpartition(":")[0] for setting in settings if _in_file(setting)))
-    last = [Path(path).name for path in paths]
-    return {p: n if len(p) > _LONG_PATH and last.count(n) == 1 else p for p, n in zip(paths, last, strict=True)}
-
-
-def _in_file(setting: Setting) -> bool:
-    return setting.layer in ("recipe file", "launch file", "ds_config") and bool(setting.place)
-
-
 def _table_row(value: Value, files: Mapping[str, str], *, units: bool) -> tuple[str, ...]:
     last = value.settings[-1]
-    if _in_file(last):
-        path, _, line = last.place.rpartition(":")
-        where = f"{files[path]}:{line}"
-    else:
-        where = last.layer if last.layer == "derived" and not units else _setter(last)
+    path, _, line = last.place.rpartition(":")
+    where = last.layer if last.layer == "derived" and not units else _setter(last)
+    where = f"{files[path]}:{line}" if path in files else where
     # A value of None was not given.
     before = [f"{_shortened(_in_words(s.value))} ({s.layer})" for s in value.overridden if s.value is not None]
     return (

@@ -17,7 +17,7 @@ from rich.console import Console
 from finetune.checkpoint import integrity, row_ledger, run_facts, trusted_code
 from finetune.checkpoint.checkpoint_store import find_checkpoint, open_store, step_of
 from finetune.config.recipe import load_recipe
-from finetune.config.recipe_schema import CheckpointSection, EvalSection, Recipe
+from finetune.config.recipe_schema import CheckpointSection, EvalSection
 from finetune.diagnostics.parity.compare import relative_difference, tolerance_between
 from finetune.monitoring.step_all_reduce import StepOutput
 from finetune.optim import lr_schedule
@@ -103,9 +103,7 @@ def _in_words(value: float | None) -> str:
 def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False) -> Replayed:
     """Takes step `number` of a run, counted from 1, again. Nothing in the run's directory changes.
 
-    Args:
-        trust_remote_code: Allows Python code that the run names or brings to run, though this user did not start it
-            on this machine.
+    With `trust_remote_code`, Python code that it names or brings may run, though this user did not start it here.
 
     Raises:
         RecipeError: If there is no such run or step, or the recipe would read other data or another model by now.
@@ -119,7 +117,18 @@ def replay_step(directory: Path, number: int, *, trust_remote_code: bool = False
     entry = _ledger_entry(directory, number)
     start = _nearest_checkpoint(directory, facts, number - 1)
     with temporary_folder() as folder:
-        run = build_run(_recipe_from(ran, facts, start, folder), quiet=True)
+        changed = {
+            "output": ran.output.model_copy(update={"dir": str(folder), "overwrite": False}),
+            # Differences are looked for afterwards, and reported in words of replay.
+            "resume": ran.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
+            "log": ran.log.model_copy(update={"trackers": ()}),
+            "sample": None,
+            "eval": EvalSection(),
+            "checkpoint": CheckpointSection(),
+            # What `precision: auto` came to.
+            "precision": facts["precision"],
+        }
+        run = build_run(ran.model_copy(update=changed), quiet=True)
         then, now = facts["identity"], run.identity
         if different := [key for key in then if key != "precision" and then[key] != now.get(key)]:
             raise RecipeError(
@@ -150,11 +159,7 @@ def _ledger_entry(directory: Path, number: int) -> row_ledger.Used:
 
 
 def _nearest_checkpoint(directory: Path, facts: dict[str, Any], most: int) -> str | None:
-    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run.
-
-    Raises:
-        CheckpointError: If the run began from another one's checkpoint, and that is gone.
-    """
+    """Returns the newest whole checkpoint of at most so many steps, or None for the beginning of the run."""
     store = open_store(directory)
     for name in store.list_names():
         if (step_of(name) or 0) <= most:
@@ -172,22 +177,6 @@ def _nearest_checkpoint(directory: Path, facts: dict[str, Any], most: int) -> st
     )
 
 
-def _recipe_from(recipe: Recipe, facts: dict[str, Any], start: str | None, folder: Path) -> Recipe:
-    """Returns the run's recipe, to be built from a checkpoint in a directory that nobody keeps."""
-    given = {
-        "output": recipe.output.model_copy(update={"dir": str(folder), "overwrite": False}),
-        # Differences are looked for afterwards, and reported in words of replay.
-        "resume": recipe.resume.model_copy(update={"mode": start or "never", "allow": tuple(facts["identity"])}),
-        "log": recipe.log.model_copy(update={"trackers": ()}),
-        "sample": None,
-        "eval": EvalSection(),
-        "checkpoint": CheckpointSection(),
-        # What `precision: auto` came to.
-        "precision": facts["precision"],
-    }
-    return recipe.model_copy(update=given)
-
-
 def _take_step(run: BuiltRun, step: int) -> StepOutput:
     """Takes a step as the loop does."""
     lr_schedule.set_learning_rates(run.optimizer, step, run.length.num_steps, run.recipe)
@@ -199,7 +188,19 @@ def _compare_step(
 ) -> Replayed:
     """Takes the step of a line of the ledger, and compares it with what the run has written down."""
     step, number = entry.step, entry.step + 1
-    rows = [_replayed_row(run, row) for row in entry.rows.tolist()]
+    source = run.data.train
+    assert source is not None
+    batches = [source.batch(np.array([row])) for row in entry.rows]
+    sent = (batch_to_device(batch, run.backend.device) for batch in batches)
+    run.model.eval()
+    with torch.no_grad():
+        rows = [
+            ReplayedRow(int(row), source.num_targets(np.array([row])), loss_sum.item(), _text(run, batch))
+            for row, batch, loss_sum in zip(
+                entry.rows, batches, run.backend.evaluate_batches(run.model, run.task.loss_sum, sent), strict=True
+            )
+        ]
+    run.model.train()
     taken = _take_step(run, step)
     losses, sync = taken.losses.double(), taken.sync.read()
     values = {
@@ -232,18 +233,6 @@ def _compare_step(
         for index, loss in enumerate(losses.tolist())
     ]
     return Replayed(number, start, entry.position, parts, now, then, incident, differences)
-
-
-def _replayed_row(run: BuiltRun, number: int) -> ReplayedRow:
-    rows = run.data.train
-    assert rows is not None
-    batch = rows.batch(np.array([number]))
-    run.model.eval()
-    with torch.no_grad():
-        sent = batch_to_device(batch, run.backend.device)
-        (loss_sum,) = run.backend.evaluate_batches(run.model, run.task.loss_sum, [sent])
-    run.model.train()
-    return ReplayedRow(number, rows.num_targets(np.array([number])), loss_sum.item(), _text(run, batch))
 
 
 def _text(run: BuiltRun, batch: dict[str, torch.Tensor]) -> str:

@@ -1,8 +1,10 @@
-"""Metrics: `metrics.jsonl` first, then a progress bar and trackers."""
+"""Metrics: `metrics.jsonl` first, then a progress bar and trackers; and the time of the phases of steps."""
 
 import math
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,23 +30,17 @@ class Reporter:
     """Writes metrics on rank 0, and shows progress there: a bar on a terminal, a line for each log step elsewhere."""
 
     def __init__(self, backend: Backend, directory: Path, num_steps: int, *, trackers: Trackers, quiet: bool) -> None:
-        """
-        Args:
-            trackers: Hear what `metrics.jsonl` does, while the reporter is entered.
-        """
+        """`trackers` hear what `metrics.jsonl` does, while the reporter is entered."""
         self._main = backend.is_main
-        self._quiet = quiet or not self._main
         self._num_steps = num_steps
         self._journal = Journal(directory / "metrics.jsonl")
         self._trackers = trackers
-        self.console = Console(stderr=True, highlight=False, quiet=self._quiet, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, quiet=quiet or not self._main, soft_wrap=True)
         self._progress: Progress | None = None
-        self._values: dict[str, Any] | None = None
-        self._validation: float | None = None
-        if self.console.is_terminal and not self._quiet and num_steps:
-            columns = (TextColumn("step {task.completed}/{task.total}"), TextColumn("{task.fields[figures]}"))
-            self._progress = progress_bar(self.console, *columns)
-            self._task = self._progress.add_task("training", total=num_steps, figures="")
+        if self.console.is_terminal and not self.console.quiet and num_steps:
+            figures = TextColumn("{task.fields[loss]}{task.fields[validation]}{task.fields[rate]}")
+            self._progress = progress_bar(self.console, TextColumn("step {task.completed}/{task.total}"), figures)
+            self._task = self._progress.add_task("training", total=num_steps, loss="", validation="", rate="")
 
     def __enter__(self) -> Self:
         if self._main:
@@ -68,30 +64,21 @@ class Reporter:
         line = {**finite, "time": round(time.time(), 3)}
         if (reason := self._journal.write(line)) is not None:
             self.warn(f"Cannot write {reason}. It is kept in memory, and tried again.")
-        if "validation_loss" in values:
-            self._validation = values["validation_loss"]
-            self._show_figures()
+        if "validation_loss" in values and self._progress is not None:
+            self._progress.update(self._task, validation=f"val {values['validation_loss']:.4f}  ")
         self._warn_all(self._trackers.add(line))
 
     def step(self, step: int, values: dict[str, Any] | None) -> None:
         """Shows that a step is done; `values` on log steps."""
+        figures: dict[str, Any] = {}
+        if values is not None:
+            rate = values["tokens_per_s"]
+            figures["loss"] = f"loss {values['loss']:.4f}  "
+            figures["rate"] = "compiling" if rate is None else f"{rate:,.0f} targets/s"
         if self._progress is not None:
-            self._values = values or self._values
-            self._show_figures()
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, **figures)
         elif values is not None:
-            figures = f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  {self._rate(values)}"
-            self.say(f"step {step}/{self._num_steps}  {figures}")
-
-    def _show_figures(self) -> None:
-        if self._progress is not None and self._values is not None:
-            validation = "" if self._validation is None else f"val {self._validation:.4f}  "
-            figures = f"loss {self._values['loss']:.4f}  {validation}{self._rate(self._values)}"
-            self._progress.update(self._task, figures=figures)
-
-    def _rate(self, values: dict[str, Any]) -> str:
-        rate = values["tokens_per_s"]
-        return "compiling" if rate is None else f"{rate:,.0f} targets/s"
+            self.say(f"step {step}/{self._num_steps}  {figures['loss']}lr {values['lr']:.2e}  {figures['rate']}")
 
     def warn(self, text: str) -> None:
         """A line that people must see, on rank 0, also where they asked for errors only."""
@@ -104,12 +91,44 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""
-        if not self._quiet:
-            self.console.print(text, markup=False)
-            sys.stderr.flush()
+        self.console.print(text, markup=False)
+        sys.stderr.flush()
 
 
 def warn(text: str) -> None:
     """A line that people must see, on whatever rank."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
     sys.stderr.flush()
+
+
+class PhaseTimer:
+    """Splits time into named parts without making the host wait for the device.
+
+    On a GPU, parts are measured between events, and read when the totals are asked for.
+    """
+
+    def __init__(self, device: torch.device, also: Callable[[str], None] = lambda name: None) -> None:
+        """`also` is told of each mark."""
+        self._cuda = device.type == "cuda"
+        self._also = also
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        """The time from here to the next mark belongs to `name`."""
+        self._also(name)
+        if self._cuda:
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def totals(self) -> dict[str, float]:
+        """Seconds a name since the last call. Waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        totals: defaultdict[str, float] = defaultdict(float)
+        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            totals[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
+        self._marks = self._marks[-1:]
+        return dict(totals)

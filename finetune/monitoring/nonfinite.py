@@ -28,10 +28,7 @@ class NonFiniteGuard:
     """
 
     def __init__(self, backend: Backend, max_skipped: int, before: dict[str, dict[str, int]] | None = None) -> None:
-        """
-        Args:
-            before: What `state` was when the checkpoint was saved that the run resumes from.
-        """
+        """`before` is the `state` in the checkpoint that the run resumes from."""
         self._backend, self._max_skipped = backend, max_skipped
         self._last: StepOutput | None = None
         before = before or {}
@@ -51,13 +48,9 @@ class NonFiniteGuard:
         return sum(self.counts.values())
 
     def check(self, output: StepOutput | None) -> dict[str, Any] | None:
-        """Takes a step in, and returns what happened in the one before if that was skipped. Every rank must call it.
+        """Takes in the newest step, or None at the end, and returns the incident of the one before if it was skipped.
 
-        Args:
-            output: The newest step; None looks at the last one now.
-
-        Returns:
-            None, or the incident; it is `fatal` if too many steps in a row were skipped: `diverged` is what to raise.
+        It is `fatal` if too many steps in a row were skipped: `diverged` is what to raise. Every rank must call it.
         """
         before, self._last = self._last, output
         if before is None:
@@ -66,16 +59,13 @@ class NonFiniteGuard:
         if math.isfinite(norm):
             self._in_a_row = dict.fromkeys(self._in_a_row, 0)
             return None
-        return self._incident(before, norm)
-
-    def _incident(self, output: StepOutput, norm: float) -> dict[str, Any]:
         backend, mesh = self._backend, self._backend.mesh
-        accumulation, micro = len(output.rows), len(output.rows[0])
+        accumulation, micro = len(before.rows), len(before.rows[0])
         losses = torch.zeros(accumulation, mesh.data_size, dtype=torch.float64, device=backend.device)
         if mesh.counts_loss:
-            losses[:, mesh.data_rank] = output.losses.double()
+            losses[:, mesh.data_rank] = before.losses.double()
         rows = torch.zeros(accumulation, mesh.data_size, micro, dtype=torch.int64, device=backend.device)
-        for index, own in enumerate(output.rows if mesh.counts_rows else []):
+        for index, own in enumerate(before.rows if mesh.counts_rows else []):
             rows[index, mesh.data_rank] = torch.as_tensor(own, device=backend.device)
         seen, ids = backend.all_reduce_sum(losses).tolist(), backend.all_reduce_sum(rows).tolist()
         finite = all(math.isfinite(loss) for per_rank in seen for loss in per_rank)
@@ -84,7 +74,7 @@ class NonFiniteGuard:
         self.counts[kind] += 1
         self._in_a_row[kind] += 1
         incident = {
-            "step": output.step + 1,
+            "step": before.step + 1,
             "kind": kind,
             "in_a_row": self._in_a_row[kind],
             "grad_norm": repr(norm),

@@ -15,11 +15,7 @@ class ShutdownHandler:
     """Turns signals, and the end of the launcher, into a request to stop at a step's boundary."""
 
     def __init__(self, grace_s: float, newest: Callable[[], str | None]) -> None:
-        """
-        Args:
-            grace_s: Seconds after a request until the process ends, saved or not.
-            newest: Finds the newest checkpoint, for what is said then.
-        """
+        """`grace_s` seconds after a request the process ends, saved or not, and names the `newest` checkpoint."""
         self.reason: str | None = None
         """Why this rank wants to stop, or None."""
         self._grace_s, self._newest = grace_s, newest

@@ -16,7 +16,6 @@ import yaml
 from finetune.utils.atomic_files import read_whole_lines, remove_path, write_text
 
 _PROJECT = "finetune"
-_TEXTS = ("sample",)
 
 
 # Each tracker has `add`, which writes lines of `metrics.jsonl` (numbers as scalars, samples as text, at their step and
@@ -86,27 +85,18 @@ class _Wandb:
         # A page of a sample that is opened by itself would load a style sheet.
         self._html: Any = partial(wandb.Html, inject=False)
         # The machine, the command line, installed packages and what is printed are left out.
-        settings = wandb.Settings(
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            disable_job_creation=True,
-            save_code=False,
-            silent=True,
-            x_disable_machine_info=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
+        options = dict.fromkeys(("disable_code", "disable_git", "disable_job_creation", "silent"), True)
+        options |= dict.fromkeys(("x_disable_machine_info", "x_disable_meta", "x_disable_stats"), True)
+        options |= dict.fromkeys(("save_code", "x_save_requirements"), False)
+        settings = wandb.Settings(console="off", **options)
         folder.mkdir(parents=True, exist_ok=True)
-        resume: Any = "allow" if mode == "online" else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=name,
             id=run_id,
             dir=str(folder),
             mode=mode,
-            resume=resume,
+            resume="allow" if mode == "online" else None,
             config=config,
             settings=settings,
         )
@@ -134,10 +124,7 @@ class Trackers:
     """
 
     def __init__(self, names: tuple[str, ...], directory: Path, config: dict[str, Any]) -> None:
-        """
-        Args:
-            config: `recipe` and `launch` of the run, as plain values.
-        """
+        """`config` has `recipe` and `launch` of the run, as plain values."""
         self._names, self._directory, self._open = names, directory, dict[str, _Tracker]()
         self._config: dict[str, Any] = json.loads(json.dumps(config, default=str))
 
@@ -181,10 +168,9 @@ class Trackers:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    about = ("step", "time")
-    numbers = {key: value for key, value in line.items() if key not in about and isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if math.isfinite(value)}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return {key: value for key, value in numbers.items() if key not in ("step", "time")}
 
 
 def _texts(line: dict[str, Any]) -> dict[str, str]:
-    return {key: line[key] for key in _TEXTS if key in line}
+    return {key: value for key, value in line.items() if isinstance(value, str)}

@@ -39,10 +39,9 @@ from finetune.models.build_network import init_weights, set_stop_tokens
 from finetune.models.forward_wrapper import ForwardWrapper, unwrap
 from finetune.models.pretrained_files import Weights
 from finetune.monitoring.flops import flops_per_target
-from finetune.monitoring.metrics import Reporter, warn
+from finetune.monitoring.metrics import PhaseTimer, Reporter, warn
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
-from finetune.monitoring.timer import PhaseTimer
 from finetune.monitoring.trackers import Trackers
 from finetune.optim import optimizers
 from finetune.tasks.metrics import Metric, build_metrics

@@ -11,9 +11,9 @@ import torch
 from finetune.data.rows.feed import Window
 from finetune.distributed.backend import Backend
 from finetune.models.forward_wrapper import unwrap
+from finetune.monitoring.metrics import PhaseTimer
 from finetune.monitoring.nonfinite import spread_nonfinite
 from finetune.monitoring.step_all_reduce import AsyncScalar, StepOutput, StepSync
-from finetune.monitoring.timer import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.tasks.task import Batch
 from finetune.training import outcome

@@ -14,10 +14,9 @@ from finetune.checkpoint.run_directory import RunDirectory
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Feed
 from finetune.distributed.backend import Backend
-from finetune.monitoring.metrics import Reporter
+from finetune.monitoring.metrics import PhaseTimer, Reporter
 from finetune.monitoring.nonfinite import NonFiniteGuard
 from finetune.monitoring.shutdown import ShutdownHandler
-from finetune.monitoring.timer import PhaseTimer
 from finetune.tasks.metrics import Metric
 from finetune.tasks.prompt_set import Prompt
 from finetune.tasks.task import Task, TaskData

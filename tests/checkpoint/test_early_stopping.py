@@ -18,9 +18,9 @@ from finetune.checkpoint.checkpoint_store import open_store
 from finetune.checkpoint.run_history import read_run
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
-from finetune.diagnostics import watch
-from finetune.diagnostics.list_runs import list_runs, runs_table
+from finetune.diagnostics import watch_and_list
 from finetune.diagnostics.run_report import charts, one_run
+from finetune.diagnostics.watch_and_list import list_runs, runs_table
 from finetune.utils.errors import RecipeError
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("early")]
@@ -150,7 +150,7 @@ def test_the_report_says_so(ended: Done) -> None:
     said = one_run.status_line(run)
     assert said == early_stop_sentence(ended.results["ended_early"])
     (loss, *_) = charts.charts_of([("run", run)])
-    assert [(mark.label, mark.sign, mark.x["step"]) for mark in loss.marks] == [("best validation loss", "★", BEST)]
+    assert [(mark.label, mark.sign, mark.step) for mark in loss.marks] == [("best validation loss", "★", BEST)]
     assert f"step {BEST}" in str(one_run.main_figures(run, None))
     (listed,) = list_runs(ended.directory)
     assert (listed.ended_early, listed.status, listed.best_step, listed.best_by) == (
@@ -160,7 +160,7 @@ def test_the_report_says_so(ended: Done) -> None:
         "validation_loss",
     )
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    console.print(runs_table([listed]), watch.run_screen(run, 200))
+    console.print(runs_table([listed]), watch_and_list.run_screen(run, 200))
     said_here = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ended early  14/60" in said_here
     assert f"@{BEST}" in said_here

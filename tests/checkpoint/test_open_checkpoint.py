@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import LIMIT_S, Launcher, Result, environment
-from matrix import MODEL, STEPS, STOP, straight
+from matrix import MODEL, STEPS, STOP, most_telling, straight
 
 pytestmark = [
     pytest.mark.xdist_group("zero3"),
@@ -58,8 +58,9 @@ def opened(kind: str, *folders: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(launcher: Launcher) -> dict[str, Result]:
-    """One run a kind, saved in the middle and at its end."""
-    return {kind: run.check() for kind, run in straight(launcher, "zero3").items()}
+    """One run a kind, saved in the middle and at its end; shared with the resume matrix."""
+    found = straight(launcher, "zero3", most_telling)
+    return {"full": found["full"].check(), "lora": found["lora_dropout"].check()}
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

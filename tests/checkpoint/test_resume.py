@@ -16,9 +16,8 @@ from inside import Crash, Done, copy, crash_after, forge, forge_state, mlp, run_
 
 from finetune.checkpoint import run_directory
 from finetune.checkpoint.run_history import read_run
-from finetune.diagnostics.list_runs import list_runs
-from finetune.diagnostics.parity.compare import compare_runs
-from finetune.diagnostics.parity.finished_run import read_finished
+from finetune.diagnostics.parity.compare import compare_runs, read_finished
+from finetune.diagnostics.watch_and_list import list_runs
 from finetune.export import find_weights
 from finetune.utils.atomic_files import read_lines
 from finetune.utils.errors import CheckpointError, RecipeError

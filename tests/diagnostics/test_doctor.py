@@ -24,7 +24,7 @@ from ranks import Place, free_port
 
 from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor import doctor, machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
@@ -122,32 +122,32 @@ TAKEN = {"network_checks.is_free": lambda number: False}
 UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
 PORT = {"launch": "ddp", "main_process_port": 29511}
 TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
-BROKEN = {"package_checks.run_probe": lambda *words, **options: ("", "Illegal instruction")}
+BROKEN = {"machine_checks.run_probe": lambda *words, **options: ("", "Illegal instruction")}
 LOOK = "finetune.distributed.native_ops.native_ops.inspect_ops"
 NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
 NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
 LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
 
 CASES: list[Case] = [
-    (package_checks.python, "failure", "3.8.1, needed is >=3.11", asking({"sys.version_info": (3, 8, 1)})),
-    (package_checks.packages, "failure", "peft is not installed", asking({VERSION: installed(peft=None)})),
-    (package_checks.packages, "failure", "torch 2.1.0, needed", asking({VERSION: installed(torch="2.1.0")})),
-    (package_checks.packages, "failure", "numpy 1.9, needed is >=2", asking({VERSION: installed(numpy="1.9")})),
-    (package_checks.packages, "warning", r"torch 99\.0 \(tested: 2", asking({VERSION: installed(torch="99.0")})),
+    (machine_checks.python, "failure", "3.8.1, needed is >=3.11", asking({"sys.version_info": (3, 8, 1)})),
+    (machine_checks.packages, "failure", "peft is not installed", asking({VERSION: installed(peft=None)})),
+    (machine_checks.packages, "failure", "torch 2.1.0, needed", asking({VERSION: installed(torch="2.1.0")})),
+    (machine_checks.packages, "failure", "numpy 1.9, needed is >=2", asking({VERSION: installed(numpy="1.9")})),
+    (machine_checks.packages, "warning", r"torch 99\.0 \(tested: 2", asking({VERSION: installed(torch="99.0")})),
     (
-        package_checks.packages,
+        machine_checks.packages,
         "warning",
         "deepspeed is not installed; ZeRO",
         asking({VERSION: installed(deepspeed=None)}),
     ),
     (
-        package_checks.packages,
+        machine_checks.packages,
         "failure",
         "deepspeed is not installed; ZeRO",
         asking({VERSION: installed(deepspeed=None)}, launch="zero2"),
     ),
     (
-        package_checks.packages,
+        machine_checks.packages,
         "failure",
         "bitsandbytes is not installed; model.quantization",
         asking({VERSION: installed(bitsandbytes=None)}, overrides=["model.quantization=nf4", "lora.rank=2"]),
@@ -173,9 +173,9 @@ CASES: list[Case] = [
     (machine_checks.ops, "warning", "cannot be compiled", asking({LOOK: NO_COMPILER})),
     (machine_checks.ops, "warning", "build lock", asking({LOOK: one_op(locked=True)})),
     (machine_checks.ops, "warning", "not compiled yet", asking({LOOK: one_op(built=False)})),
-    (package_checks.kernels, "warning", "Illegal", asking(BROKEN)),
+    (machine_checks.kernels, "warning", "Illegal", asking(BROKEN)),
     (
-        package_checks.kernels,
+        machine_checks.kernels,
         "failure",
         "the recipe needs it",
         asking(BROKEN, overrides=["model.quantization=nf4", "lora={}"]),
@@ -276,7 +276,7 @@ SOUND = {
     "shutil.disk_usage": free(100),
     "finetune.distributed.native_ops.native_ops.inspect_ops": one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
-    "finetune.diagnostics.doctor.package_checks.run_probe": lambda *words, **options: ("1.0", ""),
+    "finetune.diagnostics.doctor.machine_checks.run_probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,
     "finetune.diagnostics.doctor.network_checks.host_addresses": lambda name: ["10.0.0.1"],
     "finetune.utils.hub_access.accepts_connections": lambda address: True,
@@ -460,6 +460,6 @@ def test_looking_at_ops_builds_none(monkeypatch: Patch, tmp_path: Path) -> None:
 
 
 def test_findings_as_text() -> None:
-    assert doctor.result_as_text(CheckResult("disk", "ok", "much")) == "ok       disk: much"
-    text = doctor.result_as_text(CheckResult("disk", "failure", "a\n b", "make room"))
+    assert doctor.result_as_text(CheckResult("disk", "much")) == "ok       disk: much"
+    text = doctor.result_as_text(CheckResult("disk", "a\n b", "make room", status="failure"))
     assert text == "FAILURE  disk: a b\n         -> make room"

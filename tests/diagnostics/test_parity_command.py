@@ -21,10 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.cli import main
 from finetune.config.recipe import dump_recipe, load_recipe, validate_recipe
 from finetune.diagnostics.fault_injection import FAULTS
-from finetune.diagnostics.parity import compare, finished_run, small_model
-from finetune.diagnostics.parity.compare import compare_runs
-from finetune.diagnostics.parity.finished_run import read_finished
-from finetune.diagnostics.parity.launch_runs import find_launches, write_recipes
+from finetune.diagnostics.parity import compare
+from finetune.diagnostics.parity.compare import compare_runs, read_finished
+from finetune.diagnostics.parity.launch_runs import find_launches, shrink_model, write_recipes
 from finetune.utils.errors import RecipeError
 
 pytestmark = [
@@ -172,7 +171,7 @@ CHANGES = {
 
 
 @pytest.fixture
-def pair(launched: Any, tmp_path: Path) -> tuple[finished_run.FinishedRun, Path]:
+def pair(launched: Any, tmp_path: Path) -> tuple[compare.FinishedRun, Path]:
     """A run, and a copy of it to spoil."""
     source = launched[3] / "single"
     return read_finished(source), Path(shutil.copytree(source, tmp_path / "copy"))
@@ -292,7 +291,7 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
     large = AutoConfig.for_model(kind, **MODELS[kind])
     given = {"model_type": kind, "vocab_size": 512, **MODELS[kind]}
     recipe = validate_recipe(small(model={"config": given}))
-    tree = small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
+    tree = shrink_model(recipe)
     config = AutoConfig.for_model(**tree["model"]["config"])
     network = AutoModelForCausalLM.from_config(config)
     with torch.device("meta"):
@@ -308,10 +307,10 @@ def test_a_shrunk_network_is_small_and_of_its_architecture(kind: str) -> None:
 def test_what_cannot_be_shrunk_is_said() -> None:
     recipe = validate_recipe(small(model={"config": {"model_type": "falcon"}}))
     with pytest.raises(RecipeError, match="a small falcon cannot be derived"):
-        small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
+        shrink_model(recipe)
     recipe = validate_recipe(small(task={"name": "own_task:mlp"}))
     with pytest.raises(RecipeError, match="the task's own"):
-        small_model.shrink_model(recipe, recipe.model_dump(mode="json"))
+        shrink_model(recipe)
 
 
 def test_a_pretrained_model_is_shrunk_to_random_weights(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.diagnostics.parity import compare
-from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.diagnostics.parity.compare import FinishedRun
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from inside import Crash, copy, crash_after, mlp, run_here
 from plotly.offline import get_plotlyjs
 
 from finetune.checkpoint.run_history import read_run
-from finetune.diagnostics.run_report import charts, live_server, one_run, page, write_report
+from finetune.diagnostics.run_report import charts, one_run, page, write_and_serve
 from finetune.diagnostics.run_report.charts import MOST_POINTS, downsample_curve, running_mean
-from finetune.diagnostics.run_report.compare_runs import differing_keys
-from finetune.diagnostics.run_report.live_server import LiveServer, is_own_host
+from finetune.diagnostics.run_report.page import differing_keys
+from finetune.diagnostics.run_report.write_and_serve import LiveServer, is_own_host
 from finetune.utils.errors import RecipeError
 
 EVIL = "<script>window.spoiled = 1</script><img src=x onerror='window.spoiled = 2'></script>"
@@ -67,7 +67,7 @@ def browser() -> Iterator[Page]:
 
 
 def written(tmp_path: Path, *runs: Path, **options: Any) -> Path:
-    return write_report.write_report(list(runs), tmp_path / "page.html", **options)[0]
+    return write_and_serve.write_report(list(runs), tmp_path / "page.html", **options)[0]
 
 
 def data_of(file: Path) -> dict[str, Any]:
@@ -154,9 +154,12 @@ def test_several_runs_in_a_browser(finished: Path, other: Path, tmp_path: Path, 
 
 
 @needs_chromium
-def test_a_live_page_refreshes(finished: Path, tmp_path: Path, browser: Page, served: Any) -> None:
+def test_a_live_page_refreshes(
+    finished: Path, tmp_path: Path, browser: Page, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = copy(finished, tmp_path / "run")
-    server = served(run, refresh_s=0.2)
+    monkeypatch.setattr(write_and_serve, "REFRESH_S", 0.2)
+    server = served(run)
     shown = browser.open(server.url)
     points = "return document.querySelector('[data-chart=loss]').data[0].x.length"
     assert shown.js(points) == 20
@@ -260,14 +263,14 @@ def test_a_run_that_vanishes_is_said(finished: Path, tmp_path: Path, served: Any
 
 def test_files_beside_the_page(finished: Path, tmp_path: Path) -> None:
     run = copy(finished, tmp_path / "run")
-    files = write_report.write_report([run])
+    files = write_and_serve.write_report([run])
     assert files[0] == run / "report" / "report.html"
     assert {file.name for file in files[1:]} >= {"report-loss.png", "report-gradient-norm.png", "report-step-time.png"}
     for file in files[1:]:
         assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert file.stat().st_size > 5_000
     # Again: a report is replaced.
-    assert write_report.write_report([run]) == files
+    assert write_and_serve.write_report([run]) == files
 
 
 def test_files_of_several_runs_go_into_a_folder_of_their_own(
@@ -275,10 +278,10 @@ def test_files_of_several_runs_go_into_a_folder_of_their_own(
 ) -> None:
     runs = [copy(finished, tmp_path / "runs" / name) for name in ("a", "b", "c", "d", "e")]
     monkeypatch.chdir(tmp_path)
-    files = write_report.write_report(runs[:2])
+    files = write_and_serve.write_report(runs[:2])
     assert files[0] == Path("report-a-b/report.html")
     assert {file.parent for file in files} == {Path("report-a-b")}
-    write_report.write_report(runs)
+    write_and_serve.write_report(runs)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report-a-b", "report-a-b-c-2-more", "runs"]
 
 
@@ -339,14 +342,14 @@ def test_what_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RecipeError, match="holds no run"):
         written(tmp_path, tmp_path)
     with pytest.raises(RecipeError, match=r"ends in \.html"):
-        write_report.write_report([finished], tmp_path / "page.pdf")
+        write_and_serve.write_report([finished], tmp_path / "page.pdf")
     (tmp_path / "mine.html").write_text("<p>my own")
     with pytest.raises(RecipeError, match="is no report of this toolkit"):
-        write_report.write_report([finished], tmp_path / "mine.html")
+        write_and_serve.write_report([finished], tmp_path / "mine.html")
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="--to: "):
-        write_report.write_report([finished], tmp_path / "file" / "page.html")
-    monkeypatch.setattr(write_report, "EXTRA", ("plotly", "not_there_at_all"))
+        write_and_serve.write_report([finished], tmp_path / "file" / "page.html")
+    monkeypatch.setattr(write_and_serve, "EXTRA", ("plotly", "not_there_at_all"))
     with pytest.raises(RecipeError, match=r"not_there_at_all.*pip install 'finetune\[report\]'"):
         written(tmp_path, finished)
 
@@ -449,4 +452,4 @@ def test_live_options_need_live(finished: Path) -> None:
 
     assert main(["report", str(finished), "--port", "1"]) == 2
     assert main(["report", str(finished), "--live", "--to", "x.html"]) == 2
-    assert live_server.LOOPBACK == "127.0.0.1"
+    assert write_and_serve.LOOPBACK == "127.0.0.1"

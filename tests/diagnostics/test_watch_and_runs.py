@@ -13,8 +13,8 @@ from rich.console import Console
 
 from finetune.checkpoint.run_history import read_run
 from finetune.cli.main import main
-from finetune.diagnostics import watch
-from finetune.diagnostics.list_runs import list_runs
+from finetune.diagnostics import watch_and_list
+from finetune.diagnostics.watch_and_list import list_runs
 from finetune.utils.atomic_files import write_json
 
 
@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(run: Path, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    watch.watch_run(run, console, once=True)
+    watch_and_list.watch_run(run, console, once=True)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -106,10 +106,10 @@ def test_watching_ends_with_the_run(runs: Path, tmp_path: Path, monkeypatch: pyt
     start = {**facts["starts"][-1], "pid": os.getpid()}
     going = {key: value for key, value in facts.items() if key != "stopped"} | {"starts": [start]}
     (run / "run.json").write_text(json.dumps(going))
-    monkeypatch.setattr(watch, "REFRESH_S", 0.05)
+    monkeypatch.setattr(watch_and_list, "REFRESH_S", 0.05)
     screen = io.StringIO()
     console = Console(file=screen, width=80, height=40, force_terminal=True, highlight=False)
-    thread = threading.Thread(target=watch.watch_run, args=(run, console))
+    thread = threading.Thread(target=watch_and_list.watch_run, args=(run, console))
     thread.start()
     before = time.monotonic()
     while "running" not in screen.getvalue() and time.monotonic() - before < 60:

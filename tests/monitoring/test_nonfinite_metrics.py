@@ -12,8 +12,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
-from finetune.diagnostics.parity import compare, parity_report
-from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.diagnostics.parity import compare
+from finetune.diagnostics.parity.compare import FinishedRun
 from finetune.export import verify_export
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.training import preflight
@@ -51,10 +51,10 @@ def test_parity_sees_a_weight_that_is_not_finite_wherever_it_stands(tmp_path: Pa
     assert not found.holds
     assert found.tensor == (name, INF)
     assert f"tensor {name} is inf apart" in found.reasons[0]
-    said = json.loads(json.dumps(parity_report.report_as_json([found]), allow_nan=False))
+    said = json.loads(json.dumps(compare.report_as_json([found]), allow_nan=False))
     assert said["comparisons"]["other"]["tensor"] == {"name": name, "difference": None}
     console = Console(file=io.StringIO(), width=200)
-    parity_report.print_report([found], console)
+    compare.print_report([found], console)
     assert any(line.startswith("DRIFT") for line in console.file.getvalue().splitlines())
 
 

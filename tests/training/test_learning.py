@@ -37,9 +37,9 @@ def test_fine_tuning_lowers_the_loss_on_lower_cased_stories(launcher: Launcher) 
     lower = {
         "model": {"name": MODEL},
         "data": {
-            "train": stories("train", limit=2000),
-            "validation": stories("validation", limit=200),
-            "sequence_length": 256,
+            "train": stories("train", limit=1000),
+            "validation": stories("validation", limit=100),
+            "sequence_length": 128,
             "lowercase": True,
         },
         "batch": {"global_size": 16, "micro_size": 8},

@@ -23,7 +23,7 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.resolve_config import derive_accumulation
 from finetune.distributed.strategies import gradient_norm
 from finetune.models.forward_wrapper import ForwardWrapper
-from finetune.monitoring.timer import PhaseTimer
+from finetune.monitoring.metrics import PhaseTimer
 from finetune.optim import lr_schedule
 from finetune.optim.optimizers import build_optimizer, parameter_groups
 from finetune.tasks.training_length import Length, measure_length

@@ -96,7 +96,8 @@ def test_the_bar_shows_loss_validation_loss_rate_and_time_left(tmp_path: Path, m
 
 def figures(reporter: metrics.Reporter) -> str:
     assert reporter._progress is not None
-    return reporter._progress.tasks[0].fields["figures"]
+    fields = reporter._progress.tasks[0].fields
+    return "".join(fields[name] for name in ("loss", "validation", "rate"))
 
 
 def test_the_model_has_a_card_with_its_losses(trained: Done) -> None:

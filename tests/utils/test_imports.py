@@ -41,7 +41,6 @@ LIGHT = [
     "cli/recipe_verbs",
     "cli/model_verbs",
     "cli/run_verbs",
-    "cli/machine_verbs",
     "cli/arguments",
     "training/entry_point",
     "distributed/launch/launcher",

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-
-Status = Literal["ok", "warning", "failure"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,11 @@ class CheckResult:
     """Line of the report."""
 
     check: str
-    status: Status
+    status: Literal["ok", "warning", "failure"] = field(default="ok", kw_only=True)
+    """`warning`: a run would go, but slower, or not as meant; `failure`: it would fail."""
     found: str
     advice: str = ""
-    """Advice for the user."""
+    """Advice for the user; without it, what was found says what to do, as errors do."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,15 @@ class Asked:
         return self.foreseen.asked.num_machines if self.foreseen else 1
 
 
-def ok(check: str, found: str) -> CheckResult:
-    """Returns a result of a check that found nothing wrong."""
-    return CheckResult(check, "ok", found)
+ok = CheckResult
+warning = partial(CheckResult, status="warning")
+failure = partial(CheckResult, status="failure")
 
 
-def warning(check: str, found: str, advice: str) -> CheckResult:
-    """Returns a result for a run that would go, but slower, or not as meant."""
-    return CheckResult(check, "warning", found, advice)
-
-
-def failure(check: str, found: str, advice: str = "") -> CheckResult:
-    """Returns a result for a run that would fail; without advice, what was found says what to do, as errors do."""
-    return CheckResult(check, "failure", found, advice)
-
-
-def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float) -> tuple[str, str]:
+def run_probe(script: str, *words: str, env: Mapping[str, str], limit_s: float = 120.0) -> tuple[str, str]:
     """Runs a Python script in a process of its own, which a native library may end; nothing that it starts outlives it.
+
+    The limit has room for an import of torch from a slow disk.
 
     Returns:
         Output of the script, or the last line of its complaint.

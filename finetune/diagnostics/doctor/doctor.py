@@ -7,24 +7,22 @@ from typing import Any
 from rich.console import Console
 
 from finetune.config.recipe import load_recipe
-from finetune.diagnostics.doctor import machine_checks, network_checks, package_checks
+from finetune.diagnostics.doctor import machine_checks, network_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.tasks.task_lookup import BUILT_IN
 from finetune.utils.console import plain_console
 from finetune.utils.errors import FinetuneError
 
-Check = Callable[[Asked], Iterable[CheckResult]]
-
 # In the order of the report. Each looks at one thing, and says at least one line.
-CHECKS: list[Check] = [
-    package_checks.python,
-    package_checks.packages,
+CHECKS: list[Callable[[Asked], Iterable[CheckResult]]] = [
+    machine_checks.python,
+    machine_checks.packages,
     machine_checks.gpus,
     machine_checks.dtypes,
     machine_checks.agreement,
     machine_checks.ops,
-    package_checks.kernels,
+    machine_checks.kernels,
     machine_checks.folders,
     machine_checks.shared_memory,
     network_checks.port,
@@ -69,11 +67,7 @@ def read_request(
 
 
 def run_checks(asked: Asked, begin: Callable[[str], None]) -> Iterable[CheckResult]:
-    """Runs every check.
-
-    Args:
-        begin: Shows what is looked at.
-    """
+    """Runs every check; `begin` shows what is looked at."""
     for check in CHECKS:
         name = check.__name__.replace("_", " ")
         begin(name)

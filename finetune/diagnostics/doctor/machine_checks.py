@@ -1,18 +1,24 @@
-"""Checks of the machine, and of recipe, launch file and environment on it."""
+"""Checks of the machine and its packages, and of recipe, launch file and environment on it."""
 
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from finetune.config.provenance import flat
-from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, warning
+from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch, slow_precision
 from finetune.distributed.launch.predicted_environment import predict_environment
 from finetune.distributed.launch_values import PREFIXES
 from finetune.distributed.resolve_config import check_devices
 from finetune.utils import platforms
+from finetune.utils.compat.library_versions import NEEDED_BY, PROVEN, installed, untested_versions
 
 # Open files. A process needs some hundred: libraries, sockets to every other, files of data.
 FEW, PLENTY = 256, 4096
@@ -72,7 +78,15 @@ SHARED = Path("/dev/shm")
 
 def folders(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether there is room where a run writes."""
-    for what, folder in _folders(asked).items():
+    recipe, home = asked.recipe, Path(asked.env.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    places = {
+        "run directory": recipe.output.dir if recipe else "runs",
+        "data cache": recipe.data.cache_dir if recipe else ".cache/finetune",
+        "hub cache": asked.env.get("HF_HUB_CACHE", home / "hub"),
+    }
+    launched = flat(asked.launch.ds_config if asked.launch else {})
+    places |= {key: value for key, value in launched.items() if key.endswith(".nvme_path")}
+    for what, folder in ((what, Path(place)) for what, place in places.items()):
         # The folder, or the nearest one above it that is there.
         place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
         free = shutil.disk_usage(place).free
@@ -105,19 +119,6 @@ def shared_memory(asked: Asked) -> Iterable[CheckResult]:
         yield ok("shared memory", found)
 
 
-def _folders(asked: Asked) -> dict[str, Path]:
-    recipe, home = asked.recipe, Path(asked.env.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    found = {
-        "run directory": Path(recipe.output.dir if recipe else "runs"),
-        "data cache": Path(recipe.data.cache_dir if recipe else ".cache/finetune"),
-        "hub cache": Path(asked.env.get("HF_HUB_CACHE", home / "hub")),
-    }
-    for key, value in flat(asked.launch.ds_config if asked.launch else {}).items():
-        if key.endswith(".nvme_path"):
-            found[key] = Path(value)
-    return found
-
-
 # There where NVIDIA's kernel module is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -147,9 +148,8 @@ def dtypes(asked: Asked) -> Iterable[CheckResult]:
     gpu = of_torch().gpus > 0
     names = ["float32", "bfloat16", *(["float16"] if gpu else [])]
     sound = [name for name in names if product_of_ones(name, "cuda" if gpu else "cpu") == 8.0]
-    for name in names:
-        if name not in sound:
-            yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
+    for name in sorted({*names} - {*sound}):
+        yield failure("dtypes", f"a product in {name} fails or is wrong", "install torch anew: `make setup`")
     yield ok("dtypes", f"{', '.join(sound)}{'' if gpu else '; float16 needs a GPU'}")
     slow = slow_precision(asked.recipe.precision) if asked.recipe is not None else ""
     if slow:
@@ -218,3 +218,62 @@ def overriding(asked: Asked) -> Iterable[CheckResult]:
         yield warning("variables", f"{name}={asked.env[name]} acts {beside}", f"unset {name}, unless it is meant")
     if not acting:
         yield ok("variables", "none overrides a file")
+
+
+def python(asked: Asked) -> Iterable[CheckResult]:
+    """Checks the interpreter's version."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    needs = SpecifierSet(metadata.metadata("finetune")["Requires-Python"])
+    if found in needs:
+        yield ok("python", found)
+    else:
+        yield failure("python", f"{found}, needed is {needs}", "install such a Python and run `make setup` with it")
+
+
+def packages(asked: Asked) -> Iterable[CheckResult]:
+    """Checks that every package that is needed is there, in a version that the tests ran with."""
+    sound, needed = 0, [asked.launch.library] if asked.launch else []
+    if asked.recipe is not None and asked.recipe.model.quantization is not None:
+        needed.append("bitsandbytes")
+    for requirement in map(Requirement, metadata.requires("finetune") or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name, version, advice = requirement.name, installed(requirement.name), f"pip install '{requirement}'"
+        if version is None and name in NEEDED_BY:
+            result = failure if name in needed else warning
+            found = f"{name} is not installed; {NEEDED_BY[name]} need it"
+            yield result("packages", found, f"{advice}, or do without")
+        elif version is None:
+            yield failure("packages", f"{name} is not installed", advice)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            advice += ", or run `make setup`, which installs what was tested"
+            yield failure("packages", f"{name} {version}, needed is {requirement.specifier}", advice)
+        else:
+            sound += 1
+    if text := untested_versions():
+        yield warning("packages", text.partition(". ")[0], "nothing, if it works; else install versions that were")
+    proven = (f"{name} {' to '.join(dict.fromkeys(minors))}" for name, minors in PROVEN.items())
+    yield ok("packages", f"{sound} are there; tests ran with {', '.join(proven)}")
+
+
+_PACK_IN_4_BITS = """
+import sys, torch, bitsandbytes
+device = sys.argv[1]
+weight = torch.linspace(-1, 1, 4096, device=device).reshape(64, 64)
+packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
+error = (bitsandbytes.functional.dequantize_4bit(packed, state) - weight).abs().max().item()
+assert error < 0.2, f"quantized weights come back with an error of {error}"
+print(bitsandbytes.__version__)
+"""
+
+
+def kernels(asked: Asked) -> Iterable[CheckResult]:
+    """Checks that bitsandbytes packs and unpacks a matrix."""
+    version, problem = run_probe(_PACK_IN_4_BITS, "cuda" if of_torch().gpus else "cpu", env=asked.env)
+    advice = "install it anew (`make setup`), or do without model.quantization and 8-bit optimisers"
+    if version:
+        yield ok("bitsandbytes", f"{version} packs in 4 bits here")
+    elif asked.recipe is not None and asked.recipe.model.quantization is not None:
+        yield failure("bitsandbytes", f"it does not work, and the recipe needs it: {problem}", advice)
+    else:
+        yield warning("bitsandbytes", f"it does not work: {problem}", advice)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from finetune.config.recipe_schema import Recipe
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, failure, ok, run_probe, warning
 from finetune.distributed.device_selection import of_torch
 from finetune.utils.hub_access import is_cached, why_unreachable
@@ -50,7 +49,7 @@ def hostname(asked: Asked) -> Iterable[CheckResult]:
     found = host_addresses(name)
     if not found:
         yield bad("hostname", f"{name} has no address", advice)
-    elif several and all(map(is_loopback, found)) and "GLOO_SOCKET_IFNAME" not in asked.env:
+    elif several and is_only_here(found) and "GLOO_SOCKET_IFNAME" not in asked.env:
         yield bad("hostname", f"{name} is {', '.join(found)}, which other machines do not reach", advice)
     else:
         yield ok("hostname", f"{name} is {', '.join(found)}")
@@ -67,7 +66,7 @@ def first_machine(asked: Asked) -> Iterable[CheckResult]:
     ours = bool(set(found) & own_addresses())
     if not found:
         yield failure("machines", f"main_process_ip is {named}, which has no address", advice)
-    elif all(map(is_loopback, found)):
+    elif is_only_here(found):
         yield failure("machines", f"main_process_ip is {named}, which is each machine itself", advice)
     elif (rank == 0) != ours:
         said = f"main_process_ip {named} is {'an' if ours else 'no'} address of this machine"
@@ -112,9 +111,9 @@ def own_addresses() -> set[str]:
     return {address.address for entries in psutil.net_if_addrs().values() for address in entries}
 
 
-def is_loopback(address: str) -> bool:
-    """Returns True if an address is only this machine's own."""
-    return ipaddress.ip_address(address).is_loopback
+def is_only_here(addresses: list[str]) -> bool:
+    """Returns True if no other machine reaches any of these addresses."""
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def interfaces(asked: Asked) -> Iterable[CheckResult]:
@@ -133,9 +132,6 @@ def interfaces(asked: Asked) -> Iterable[CheckResult]:
             return
     yield ok("interfaces", ", ".join(there))
 
-
-# An import of torch on a slow disk fits; a collective that hangs does not hold up the report for longer.
-LIMIT_S = 120.0
 
 # They meet by a file, so that a port which is taken is another check's finding.
 SCRIPT = """
@@ -163,7 +159,7 @@ def all_reduce(asked: Asked) -> Iterable[CheckResult]:
     backend = "nccl" if of_torch().gpus > 1 else "gloo"
     start = time.monotonic()
     with temporary_folder() as folder:
-        _, problem = run_probe(SCRIPT, backend, str(folder), env=asked.env, limit_s=LIMIT_S)
+        _, problem = run_probe(SCRIPT, backend, str(folder), env=asked.env)
     advice = "look at hostname, interfaces and firewall; GLOO_SOCKET_IFNAME=lo (NCCL_SOCKET_IFNAME) takes the local one"
     if problem:
         yield failure("all-reduce", f"two processes do not agree by {backend}: {problem}", advice)
@@ -175,7 +171,13 @@ def all_reduce(asked: Asked) -> Iterable[CheckResult]:
 def reach(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether what the recipe names on the hub can be had: from there, or from the cache."""
     problem = why_unreachable(asked.env)
-    wanted = dict(_names(asked.recipe)) if asked.recipe else {}
+    # Names on the hub, each with its kind as the cache's folders call it.
+    wanted: dict[str, str] = {}
+    if (recipe := asked.recipe) is not None:
+        models = (recipe.model.name, recipe.tokenizer.name)
+        wanted = {name: "models" for name in models if name is not None and not Path(name).exists()}
+        sources = (*recipe.data.train, *recipe.data.validation)
+        wanted |= {source.hub: "datasets" for source in sources if source.hub is not None}
     missing = [name for name, kind in wanted.items() if not is_cached(asked.env, kind, name)]
     names = ", ".join(wanted)
     advice = "let it be reached, or fill HF_HOME on another machine and bring it here, or name local directories"
@@ -183,18 +185,8 @@ def reach(asked: Asked) -> Iterable[CheckResult]:
         yield ok("hub", f"it can be reached{f', for {names}' if names else ''}")
     elif missing:
         yield failure("hub", f"{problem}, and not in the cache: {', '.join(missing)}", advice)
-    elif asked.recipe is None:
+    elif recipe is None:
         yield warning("hub", f"{problem}: names on it must be in the cache", advice)
     else:
         cached = f" but {names}, which is cached" if names else ""
         yield ok("hub", f"{problem}; the recipe needs nothing of it{cached}")
-
-
-def _names(recipe: Recipe) -> Iterable[tuple[str, str]]:
-    """Yields the names on the hub that a recipe has, each with its kind, as the cache's folders call it."""
-    for name in (recipe.model.name, recipe.tokenizer.name):
-        if name is not None and not Path(name).exists():
-            yield name, "models"
-    for source in (*recipe.data.train, *recipe.data.validation):
-        if source.hub is not None:
-            yield source.hub, "datasets"

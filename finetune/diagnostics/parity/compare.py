@@ -1,18 +1,32 @@
-"""Compares two finished runs, step by step, and tensor by tensor at the end."""
+"""Reads finished runs, compares them step by step and tensor by tensor at the end, and reports the differences."""
 
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 from safetensors import safe_open
 
+from finetune.checkpoint import row_ledger, run_facts
 from finetune.data.class_labels import some
-from finetune.diagnostics.parity.finished_run import FinishedRun
+from finetune.utils.atomic_files import Lines
+from finetune.utils.console import plain_table
+from finetune.utils.errors import CheckpointError, RecipeError
+
+# Steps that a table shows; of more, some that lie evenly between the first and the last.
+_MOST_STEPS = 24
+
+_NEEDED = ("length", "identity", "runs", "precision")  # of `run.json`
+_COMPARED = {"loss", "lr", "grad_norm", "tokens", "step_s"}
 
 # Learning rates are a pure function of the step; another machine's cosine may differ in its last digit.
 _SAME_RATE = 1e-12
@@ -26,6 +40,75 @@ _ROUNDING, _GROWS = 3e-6, 100
 
 # At least this many sums rule out chance: an fp32 sum is such a multiple about once in a thousand times.
 _FEWEST_SUMS = 3
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended."""
+
+    name: str
+    """Name in tables."""
+    directory: Path
+    facts: dict[str, Any]
+    """`run.json`."""
+    steps: dict[int, dict[str, Any]]
+    """The logged steps, counted from 1."""
+    rows: dict[int, int]
+    """The checksum of the rows that each step read; empty without a ledger."""
+    damaged: dict[str, int]
+    """Lines that cannot be read, by file."""
+
+    @property
+    def last(self) -> int:
+        """Number of its last step."""
+        return int(self.facts["length"]["num_steps"])
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files of the final weights; none if the recipe wrote no model."""
+        return sorted((self.directory / "model").glob("*.safetensors"))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second over all steps but the first, which has one-time work; None if no others are logged."""
+        lines = [self.steps[step] for step in sorted(self.steps)]
+        seconds = sum(line["step_s"] * (line["step"] - before["step"]) for before, line in itertools.pairwise(lines))
+        return (lines[-1]["tokens"] - lines[0]["tokens"]) / seconds if seconds > 0 else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Peak of training on the fullest rank; None if it was not measured."""
+        measured = self.facts.get("peak_memory")
+        return measured["measured"] / 2**30 if measured else None
+
+
+def read_finished(directory: Path, name: str | None = None) -> FinishedRun:
+    """Reads a run that has ended.
+
+    Raises:
+        RecipeError: If there is none, or it has not ended.
+        CheckpointError: If its files cannot be read.
+    """
+    facts = run_facts.read_facts(directory)
+    try:
+        metrics = run_facts.read_metrics(directory)
+        ledger = directory / row_ledger.LEDGER
+        used = row_ledger.read_ledger(directory) if ledger.exists() else Lines([], {}, [])
+    except OSError as error:
+        raise CheckpointError(f"{directory}: metrics or ledger cannot be read: {error.strerror or error}.") from error
+    rows = {line["step"] + 1: line["rows"] for line in used.whole if "step" in line}
+    lines = [line for line in metrics.whole if "grad_norm" in line]
+    steps = {line["step"]: line for line in lines if line.keys() >= _COMPARED}
+    if missing := [key for key in _NEEDED if key not in facts]:
+        raise CheckpointError(f"{directory / run_facts.RUN} has no {', '.join(missing)}. Restore it from a copy.")
+    if "finished" not in facts or not steps:
+        raise RecipeError(
+            f"{directory} holds a run that has not come to its end, or has trained nothing: only finished runs are "
+            "compared. Start its command again, and it resumes."
+        )
+    lost = len(metrics.damaged) + len(lines) - len(steps)
+    damaged = {run_facts.METRICS: lost, row_ledger.LEDGER: len(used.damaged)}
+    return FinishedRun(name or directory.name, directory, facts, steps, rows, damaged)
 
 
 @dataclass(frozen=True)
@@ -90,7 +173,7 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         step: {key: relative_difference(one.steps[step][key], other.steps[step][key]) for key in ("loss", "grad_norm")}
         for step in common
     }
-    first = next(filter(None, (_difference(one, other, step, steps[step], allowed) for step in common)), None)
+    first = next((said for step in common for said in _differences(one, other, step, steps[step], allowed)), None)
     reasons = [first] if first is not None else []
     if not common:
         reasons.append("no step is logged in both; run them with log.every_steps=1")
@@ -113,7 +196,10 @@ def compare_runs(one: FinishedRun, other: FinishedRun) -> Comparison:
         tensor = max(distances.items(), key=itemgetter(1), default=None)
         if tensor is not None and tensor[1] > allowed.weights:
             reasons.append(f"tensor {tensor[0]} is {tensor[1]:.1e} apart at the end ({allowed.weights:.0e} allowed)")
-    if _grew_slowly(steps, allowed):
+    far = [max(differences.values()) for differences in steps.values()]
+    over = next((index for index, value in enumerate(far) if not value <= allowed.norm), 0)
+    # The first step that is too far apart follows from small differences that grew before it.
+    if allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]:
         notes.append(
             "the runs begin alike and part slowly: rounding that grows over a long run looks like this; see "
             "docs/parity.md, long runs"
@@ -139,13 +225,6 @@ def _notes(one: FinishedRun, other: FinishedRun) -> Iterator[str]:
             yield f"{key}: {left} in {one.name}, {right} in {other.name}"
 
 
-def _grew_slowly(steps: dict[int, dict[str, float]], allowed: PathTolerance) -> bool:
-    """True if the first step that is too far apart follows from small differences that grew before it."""
-    far = [max(differences.values()) for differences in steps.values()]
-    over = next((index for index, value in enumerate(far) if not value <= allowed.norm), 0)
-    return allowed is _FP32 and over > 0 and far[0] <= _ROUNDING and far[over] <= _GROWS * far[over - 1]
-
-
 def _effect_of_eps(run: FinishedRun, apart: dict[str, float]) -> str:
     facts, worst = run.facts["identity"], max(apart, key=lambda name: apart[name])
     more = f" (the farthest of {len(apart)} such biases)" if len(apart) > 1 else ""
@@ -164,27 +243,25 @@ def relative_difference(left: float | None, right: float | None) -> float:
     return abs(left - right) / max(abs(left), 1e-30)
 
 
-def _difference(
-    one: FinishedRun, other: FinishedRun, step: int, differences: dict[str, float], allowed: PathTolerance
-) -> str | None:
-    """Returns the first difference in a step, causes before their effects; None if there is none."""
+def _differences(
+    one: FinishedRun, other: FinishedRun, step: int, apart: dict[str, float], allowed: PathTolerance
+) -> Iterator[str]:
+    """Yields the differences in a step, causes before their effects."""
     left, right = one.steps[step], other.steps[step]
 
     def said(what: str, of: str, to: str) -> str:
         return f"step {step}: {what} {of} in {one.name}, {to} in {other.name}"
 
     if step in one.rows and step in other.rows and one.rows[step] != other.rows[step]:
-        return said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
+        yield said("the checksum of the rows read is", f"{one.rows[step]}", f"{other.rows[step]}")
     if left["tokens"] != right["tokens"]:
-        return said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
+        yield said("targets so far are", f"{left['tokens']:,}", f"{right['tokens']:,}")
     if relative_difference(left["lr"], right["lr"]) > _SAME_RATE:
-        return said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
-    limits = {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}
-    for key, limit in limits.items():
-        if not differences[key] <= limit:
+        yield said("the learning rate is", f"{left['lr']:.6g}", f"{right['lr']:.6g}")
+    for key, limit in {"loss": allowed.loss, "grad_norm": allowed.first_norm if step == 1 else allowed.norm}.items():
+        if not apart[key] <= limit:
             values = (str(value) if value is None else f"{value:.7g}" for value in (left[key], right[key]))
-            return f"{said(f'{key} is', *values)}: {differences[key]:.1e} apart ({limit:.0e} allowed)"
-    return None
+            yield f"{said(f'{key} is', *values)}: {apart[key]:.1e} apart ({limit:.0e} allowed)"
 
 
 def _rounded(run: FinishedRun) -> bool:
@@ -260,3 +337,122 @@ def _inert(one: FinishedRun, other: FinishedRun, names: Collection[str]) -> set[
             if (after - before).norm() / before.norm() <= _NOTHING:
                 found.add(name)
     return found
+
+
+def print_report(comparisons: Sequence[Comparison], console: Console) -> None:
+    """Prints tables and a verdict. All comparisons have the same reference."""
+    console.print(_runs_table(comparisons))
+    console.print(
+        "rank 0's shares of parameters and optimiser; the fullest rank's peak; the largest relative differences"
+    )
+    console.print()
+    console.print(_steps_table(comparisons))
+    console.print()
+    for comparison in comparisons:
+        name, allowed = comparison.other.name, comparison.allowed
+        for note in comparison.notes:
+            console.print(f"note: {name}: {note}")
+        if comparison.holds:
+            console.print(f"{name}: the path of {comparison.one.name} (within what is normal in {allowed.kind})")
+        for reason in comparison.reasons:
+            console.print(f"DRIFT: {name}: {reason}")
+
+
+def report_as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Returns the report as plain values; docs/parity.md explains them."""
+    runs = [comparisons[0].one, *(comparison.other for comparison in comparisons)]
+    return {
+        "holds": all(comparison.holds for comparison in comparisons),
+        "reference": comparisons[0].one.name,
+        "runs": {
+            run.name: {
+                "directory": str(run.directory),
+                "precision": run.facts["precision"],
+                "runs": run.facts["runs"],
+                "tokens_per_s": run.tokens_per_s,
+                "peak_memory_gib": run.peak_memory_gib,
+                "steps": [
+                    {key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+                    for line in run.steps.values()
+                ],
+            }
+            for run in runs
+        },
+        "comparisons": {
+            comparison.other.name: {
+                "holds": comparison.holds,
+                "allowed": vars(comparison.allowed),
+                "loss": _finite(comparison.worst("loss")),
+                "grad_norm": _finite(comparison.worst("grad_norm")),
+                "tensor": comparison.tensor
+                and {"name": comparison.tensor[0], "difference": _finite(comparison.tensor[1])},
+                "first": comparison.first,
+                "reasons": comparison.reasons,
+                "notes": comparison.notes,
+            }
+            for comparison in comparisons
+        },
+    }
+
+
+def _finite(difference: float | None) -> float | None:
+    """Returns None for an infinite difference, which JSON cannot hold: just one of two values was finite."""
+    return difference if difference is not None and math.isfinite(difference) else None
+
+
+def _runs_table(comparisons: Sequence[Comparison]) -> Table:
+    dtypes = "masters/weights/sums/products/loss"
+    table = plain_table("", "what runs", "shares", dtypes, "targets/s", "GiB", "loss", "norm", "weights", "verdict")
+    table.add_row(*_facts(comparisons[0].one), "", "", "", "reference")
+    for comparison in comparisons:
+        tensor = comparison.tensor and comparison.tensor[1]
+        worst = [_short(value) for value in (comparison.worst("loss"), comparison.worst("grad_norm"), tensor)]
+        table.add_row(*_facts(comparison.other), *worst, "same path" if comparison.holds else "DRIFT")
+    return table
+
+
+def _facts(run: FinishedRun) -> list[str]:
+    runs = run.facts["runs"]
+    outputs = runs["output_dtypes"]
+    product = outputs.get("Linear") or outputs.get("Conv1D")
+    dtypes = (runs["parameter_dtypes"], runs["model_dtypes"], runs["reduce_dtype"], product, outputs.get("loss"))
+    rate, memory = run.tokens_per_s, run.peak_memory_gib
+    return [
+        run.name,
+        f"{runs['kind']} x{runs['world_size']}, {runs['communication'] or runs['device']}",
+        f"{runs['parameter_fraction']:.0%} {runs['optimizer_fraction']:.0%}",
+        "/".join(map(_dtype, dtypes)),
+        "–" if rate is None else f"{rate:,.0f}",
+        "–" if memory is None else f"{memory:.2f}",
+    ]
+
+
+def _dtype(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_dtype, value))
+    return "–" if value is None else str(value).replace("bfloat", "bf").replace("float", "fp")
+
+
+def _steps_table(comparisons: Sequence[Comparison]) -> Table:
+    """Shows the reference at each step, and how far the others are from it."""
+    one = comparisons[0].one
+    names = [f"{comparison.other.name} {what}" for comparison in comparisons for what in ("loss", "norm")]
+    table = plain_table("step", "lr", "tokens", "loss", "grad norm", *names)
+    logged = sorted(one.steps)
+    for index in np.unique(np.linspace(0, len(logged) - 1, _MOST_STEPS).round().astype(int)):
+        step = logged[index]
+        line = one.steps[step]
+        figures = ["not finite" if line[key] is None else f"{line[key]:.5f}" for key in ("loss", "grad_norm")]
+        away = [
+            _short(comparison.steps.get(step, {}).get(key))
+            for comparison in comparisons
+            for key in ("loss", "grad_norm")
+        ]
+        table.add_row(str(step), f"{line['lr']:.3g}", f"{line['tokens']:,}", *figures, *away)
+    return table
+
+
+def _short(difference: float | None) -> str:
+    if difference is None:
+        return "–"
+    return "0" if difference == 0 else f"{difference:.0e}"

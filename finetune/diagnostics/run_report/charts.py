@@ -1,11 +1,12 @@
 """Charts of one run or of several over each other: curves over steps, tokens and time, and marks on them.
 
-A chart is plain data. `report.js` draws it with Plotly on the page, `write_report` with matplotlib.
+A chart is plain data. `report.js` draws it with Plotly on the page, `write_and_serve` with matplotlib.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
@@ -35,8 +36,8 @@ class Curve:
     """A line or set of points."""
 
     name: str
-    x: dict[str, Series]
-    """Positions by `step`, `tokens` and `time`."""
+    run: RunHistory
+    steps: Series
     y: Series
     color: str
     style: Style = "line"
@@ -48,7 +49,7 @@ class Curve:
 class Mark:
     """A place on the horizontal axis."""
 
-    x: dict[str, float]
+    step: int
     label: str
     sign: str
 
@@ -71,110 +72,50 @@ class Chart:
     from_zero: bool = False
 
 
-def time_unit(longest: float) -> tuple[str, float]:
-    """Returns the unit for times up to so many seconds, and its seconds."""
-    for name, seconds in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
-        if longest < 200 * seconds:
-            return name, seconds
-    return "days", 86400.0
-
-
-def _time_unit_of(runs: Sequence[tuple[str, RunHistory]]) -> tuple[str, float]:
-    return time_unit(max((float(run.training_seconds[-1]) for _, run in runs if len(run.training["step"])), default=0))
-
-
-@dataclass(frozen=True)
-class _DrawnRun:
-    """A run in its colour, and with its times in one unit."""
-
-    name: str
-    run: RunHistory
-    unit_s: float
-    """Seconds of the unit of time."""
-    color: str
-
-    def positions(self, steps: Series) -> dict[str, Series]:
-        """Returns the places of steps on each axis."""
-        logged = self.run.training["step"]
-        if len(logged) == 0:
-            nothing = np.full(len(steps), np.nan)
-            return {"step": steps, "tokens": nothing, "time": nothing}
-        tokens, seconds = self.run.training["tokens"], self.run.training_seconds / self.unit_s
-        if logged[0] > 0:
-            # Nothing is logged at the start of the run.
-            logged, tokens, seconds = (np.insert(values, 0, 0.0) for values in (logged, tokens, seconds))
-        return {
-            "step": steps,
-            "tokens": np.interp(steps, logged, tokens),
-            "time": np.interp(steps, logged, seconds),
-        }
-
-    def curve(self, name: str, y: Series, steps: Series, style: Style = "line", color: str = "") -> Curve:
-        """Returns a curve without the points that a screen cannot show."""
-        chosen = downsample_curve(y)
-        return Curve(name, self.positions(steps[chosen]), y[chosen], color or self.color, style)
-
-    def logged(self, key: str, name: str) -> list[Curve]:
-        """Returns a key of the logged steps; a noisy one with many points faintly, and then its running mean."""
-        y, steps = self.run.training[key], self.run.training["step"]
-        if key not in _NOISY or len(y) < _SMOOTH_FROM:
-            return [self.curve(name, y, steps)]
-        width = max(5, len(y) // _MEAN_OF)
-        mean = self.curve(f"{name}, mean of {width:,}", running_mean(y, width), steps)
-        return [self.curve(name, y, steps, "faint"), mean]
-
-    def marks(self, steps: Sequence[float], label: str, sign: str) -> list[Mark]:
-        """Returns marks at these steps; `{}` in the label is the step."""
-        places = self.positions(np.array(steps, dtype=np.float64))
-        return [
-            Mark({axis: float(values[number]) for axis, values in places.items()}, label.format(int(step)), sign)
-            for number, step in enumerate(steps)
-        ]
-
-
 def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
-    """Returns the charts of one run, or of several over each other, but for those that have nothing to show.
-
-    Args:
-        runs: Names and runs.
-    """
-    (_, unit_s), many = _time_unit_of(runs), len(runs) > 1
-    drawn = [_DrawnRun(name, run, unit_s, _PALETTE[n % len(_PALETTE)]) for n, (name, run) in enumerate(runs)]
-    only = None if many else drawn[0]
+    """Returns the charts of one run, or of several over each other, but for those that have nothing to show."""
+    drawn = [(name, run, color) for (name, run), color in zip(runs, cycle(_PALETTE), strict=False)]
+    only = runs[0][1] if len(runs) == 1 else None
     restarts: list[Mark] = []
     best: list[Mark] = []
-    if only is not None and len(only.run.training["step"]):
-        restarts = only.marks([start.from_step for start in only.run.starts[1:]], "restart at step {}", "↻")
-    if only is not None and (found := only.run.best_evaluation) is not None:
-        best = only.marks([found[0]], f"best {only.run.best_name}", "★")
+    if only is not None and len(only.training["step"]):
+        restarts = [Mark(start.from_step, f"restart at step {start.from_step}", "↻") for start in only.starts[1:]]
+    if only is not None and (found := only.best_evaluation) is not None:
+        best = [Mark(found[0], f"best {only.best_name}", "★")]
 
-    def logged(key: str, name: str) -> list[Curve]:
-        if only is not None:
-            return only.logged(key, name)
-        # Faint curves of several runs would hide each other.
-        return [one.logged(key, one.name)[-1] for one in drawn]
-
-    def evaluated(key: str) -> list[Curve]:
+    def logged(key: str, title: str) -> list[Curve]:
         curves = []
-        for one in drawn:
-            if key in one.run.evaluations:
-                name, color = (one.name, one.color) if many else (key.replace("_", " "), _PALETTE[1])
-                y, steps = one.run.evaluations[key], one.run.evaluations["step"]
-                curves.append(one.curve(name, y, steps, "points", color))
+        for name, run, color in drawn:
+            label = name if only is None else title
+            y, steps = run.training[key], run.training["step"]
+            if key in _NOISY and len(y) >= _SMOOTH_FROM:
+                # Faint curves of several runs would hide each other.
+                if only is not None:
+                    curves.append(_curve(label, run, steps, y, color, "faint"))
+                width = max(5, len(y) // _MEAN_OF)
+                label, y = f"{label}, mean of {width:,}", running_mean(y, width)
+            curves.append(_curve(label, run, steps, y, color))
         return curves
 
-    def chart(key: str, of: str, title: str, unit: str, *more: Curve, logarithmic: bool = False) -> Chart:
-        curves = [*logged(of, title), *more]
-        return Chart(key, title, unit, curves, restarts, logarithmic=logarithmic, from_zero=not logarithmic)
+    def evaluated(key: str) -> list[Curve]:
+        return [
+            _curve(label, run, run.evaluations["step"], run.evaluations[key], color, "points")
+            for name, run, own in drawn
+            for label, color in [(name, own) if only is None else (key.replace("_", " "), _PALETTE[1])]
+            if key in run.evaluations
+        ]
+
+    def chart(key: str, of: str, title: str, unit: str) -> Chart:
+        return Chart(key, title, unit, logged(of, title), restarts, from_zero=True)
 
     training, validation = logged("loss", "training loss"), evaluated("validation_loss")
     losses = {"loss": ("Training loss", training), "validation-loss": ("Validation loss", validation)}
-    norms: Iterable[Curve] = ()
+    norms = logged("grad_norm", "Gradient norm")
     step_time = chart("step-time", "step_s", "Time of a step", "s")
     if only is not None:
         losses = {"loss": ("Loss", [*training, *validation])}
-        norms = _clipped_and_skipped(only)
-        step_time = replace(step_time, title="Where a step's time goes", curves=_phases(only))
+        norms += _clipped_and_skipped(only)
+        step_time = Chart("step-time", "Where a step's time goes", "s", _phases(only), restarts, from_zero=True)
     metrics = dict.fromkeys(key for _, run in runs for key in run.metrics)
     shown = [
         *(
@@ -186,7 +127,7 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
             for key in metrics
         ),
         chart("learning-rate", "lr", "Learning rate", ""),
-        chart("gradient-norm", "grad_norm", "Gradient norm", "", *norms, logarithmic=True),
+        Chart("gradient-norm", "Gradient norm", "", norms, restarts, logarithmic=True),
         chart("throughput", "tokens_per_s", "Throughput", "targets/s"),
         step_time,
         chart("memory", "peak_memory_gib", f"Peak memory of {whose_memory([run for _, run in runs])}, so far", "GiB"),
@@ -195,48 +136,74 @@ def charts_of(runs: Sequence[tuple[str, RunHistory]]) -> list[Chart]:
     return [chart for chart in shown if any(np.isfinite(curve.y).any() for curve in chart.curves)]
 
 
-def _clipped_and_skipped(one: _DrawnRun) -> Iterator[Curve]:
+def _curve(name: str, run: RunHistory, steps: Series, y: Series, color: str, style: Style = "line") -> Curve:
+    """Returns a curve without the points that a screen cannot show."""
+    chosen = downsample_curve(y)
+    return Curve(name, run, steps[chosen], y[chosen], color, style)
+
+
+def _clipped_and_skipped(run: RunHistory) -> Iterator[Curve]:
     """Yields a line at what norms are clipped to, and the steps that were skipped."""
-    norms, steps = one.run.training["grad_norm"], one.run.training["step"]
-    clip = one.run.recipe.get("optim", {}).get("clip_norm")
+    norms, steps = run.training["grad_norm"], run.training["step"]
+    clip = run.recipe.get("optim", {}).get("clip_norm")
     if isinstance(clip, int | float) and len(steps):
-        yield one.curve(f"clipped to {clip:g}", np.full(2, float(clip)), steps[[0, -1]], "dashed", _GREY)
-    if incidents := one.run.incidents:
+        yield Curve(f"clipped to {clip:g}", run, steps[[0, -1]], np.full(2, float(clip)), _GREY, "dashed")
+    if incidents := run.incidents:
         at = np.array([incident.step for incident in incidents], dtype=np.float64)
         # Their own norms are not numbers; they are drawn above the others.
         top = float(np.nanmax(norms)) if np.isfinite(norms).any() else 1.0
         texts = [f"step {i.step} was skipped: {i.kind}, norm {i.grad_norm}" for i in incidents]
-        yield Curve("skipped step", one.positions(at), np.full(len(at), top), _RED, "cross", texts)
+        yield Curve("skipped step", run, at, np.full(len(at), top), _RED, "cross", texts)
 
 
-def _phases(one: _DrawnRun) -> list[Curve]:
+def _phases(run: RunHistory) -> list[Curve]:
     """Returns the phases of a step on top of each other; what is left of it last."""
-    whole = one.run.training["step_s"]
+    whole = run.training["step_s"]
     chosen = downsample_curve(whole)
-    x = one.positions(one.run.training["step"][chosen])
-    parts = {name: np.nan_to_num(one.run.training[key]) for key, name in _PHASES.items()}
+    parts = {name: np.nan_to_num(run.training[key]) for key, name in _PHASES.items()}
     parts = {name: part for name, part in parts.items() if part.any()}
     parts["other"] = np.maximum(whole - sum(parts.values()), 0.0)
     return [
-        Curve(name, x, part[chosen], color, "stacked")
+        Curve(name, run, run.training["step"][chosen], part[chosen], color, "stacked")
         for (name, part), color in zip(parts.items(), _PALETTE, strict=False)
     ]
 
 
 def charts_as_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory]]) -> dict[str, Any]:
     """Returns charts for `report.js`. Plotly takes tags in texts as such, so they are escaped."""
+    longest = max((run.training_seconds[-1] for _, run in runs if len(run.training["step"])), default=0.0)
+    unit, unit_s = time_unit(longest)
+
+    def positions(run: RunHistory, steps: Series) -> dict[str, list[float | None]]:
+        """Returns the places of steps on each axis."""
+        # The start of the run is a place too, though nothing is logged there.
+        logged, tokens, seconds = (
+            np.insert(values, 0, 0.0 if len(values) else np.nan)
+            for values in (run.training["step"], run.training["tokens"], run.training_seconds / unit_s)
+        )
+        places = {"step": steps, "tokens": np.interp(steps, logged, tokens), "time": np.interp(steps, logged, seconds)}
+        return {axis: _values_as_json(values) for axis, values in places.items()}
+
     return {
-        "axes": {"step": "step", "tokens": "tokens", "time": f"training time ({_time_unit_of(runs)[0]})"},
+        "axes": {"step": "step", "tokens": "tokens", "time": f"training time ({unit})"},
         "charts": {
             chart.key: {
                 **vars(chart),
-                "marks": [vars(mark) for mark in chart.marks],
+                "marks": [
+                    # Marks are of a single run.
+                    {
+                        **vars(mark),
+                        "x": {axis: x for axis, (x,) in positions(runs[0][1], np.array([float(mark.step)])).items()},
+                    }
+                    for mark in chart.marks
+                ],
                 "curves": [
                     {
-                        **vars(curve),
                         "name": escape(curve.name),
-                        "x": {axis: _values_as_json(values) for axis, values in curve.x.items()},
+                        "x": positions(curve.run, curve.steps),
                         "y": _values_as_json(curve.y),
+                        "color": curve.color,
+                        "style": curve.style,
                         "texts": [escape(text) for text in curve.texts],
                     }
                     for curve in chart.curves
@@ -245,6 +212,14 @@ def charts_as_json(charts: Sequence[Chart], runs: Sequence[tuple[str, RunHistory
             for chart in charts
         },
     }
+
+
+def time_unit(longest: float) -> tuple[str, float]:
+    """Returns the unit for times up to so many seconds, and its seconds."""
+    for name, seconds in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
+        if longest < 200 * seconds:
+            return name, seconds
+    return "days", 86400.0
 
 
 def _values_as_json(values: Series) -> list[float | None]:

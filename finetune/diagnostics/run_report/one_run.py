@@ -1,23 +1,22 @@
-"""Facts of one run that need more than its template, `run.html`, can say."""
+"""Facts of one run that need more than its template, `run.html`, can say, and figures as people read them."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from rich.filesize import pick_unit_and_suffix
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
 from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
-from finetune.data.data_report import WORDS
-from finetune.diagnostics.run_report.figures import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_number,
-    format_progress,
-    format_time,
-)
+from finetune.checkpoint.trusted_code import NAMED, SHIPPED, check_code
+from finetune.config.recipe import load_recipe
+from finetune.data.data_report import COUNTED, WORDS
 from finetune.export.loss_plot import loss_curves
+from finetune.utils.errors import FinetuneError, RecipeError
 
 _HELD = {
     "frozen": "frozen weights, rank 0",
@@ -28,15 +27,6 @@ _HELD = {
 # The curve has them all.
 _EVALUATIONS = 8
 _SAMPLES = 12
-_COUNTED = {
-    "duplicates": "duplicate documents",
-    "empty": "empty documents",
-    "over_long": "documents longer than a row",
-    "truncated": "documents truncated",
-    "dropped": "documents left out as too long",
-    "remainder_rows": "incomplete rows left out",
-    "overlap": "documents that are training documents too",
-}
 
 
 def status_line(run: RunHistory) -> str:
@@ -59,16 +49,16 @@ def status_line(run: RunHistory) -> str:
 
 def start_line(run: RunHistory) -> str:
     """Returns model, launch, precision and start."""
-    runs = run.facts.get("runs", {})
-    parts = [model_name(run)]
-    if (size := runs.get("num_parameters")) is not None:
-        parts.append(f"{format_count(size)} parameters")
-    parts.append(f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch)
-    parts.append(str(run.facts.get("precision", "")))
-    if run.starts:
-        parts.append(f"started {format_time(run.starts[0].time)} on {run.starts[0].host}")
-    if (again := len(run.starts) - 1) > 0:
-        parts.append(f"{again:,} restart{'s' if again > 1 else ''}")
+    runs, again = run.facts.get("runs", {}), len(run.starts) - 1
+    size = runs.get("num_parameters")
+    parts = (
+        model_name(run),
+        "" if size is None else f"{format_count(size)} parameters",
+        f"{run.launch} on {runs['device']}" if runs.get("device") else run.launch,
+        str(run.facts.get("precision", "")),
+        *(f"started {format_time(start.time)} on {start.host}" for start in run.starts[:1]),
+        f"{again:,} restart{'s' if again > 1 else ''}" if again > 0 else "",
+    )
     sentences = [", ".join(filter(None, parts))]
     if run.status in ("lost", "diverged"):
         sentences.append(STATUSES[run.status].capitalize())
@@ -137,12 +127,51 @@ def main_figures(run: RunHistory, price: float | None) -> list[tuple[str, str]]:
     ]
 
 
-def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[str, int], list[str]]:
-    """Returns bytes by what they are, and notes on them.
+def predict_peak(run: RunHistory) -> int | str:
+    """Returns bytes of the peak on the fullest rank, as the run wrote them or a plan predicts now, or why not."""
+    if written := (run.facts.get("peak_memory") or {}).get("predicted"):
+        return int(written)
+    launch = run.facts.get("launch")
+    if not isinstance(launch, dict) or not launch.get("kind"):
+        return "run.json does not say under what it was launched."
+    try:
+        recipe = load_recipe(run.directory / "recipe.yaml")
+    except FinetuneError as error:
+        return f"its recipe cannot be read: {shorten(str(error), 200, placeholder='…')}"
+    try:
+        check_code(run.directory, recipe, (SHIPPED, *NAMED))
+    except RecipeError:
+        return (
+            "its recipe leads to Python code, which is not run unasked, since no record says that this user started "
+            f"the run on this machine. Where you trust it, `finetune plan {run.directory / 'recipe.yaml'}` predicts it."
+        )
+    micro = run.facts.get("micro_size")
+    rows = micro.get("rows") if isinstance(micro, dict) else micro
+    if not isinstance(rows, int):
+        return "the size of its micro-batches is not known yet."
+    # From here on torch is there, which takes seconds.
+    from finetune.distributed.launch.launch_config import Launch
+    from finetune.planning.planner import candidates_of
+    from finetune.utils.library_imports import silence_libraries
 
-    Args:
-        prediction: Bytes of the peak that a plan predicts, or why there are none.
-    """
+    silence_libraries()
+    if isinstance(run.facts.get("ds_config"), dict):
+        launch = {**launch, "ds_config": run.facts["ds_config"]}
+    known = {field.name for field in fields(Launch)}
+    try:
+        of = candidates_of(recipe, Launch(**{key: launch[key] for key in launch.keys() & known}), 1 << 50)
+        found = of(rows) if of is not None else None
+    except (FinetuneError, OSError, ValueError) as error:
+        return f"the plan refuses it: {shorten(str(error), 200, placeholder='…')}"
+    if found is None:
+        return "its network cannot be counted without its weights."
+    if found.parts is None or found.reason:
+        return f"{found.reason or 'the plan does not count it'}."
+    return found.peak + (found.host if run.facts.get("runs", {}).get("device") == "cpu" else 0)
+
+
+def memory_sizes(run: RunHistory, prediction: str | int | None) -> tuple[dict[str, int], list[str]]:
+    """Returns bytes by what they are, and notes on them; `prediction` is that of `predict_peak`."""
     held, told = run.facts.get("memory") or {}, run.facts.get("peak_memory") or {}
     sizes = {label: int(held[name]) for name, label in _HELD.items() if held.get(name)}
     if sizes:
@@ -231,7 +260,7 @@ def _in_words(value: Any) -> str:
 def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yields what was found in the training and validation documents."""
     for name, side in sides.items():
-        counted = [(side.get(key), what) for key, what in _COUNTED.items()]
+        counted = [(side.get(key), what) for key, what in COUNTED.items()]
         counted += [(count, f"conversations left out ({kind})") for kind, count in (side.get("broken") or {}).items()]
         yield from (f"{name}: {count:,} {what}" for count, what in counted if count)
         for found in side.get("findings") or ():
@@ -239,3 +268,50 @@ def data_notes(sides: dict[str, dict[str, Any]]) -> Iterator[str]:
         if chat := side.get("chat"):
             share = chat.get("supervised_share", math.nan)
             yield f"{name}: {chat.get('answers', 0):,} answers are learned, {share:.1%} of the tokens"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`3 h 20 min`, `4 min 5 s`, `12 s`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    whole = round(seconds)
+    for large, small, size, unit in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            rest = whole % size // unit
+            return f"{whole // size:,} {large}" + (f" {rest} {small}" if rest else "")
+    return f"{seconds:.1f} s" if 0 < seconds < 10 else f"{whole} s"
+
+
+def format_number(value: object, digits: int = 4) -> str:
+    """Returns a figure with so many significant digits; a dash for what is not there."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return "–" if value is None or isinstance(value, float) else str(value)
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def format_count(value: float) -> str:
+    """`935 K`, `1.23 M`, `7.0 B`; a dash for what is not finite."""
+    if not math.isfinite(value):
+        return "–"
+    unit, suffix = pick_unit_and_suffix(int(value), ["", " K", " M", " B", " T"], 1000)
+    return f"{value / unit:.3g}{suffix}"
+
+
+def format_bytes(value: float | None) -> str:
+    """Returns bytes as GiB, or as MiB or KiB where they are few."""
+    if value is None:
+        return "–"
+    unit, suffix = pick_unit_and_suffix(int(value), ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{value / unit:,.{0 if unit == 1 else 2}f} {suffix}"
+
+
+def format_time(seconds: float | None) -> str:
+    """Returns local date and time."""
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_progress(step: int, num_steps: int | None, between: str = "/") -> str:
+    """`5/60`."""
+    return f"{step:,}" if num_steps is None else f"{step:,}{between}{num_steps:,}"

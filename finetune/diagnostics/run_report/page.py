@@ -2,6 +2,8 @@
 
 import base64
 import hashlib
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,9 @@ import jinja2
 import yaml
 
 from finetune.checkpoint.run_history import RunHistory
-from finetune.diagnostics.run_report import figures, one_run
+from finetune.config.provenance import flat
+from finetune.diagnostics.run_report import one_run
 from finetune.diagnostics.run_report.charts import MOST_POINTS, Chart, charts_as_json, charts_of
-from finetune.diagnostics.run_report.compare_runs import values_of_runs
 from finetune.export import harness_results
 
 GENERATOR = "finetune report"
@@ -24,14 +26,19 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 _TEMPLATES.globals["one_run"] = one_run
 _TEMPLATES.filters |= {
-    "bytes": figures.format_bytes,
-    "duration": figures.format_duration,
-    "number": figures.format_number,
-    "time": figures.format_time,
+    "bytes": one_run.format_bytes,
+    "duration": one_run.format_duration,
+    "number": one_run.format_number,
+    "time": one_run.format_time,
     "metric": harness_results.metric_of,
     "sha256": lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     "yaml": lambda recipe: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip(),
 }
+
+# Keys that differ between any two runs and explain nothing.
+_OWN = ("output.dir", "runs.output_dtypes", "launch.ds_place")
+_COMMIT = re.compile(r"[0-9a-f]{40}(-dirty)?$")
+_LAUNCH = ("launch", "runs", "precision", "micro_size", "gradients", "versions", "git_commit", "kernels", "base")
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,6 @@ def content_of(
     """Returns the content of the page of these runs.
 
     Args:
-        runs: Names and runs.
         price: Price of a GPU (or a process on CPUs) and hour.
         prediction: Of a single run, bytes of the peak that a plan predicts, or why there are none.
         live: True if the page refreshes by itself.
@@ -75,7 +81,7 @@ def content_of(
         }
     else:
         name = f"{len(runs)} runs"
-        title, template, values = f"{name} – finetune", "runs.html", values_of_runs(runs, price)
+        title, template, values = f"{name} – finetune", "runs.html", _values_of_runs(runs, price)
     charts = charts_of(runs)
     body = _TEMPLATES.get_template(template).render(
         title=name,
@@ -89,12 +95,57 @@ def content_of(
     return Content(title, body, charts, charts_as_json(charts, runs))
 
 
-def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
-    """Returns the whole page as one file that needs no other, and no network.
+def _values_of_runs(runs: Sequence[tuple[str, RunHistory]], price: float | None) -> dict[str, Any]:
+    """Returns the values of `runs.html`: final figures side by side, and the keys that differ."""
+    best = {name: found for name, run in runs if (found := run.best("validation_loss")) is not None}
+    lowest = min(best, key=lambda name: best[name][1]) if len(best) > 1 else ""
+    rows = [
+        [
+            name,
+            f"{run.status} {one_run.format_progress(run.step, run.num_steps)}",
+            f"{one_run.format_number(best[name][1])} (step {best[name][0]:,})" if name in best else "–",
+            one_run.format_number(one_run.last_loss(run)),
+            one_run.format_number(run.tokens_per_s, 3),
+            one_run.format_duration(run.duration),
+            one_run.run_cost(run, price)[0],
+            one_run.peak_memory(run)[0],
+            run.launch,
+            one_run.model_name(run),
+        ]
+        for name, run in runs
+    ]
+    return {
+        "names": [name for name, _ in runs],
+        "winner": f"{lowest} has the lowest validation loss, {one_run.format_number(best[lowest][1])}"
+        if lowest
+        else "",
+        "rows": rows,
+        "cost": one_run.run_cost(runs[-1][1], price)[1],
+        "memory": " or ".join(dict.fromkeys(one_run.peak_memory(run)[1] for _, run in runs)),
+        "recipe": differing_keys([run.recipe for _, run in runs]),
+        "launch": differing_keys([{key: run.facts[key] for key in _LAUNCH if key in run.facts} for _, run in runs]),
+        "samples": [(name, run.samples[-1]) for name, run in runs if run.samples],
+    }
 
-    Args:
-        refresh_s: Seconds between two refreshes of a live page.
-    """
+
+def differing_keys(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Returns the keys, with dots, whose values are not the same in all trees, and these values."""
+    flattened = [flat(tree) for tree in trees]
+    keys = dict.fromkeys(key for values in flattened for key in values if not key.startswith(_OWN))
+    found = {key: [_in_words(values.get(key)) for values in flattened] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, str) and _COMMIT.match(value):
+        return value[:10] + value[40:]
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def page_of(shown: Content, *, refresh_s: float | None = None) -> str:
+    """Returns the page as one file that needs no other, and no network; a live one refreshes each `refresh_s`."""
     from plotly.offline import get_plotlyjs
 
     return _TEMPLATES.get_template("page.html").render(
