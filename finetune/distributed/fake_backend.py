@@ -17,7 +17,7 @@ from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import exported_by_file
 from finetune.distributed.resolve_config import resolve_config
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.utils.compat.torch_private import GradBucket
 
 # Accelerate's variables: what the user's shell says of another launch must not reach this one.

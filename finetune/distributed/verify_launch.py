@@ -13,8 +13,7 @@ from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.strategies import sequence
-from finetune.distributed.strategies.find_strategy import strategy_of_model
-from finetune.distributed.strategies.strategy import REDUCED, Runtime, Strategy
+from finetune.distributed.strategies.strategy import REDUCED, Runtime, Strategy, strategy_of_model
 from finetune.distributed.tensor_facts import off_share, short_dtype
 from finetune.utils.compat import torch_private
 from finetune.utils.errors import BackendError

@@ -19,11 +19,10 @@ from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.planning import measured_peaks, model_shapes, recommendations
 from finetune.planning.activation_memory import Device, StepSetting
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
-from finetune.planning.link_speeds import read_links
 from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
-from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time
+from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time, read_links
 from finetune.utils import atomic_files
 from finetune.utils.errors import BackendError, RecipeError
 from finetune.utils.shipped_files import launch_folder

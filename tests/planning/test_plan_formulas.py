@@ -17,8 +17,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import launch_of_file
 from finetune.distributed.param_specs import ParamSpec, ParamSpecs
-from finetune.distributed.strategies.find_strategy import strategy_of
 from finetune.distributed.strategies.prediction import Flow, Share
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.models import quantization
 from finetune.models.build_network import build_model
 from finetune.models.heads import NEXT_TOKEN
@@ -26,7 +26,7 @@ from finetune.models.model_config import resolve_model_config
 from finetune.monitoring import flops
 from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import StepSetting, predict_activations, shape_of
-from finetune.planning.rank_memory import resting_places, state_memory
+from finetune.planning.launch_candidates import resting_places, state_memory
 from finetune.tasks.causal_lm import CAUSAL_LM
 
 BILLION = 10**9

@@ -13,6 +13,9 @@ from finetune.distributed.param_specs import ParamSpecs, bytes_of, elements_of
 Window = Literal["all", "backward", "last backward", "none"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
+COLLECTIVES = ("c10d::", "gloo:", "nccl", "deepspeed_shm_comm")
+"""Prefixes of operations that send, in a profile: torch's, gloo's, NCCL's kernels, DeepSpeed's in shared memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
