@@ -7,12 +7,13 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import patch_environment
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
@@ -26,8 +27,8 @@ from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import tensor
-from finetune.distributed.strategies.strategy import REDUCED, TIMEOUT, Strategy, strategy_of
-from finetune.distributed.tensor_facts import inner_name, local
+from finetune.distributed.strategies.strategy import TIMEOUT, Strategy, strategy_of
+from finetune.distributed.tensor_facts import DTYPES, inner_name, local
 from finetune.distributed.verify_launch import RuntimeReport
 from finetune.distributed.weight_digests import Held
 from finetune.utils.compat import accelerate_private, torch_private
@@ -68,8 +69,8 @@ class Backend:
             BackendError: If this machine cannot run it.
         """
         native_ops.ensure_built(native_ops.needed_ops(asked), quiet=quiet)
-        strategy = strategy_of(asked)
-        accelerator = _start_accelerator(strategy, asked, recipe, settled)
+        strategy, reduce_dtype = strategy_of(asked), recipe.optim.reduce_dtype
+        accelerator = _start_accelerator(strategy, asked, settled, reduce_dtype)
         if accelerator.num_processes != asked.num_processes:
             raise BackendError(
                 f"{asked.file or 'The launch environment'} asks for {asked.num_processes} processes, but Accelerate "
@@ -77,9 +78,7 @@ class Backend:
                 "`accelerate launch`, without `use_cpu` and without ACCELERATE_USE_CPU."
             )
         mesh = Mesh.of_launch(asked, accelerator.process_index, accelerator.device.type, TIMEOUT)
-        return cls(
-            accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, recipe.optim.reduce_dtype
-        )
+        return cls(accelerator, asked, strategy, mesh, settled.precision, settled.accumulation, reduce_dtype)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +100,7 @@ class Backend:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of matrix products."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return DTYPES[self.precision]
 
     def facts(self) -> dict[str, Any]:
         """Returns the request for `run.json`: the launch, and DeepSpeed's config with every `auto` filled in."""
@@ -372,8 +371,8 @@ class Backend:
         accelerate_private.reset_state()
 
 
-def _start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settled: ResolvedConfig) -> Accelerator:
-    """Starts the process group and the `Accelerator`."""
+def _start_accelerator(strategy: Strategy, launch: Launch, settled: ResolvedConfig, reduce_dtype: str) -> Accelerator:
+    """Starts the process group too."""
     # Accelerate lets the variable win over its own argument; DeepSpeed's launcher always exports it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     cpu = not torch.cuda.is_available()
@@ -383,8 +382,11 @@ def _start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settl
     # Ranks that `--max_restarts` has started again, and trials, leave their addresses under names of their own: the
     # launcher keeps the store of the attempt that failed, where in torch 2.13 they may find the address of a dead one.
     attempt = torch_private.prefixed_rendezvous(f"finetune/attempt-{attempt_name()}")
-    with attempt, _without_parallelism():
-        options = strategy.accelerator_options(launch, settled, REDUCED[recipe.optim.reduce_dtype], cpu)
+    # Accelerate doesn't see the section parallelism_config: FSDP2 is given the run's own mesh (`mesh.py`). Accelerate's
+    # sequence parallelism runs under DeepSpeed alone; its tensor parallelism imports a name that transformers 5.23
+    # no longer has.
+    with attempt, patch_environment(accelerate_use_parallelism_config=False):
+        options = strategy.accelerator_options(launch, settled, DTYPES[reduce_dtype], cpu)
         accelerator = Accelerator(
             gradient_accumulation_steps=settled.accumulation, dataloader_config=DataLoaderConfiguration(), **options
         )
@@ -393,19 +395,3 @@ def _start_accelerator(strategy: Strategy, launch: Launch, recipe: Recipe, settl
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     return accelerator
-
-
-@contextmanager
-def _without_parallelism() -> Iterator[None]:
-    """Keeps the section parallelism_config from Accelerate: FSDP2 is given the run's own mesh (`mesh.py`).
-
-    Accelerate's sequence parallelism is DeepSpeed's and runs under DeepSpeed alone; its tensor parallelism imports a
-    name that transformers 5.23 no longer has.
-    """
-    flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
-    before = os.environ.pop(flag, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[flag] = before

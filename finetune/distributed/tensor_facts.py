@@ -9,6 +9,9 @@ import torch
 
 from finetune.distributed.split_parameters import Splits
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by their names in recipes and launch files."""
+
 
 def local(tensor: Any) -> torch.Tensor:
     """Returns this rank's part of a tensor, in place."""

@@ -13,9 +13,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.recipe_schema import LoraSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs
 from finetune.distributed.split_parameters import UNSPLIT, Splits
-from finetune.distributed.tensor_facts import width_of
+from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
+from finetune.distributed.tensor_facts import DTYPES, width_of
 from finetune.models import chunked_loss, frozen_weights, lora_adapters, pretrained_files, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper
 from finetune.models.module_matching import embeddings_and_head
@@ -28,7 +28,6 @@ from finetune.tasks.task_lookup import find_task, head_of
 from finetune.utils.compat.accelerate_private import unsplit_classes
 from finetune.utils.errors import BackendError, RecipeError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("full", "LoRA", "QLoRA")
 
 Packable = list[tuple[Any, torch.Size]]

@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from finetune.distributed.gpu_specs import Gpu
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.measure_bandwidth import RINGS, Line
-from finetune.distributed.param_specs import elements_of
-from finetune.distributed.strategies.prediction import Flow
+from finetune.distributed.strategies.prediction import Flow, elements_of
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.planning.activation_memory import StepSetting, shape_of
 from finetune.planning.launch_candidates import Candidate

@@ -16,8 +16,7 @@ from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs
-from finetune.distributed.strategies.prediction import Flow, Share
+from finetune.distributed.strategies.prediction import Flow, ParamSpec, ParamSpecs, Share
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.models import quantization
 from finetune.models.build_network import build_model

@@ -43,7 +43,8 @@ def read_state(
     for name, parameter in _trainable(network):
         split = splits.parameters.get(name)
         yield f"{PARAMETER}/{name}", tensor_shards.shard_of(parameter, split, splits.group)
-        for key, value in in_order(inner.state.get(parameter, {})):
+        # A dictionary's own order is that in which a resume filled it, which may differ from rank to rank.
+        for key, value in sorted(inner.state.get(parameter, {}).items()):
             if value is None or parameters_only:
                 continue
             tensor = as_tensor(value, f"{key}/{name}")
@@ -89,11 +90,6 @@ def write_state(
             whole = load(f"{key}/{name}")
             group = groups[id(parameter)]
             inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, cut)
-
-
-def in_order(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Sorts state, so that its order is the same on every rank: a dictionary's is that in which a resume filled it."""
-    return sorted(held.items())
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

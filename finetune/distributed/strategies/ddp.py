@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.param_specs import ParamSpecs, elements_of
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import first_gradients, strategy
-from finetune.distributed.strategies.prediction import Flow, Share, predict_whole_share
+from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, elements_of, predict_whole_share
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
 from finetune.utils.compat import torch_private

@@ -17,12 +17,20 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.param_specs import ParamSpec, ParamSpecs, bytes_of, elements_of
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import deepspeed_config, first_gradients, strategy
-from finetune.distributed.strategies.prediction import Flow, Gathered, Share, Window
+from finetune.distributed.strategies.prediction import (
+    Flow,
+    Gathered,
+    ParamSpec,
+    ParamSpecs,
+    Share,
+    Window,
+    bytes_of,
+    elements_of,
+)
 from finetune.distributed.strategies.strategy import TIMEOUT, Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import dtypes_of, held_bytes, off_share, short_dtype, width_of
 from finetune.utils.errors import BackendError

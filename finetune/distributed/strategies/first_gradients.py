@@ -13,8 +13,7 @@ DECAY = "weight decay would shrink them here"
 
 def decays(optimizer: object) -> bool:
     """Returns whether the optimiser shrinks weights whose gradients are zeros."""
-    groups = getattr(optimizer, "param_groups", [])
-    return any(group.get("weight_decay") for group in groups)
+    return any(group.get("weight_decay") for group in getattr(optimizer, "param_groups", []))
 
 
 @contextmanager
@@ -37,12 +36,12 @@ def expect_all(leaves: Mapping[str, torch.Tensor | None], why: str) -> Iterator[
     yield
     for hook in hooks:
         hook.remove()
-    refuse_unused(unused(leaves, used), why)
+    refuse_unused(leaves, used, why)
 
 
-def refuse_unused(found: list[str], why: str) -> None:
-    """Refuses parts of a model that the loss does not use; nothing if there are none."""
-    if found:
+def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> None:
+    """Refuses a model that has trained tensors beside those that are used, by their names."""
+    if found := unused(trained, used):
         shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
         raise BackendError(
             f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
