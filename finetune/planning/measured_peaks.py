@@ -29,27 +29,23 @@ class Peak:
     """Bytes, without the margin."""
     measured: int
 
-    @property
-    def ratio(self) -> float:
-        """Measured by predicted."""
-        return self.measured / self.predicted
-
 
 @dataclass(frozen=True)
 class Error:
     """Measured peaks on a device beside the predicted ones."""
 
+    device: str
     runs: int
     least: float
     median: float
     most: float
     """Measured by predicted."""
 
-    def line(self, device: str) -> str:
-        """One line for people."""
+    def line(self) -> str:
+        """Returns one line for people."""
         return (
-            f"On this machine ({device}) {self.runs} run(s) took {self.least:.2f} to {self.most:.2f} of the peak that "
-            f"was predicted, {self.median:.2f} in the middle."
+            f"On this machine ({self.device}) {self.runs} run(s) took {self.least:.2f} to {self.most:.2f} of the peak "
+            f"that was predicted, {self.median:.2f} in the middle."
         )
 
 
@@ -77,5 +73,5 @@ def read_peaks(folder: Path) -> list[Peak]:
 def compare_peaks(peaks: Sequence[Peak], device: str) -> Error | None:
     """Compares all peaks of a device; None if none was large enough to tell."""
     told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
-    ratios = [peak.ratio for peak in told]
-    return Error(len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None
+    ratios = [peak.measured / peak.predicted for peak in told]
+    return Error(device, len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

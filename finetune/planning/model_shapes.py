@@ -108,7 +108,10 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
     recipe = with_vocabulary_size(recipe)
     found: dict[str, Variant | str] = {}
     ways = {kind: as_kind(recipe, kind) for kind in kinds}
-    packed_later = _packed_later(ways)
+    # QLoRA's network is LoRA's, packed: attaching adapters is most of the work of a plan.
+    packed_later = None
+    if {"LoRA", "QLoRA"} <= ways.keys() and head_of(recipe) is not None and ways["LoRA"].lora == ways["QLoRA"].lora:
+        packed_later = ways["QLoRA"]
     adapted: tuple[nn.Module, Packable] | None = None
     for kind, wanted in ways.items():
         try:
@@ -122,13 +125,6 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
                 raise
             found[kind] = str(error)
     return found
-
-
-def _packed_later(ways: dict[str, Recipe]) -> Recipe | None:
-    """Returns QLoRA's recipe if its network is LoRA's, packed: attaching adapters is most of the work of a plan."""
-    if not {"LoRA", "QLoRA"} <= ways.keys() or head_of(ways["QLoRA"]) is None:
-        return None
-    return ways["QLoRA"] if ways["LoRA"].lora == ways["QLoRA"].lora else None
 
 
 def kind_of(recipe: Recipe) -> str:

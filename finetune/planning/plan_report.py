@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from finetune.planning import recommendations
@@ -46,9 +45,15 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
     )
     if machines.assumed is not None:
         console.print(machines.assumed)
-    console.print(_table(plan))
+    unit = _unit_of([candidate.peak for candidate in plan.candidates.values()])
+    ways = [f"{kind} (the recipe)" if kind == plan.kind else kind for kind in KINDS]
+    table = plain_table("launch file", "ranks", *ways, right=("ranks", *ways))
+    for name, launch in plan.launches.items():
+        cells = [_cell(plan.candidates[name, kind], unit) for kind in KINDS]
+        table.add_row(name, str(launch.num_processes), *cells)
+    console.print(table)
     console.print(
-        f"{_unit(plan)} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
+        f"{unit} a rank: from step to step (wherever it rests) > peak on the device. Fits: with a margin of "
         f"{max(c.margin for c in plan.candidates.values()):.0%} and 1 GiB for context and libraries; tight: without "
         "the margin.",
     )
@@ -77,7 +82,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(
             f"  {', '.join(each)}: gradients are summed over ranks after each micro-batch, since whole ones do not fit"
         )
-    _bars(plan, console)
+    _bars(plan, console, unit)
     advice = plan.advice
     if advice.candidate is None:
         console.print(f"\nRecommended: {advice.reason}")
@@ -86,7 +91,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
         console.print(f"\nRecommended: {advice.candidate.launch.file}{more}: {advice.reason}.")
     _work(plan, console, energy=energy)
     if plan.own_error is not None:
-        console.print(plan.own_error.line(plan.device))
+        console.print(plan.own_error.line())
 
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -97,15 +102,6 @@ def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
     return ((reason, ", ".join(names)) for reason, names in found.items() if reason)
 
 
-def _table(plan: Plan) -> Table:
-    ways = [f"{kind} (the recipe)" if kind == plan.kind else kind for kind in KINDS]
-    table = plain_table("launch file", "ranks", *ways, right=("ranks", *ways))
-    for name, launch in plan.launches.items():
-        candidates = [_cell(plan.candidates[name, kind], _unit(plan)) for kind in KINDS]
-        table.add_row(name, str(launch.num_processes), *candidates)
-    return table
-
-
 def _cell(candidate: Candidate, unit: str) -> Text:
     if candidate.memory is None:
         return Text("refused", style=_COLOURS["refused"])
@@ -113,10 +109,6 @@ def _cell(candidate: Candidate, unit: str) -> Text:
     return Text(
         f"{_size(held, unit)} > {_size(candidate.peak, unit)} {candidate.verdict:<5}", style=_COLOURS[candidate.verdict]
     )
-
-
-def _unit(plan: Plan) -> str:
-    return _unit_of([candidate.peak for candidate in plan.candidates.values()])
 
 
 def _unit_of(sizes: list[int]) -> str:
@@ -129,9 +121,9 @@ def _size(size: float, unit: str) -> str:
     return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _bars(plan: Plan, console: Console) -> None:
+def _bars(plan: Plan, console: Console, unit: str) -> None:
     coloured = console.is_terminal and not console.no_color
-    capacity, unit = plan.machines.gpu.memory_gib * GIB, _unit(plan)
+    capacity = plan.machines.gpu.memory_gib * GIB
     legend = Text(f"\nPeak of {plan.kind} by what it is for, of {plan.machines.gpu.memory_gib:.4g} GiB: ")
     for part, (letter, colour) in _PARTS.items():
         # A mark and its name stay on one line.
@@ -263,7 +255,7 @@ def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
             "work": work,
             "time": time,
             "first_size": plan.first_size,
-            "own_error": {"device": plan.device, **asdict(plan.own_error)} if plan.own_error is not None else None,
+            "own_error": asdict(plan.own_error) if plan.own_error is not None else None,
             **({"traced": [_traced(t) for t in traced]} if traced is not None else {}),
         },
         indent=2,

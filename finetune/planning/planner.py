@@ -56,8 +56,6 @@ class Plan:
     work: Work
     own_error: Error | None
     """Error of earlier plans on this machine, whatever this plan is for."""
-    device: str
-    """This machine's."""
     first_size: int | None
     """Size with which trials of `batch.micro_size: auto` would begin under the launch that is recommended."""
 
@@ -68,7 +66,14 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
     Raises:
         RecipeError: If a figure makes no sense.
     """
-    here, there = _gpu_here()
+    # The GPU has the memory that it says, whatever the table has.
+    here: Gpu | None = None
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there:
+        facts = torch.cuda.get_device_properties(0)
+        memory = facts.total_memory / 2**30
+        known = of_device(facts.name, memory)
+        here = replace(known, memory_gib=memory) if known is not None else None
     gpus = parsed.gpus if parsed.gpus is not None else there or _ASSUMED_GPUS
     price, host = (0.0 if parsed.price is None else parsed.price), (1.0 if parsed.host is None else parsed.host)
     for name, value, sensible, allowed in (
@@ -93,27 +98,8 @@ def machines_of(parsed: argparse.Namespace) -> Machines:
         what = f"{gpus} x {gpu.name}" if guessed["--gpus"] else gpu.name
         flags = " and ".join(flag for flag, is_guessed in guessed.items() if is_guessed)
         assumed = f"Assumed: {what} a machine, since {why} and {flags} did not say. Give what you have or mean to rent."
-    return Machines(
-        gpu,
-        gpus,
-        parsed.nodes,
-        parsed.network,
-        parsed.mfu,
-        parsed.price,
-        parsed.host,
-        read_links(parsed.links),
-        assumed,
-    )
-
-
-def _gpu_here() -> tuple[Gpu | None, int]:
-    """This machine's GPU, if the table has it, with the memory that it has; and how many there are."""
-    if not torch.cuda.is_available():
-        return None, 0
-    facts = torch.cuda.get_device_properties(0)
-    memory = facts.total_memory / 2**30
-    known = of_device(facts.name, memory)
-    return (replace(known, memory_gib=memory) if known is not None else None), torch.cuda.device_count()
+    links = read_links(parsed.links)
+    return Machines(gpu, gpus, parsed.nodes, parsed.network, parsed.mfu, parsed.price, parsed.host, links, assumed)
 
 
 def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, stored: str | None = None) -> Plan:
@@ -136,7 +122,12 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         variant = variants[kind]
         if isinstance(variant, str):
             return Candidate(name, kind, launches[name], setting, "refused", reason=variant)
-        return _on_host(assess_candidate(name, launches[name], variant, setting, machines.gpu), machines)
+        candidate = assess_candidate(name, launches[name], variant, setting, machines.gpu)
+        wanted = candidate.host * machines.gpus / 2**30
+        if machines.host_gib is None or wanted <= machines.host_gib:
+            return candidate
+        reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
+        return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
     # Rows that come out even, if the recipe's own do not.
     own, ranks = setting_of(recipe), max(launch.num_processes for launch in launches.values())
@@ -174,10 +165,8 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         time=time,
         work=count_work(planned),
         own_error=measured_peaks.compare_peaks(
-            measured_peaks.read_peaks(Path(recipe.data.cache_dir)),
-            device := device_selection.device_identity()["device"],
+            measured_peaks.read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]
         ),
-        device=device,
         first_size=first_size,
     )
 
@@ -222,15 +211,6 @@ def _launches(folder: Path, machines: Machines) -> dict[str, Launch]:
             "folder by --configs, or another number by --gpus and --nodes."
         )
     return dict(sorted(found.items(), key=lambda pair: recommendations.preference_of(pair[1], machines.nodes)))
-
-
-def _on_host(candidate: Candidate, machines: Machines) -> Candidate:
-    """A candidate that does not fit if what its ranks keep in host memory does not."""
-    wanted = candidate.host * machines.gpus / 2**30
-    if machines.host_gib is None or wanted <= machines.host_gib:
-        return candidate
-    reason = f"{wanted:,.0f} GiB of host memory a machine do not fit into {machines.host_gib:g}"
-    return replace(candidate, verdict="no", reason="; ".join(filter(None, (candidate.reason, reason))))
 
 
 def write_launch_file(plan: Plan, file: Path) -> None:

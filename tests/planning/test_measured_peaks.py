@@ -38,7 +38,7 @@ def test_other_devices_and_what_libraries_hide_do_not_count() -> None:
         measured_peaks.compare_peaks([peak(1.0, device="another"), peak(9.0, predicted=100 * 2**20)], "cpu, x") is None
     )
     small = peak(1.5, predicted=100 * 2**20, of="allocated")
-    assert measured_peaks.compare_peaks([small], "cpu, x") == Error(1, 1.5, 1.5, 1.5)
+    assert measured_peaks.compare_peaks([small], "cpu, x") == Error("cpu, x", 1, 1.5, 1.5, 1.5)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
