@@ -90,14 +90,17 @@ def shape_of(variant: Variant) -> Shape | None:
     heads = max((int(getattr(layer, "num_attention_heads", None) or 0) for layer in each), default=0)
     if not heads:
         return None
+    # Some plans split MLPs only.
+    split = [] if isinstance(variant.division, str) else variant.division.splits.parameters
+    parts = variant.parts if any("att" in name for name in split) else 1
     h = int(config.hidden_size)
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     kind = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     return Shape(
         h=h,
         f=max(_inner(layer, h) for layer in each) * experts // variant.parts,
-        a=heads // variant.attention_parts,
-        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // variant.attention_parts,
+        a=heads // parts,
+        k=max(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in each) // parts,
         d=max(int(getattr(layer, "head_dim", None) or h // heads) for layer in each),
         layers=len(each),
         vocabulary=int(config.vocab_size),

@@ -71,12 +71,6 @@ class Variant:
     parts: int = 1
     """Ranks that its layers are split over."""
 
-    @property
-    def attention_parts(self) -> int:
-        """Ranks that its attention is split over: some plans split MLPs only."""
-        split = isinstance(self.division, Division) and any("att" in name for name in self.division.splits.parameters)
-        return self.parts if split else 1
-
 
 def part_of(variant: Variant, size: int) -> Variant:
     """Returns what each of `size` ranks has of a variant whose layers they split.
@@ -146,12 +140,8 @@ def as_kind(recipe: Recipe, kind: str) -> Recipe:
         model["quantization"] = recipe.model.quantization or "nf4"
         if section.init == "pissa":
             section = section.model_copy(update={"init": "default"})
-    return recipe.model_copy(
-        update={
-            "lora": None if kind == "full" else section,
-            "model": recipe.model.model_copy(update=model),
-        }
-    )
+    lora = None if kind == "full" else section
+    return recipe.model_copy(update={"lora": lora, "model": recipe.model.model_copy(update=model)})
 
 
 def is_half(recipe: Recipe) -> bool:

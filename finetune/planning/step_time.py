@@ -129,29 +129,24 @@ def read_links(names: Sequence[str]) -> LinkSpeeds:
     """
     found: dict[bool, dict[str, Line]] = {}
     for name in names:
-        measured = _of_file(Path(name))
+        problem = f"--links: {name} is not what `finetune comms --json {name}` writes: "
+        try:
+            measured = _Measured.model_validate_json(Path(name).read_bytes())
+        except OSError as error:
+            raise RecipeError(f"--links: cannot read {name}: {error.strerror or error}.") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+            raise RecipeError(f"{problem}{reason}. Measure again.") from error
+        # Files of earlier versions lack some; for all-to-all the data sheet's bandwidth is taken then.
+        if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
+            raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
         far = measured.machines > 1
         if far in found:
             kind = "several machines" if far else "one machine"
             raise RecipeError(f"--links: {' and '.join(names)} are both of {kind}. Give one of each at most.")
         found[far] = measured.collectives
     return LinkSpeeds(found.get(False, {}), found.get(True, {}))
-
-
-def _of_file(file: Path) -> _Measured:
-    problem = f"--links: {file} is not what `finetune comms --json {file}` writes: "
-    try:
-        measured = _Measured.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise RecipeError(f"--links: cannot read {file}: {error.strerror or error}.") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-        raise RecipeError(f"{problem}{reason}. Measure again.") from error
-    # Files of earlier versions lack some; for all-to-all the data sheet's bandwidth is taken then.
-    if missing := RINGS.keys() - {"all_to_all", "reduce", "send"} - measured.collectives.keys():
-        raise RecipeError(f"{problem}it lacks {', '.join(sorted(missing))}. Measure again.")
-    return measured
 
 
 def count_work(variant: Variant) -> Work:
@@ -179,28 +174,35 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
     Where each of the ranks that share layers computes the head's product whole, that is counted; norms and routers are
     not.
     """
-    recipe, ranks = variant.recipe, candidate.launch.num_processes
+    recipe, launch, ranks = variant.recipe, candidate.launch, candidate.launch.num_processes
     if not is_half(recipe) or candidate.memory is None:
         return None
     forward = variant.forward_flops
     a_token = variant.flops_per_token + (forward if candidate.setting.checkpointed else 0.0)
-    variant = variant if candidate.launch.tensor == 1 else part_of(variant, candidate.launch.tensor)
-    if not variant.loss_by_head:
-        a_token += (candidate.launch.tensor - 1) * _head_flops(variant)
+    variant = variant if launch.tensor == 1 else part_of(variant, launch.tensor)
+    if not variant.loss_by_head and variant.specs.head:
+        # A head's products forward, and for the gradients of its inputs and, if it is trained, weights.
+        head = [p for p in variant.specs.units[variant.specs.head] if len(p.shape) == 2]
+        a_token += (launch.tensor - 1) * sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head)
     tokens = recipe.batch.global_size * recipe.data.sequence_length
     rate = ranks * machines.gpu.bf16_tflops * 1e12 * machines.utilisation
     compute = tokens * a_token / rate
     backward = compute * (1 - forward / a_token)
     windows = {"all": compute, "backward": backward, "last backward": backward / candidate.accumulation, "none": 0.0}
+    setting, accumulation, specs = candidate.setting, candidate.accumulation, variant.specs
+    flows = strategy_of(launch).predict_flows(launch, specs, accumulation)
+    flows += flows_of_rows(launch, variant, setting, accumulation)
+    flows += flows_of_layers(launch, variant, setting, accumulation)
     moved, exposed = [], 0.0
-    launch, setting, accumulation = candidate.launch, candidate.setting, candidate.accumulation
-    flows = strategy_of(launch).predict_flows(launch, variant.specs, accumulation)
-    for of_split in (flows_of_rows, flows_of_layers):
-        flows += of_split(launch, variant, setting, accumulation)
     for flow in (flow for flow in flows if flow.ranks > 1):
         far = flow.ranks * flow.apart > machines.gpus
         line = machines.links.line(flow.collective, far=far)
-        seconds = _seconds(flow, machines, line, far=far)
+        if line is not None:
+            seconds = flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s
+            seconds += flow.nbytes / line.bandwidth
+        else:
+            speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs
+            seconds = flow.nbytes / (speed * 1e9)
         window = windows[flow.window]
         moved.append(Moved(flow, far, seconds, seconds <= window, line is not None))
         exposed += max(0.0, seconds - window)
@@ -217,20 +219,6 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
         cost=None if gpu_hours is None or machines.price is None else gpu_hours * machines.price,
         energy_kwh=None if gpu_hours is None else gpu_hours * machines.gpu.watts / 1000,
     )
-
-
-def _head_flops(variant: Variant) -> float:
-    """Counts a head's, a token: forward, and the gradients of its inputs and, if it is trained, weights."""
-    head = variant.specs.units[variant.specs.head] if variant.specs.head else []
-    return sum(2.0 * p.elements * (2 if p.group is None else 3) for p in head if len(p.shape) == 2)
-
-
-def _seconds(flow: Flow, machines: Machines, line: Line | None, *, far: bool) -> float:
-    """Predicts a flow's, by measured links with their latency, else by the data sheet's bandwidth alone."""
-    if line is not None:
-        return flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s + flow.nbytes / line.bandwidth
-    speed = min(machines.gpu.link_gbs, machines.network_gbs) if far else machines.gpu.link_gbs
-    return flow.nbytes / (speed * 1e9)
 
 
 def flows_of_rows(launch: Launch, variant: Variant, setting: StepSetting, accumulation: int) -> list[Flow]:

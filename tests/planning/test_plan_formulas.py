@@ -298,7 +298,7 @@ WITHOUT_A_SIZE = {"gemma4_assistant", "musicgen", "musicgen_melody"}
 def test_every_configuration_has_sizes(model_type: str) -> None:
     """Some say a size for each layer: Gemma 3n the width of its MLPs, Gemma 4 that of its heads."""
     config = AutoConfig.for_model(model_type)
-    variant: Any = SimpleNamespace(config=config, names=(), parts=1, attention_parts=1)
+    variant: Any = SimpleNamespace(config=config, names=(), parts=1, division="")
     shape = shape_of(variant)
     if shape is not None:
         assert min(shape.h, shape.f, shape.a, shape.k, shape.d, shape.layers) > 0

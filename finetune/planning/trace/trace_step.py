@@ -57,6 +57,10 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the peak so far."""
         self.peak: dict[str, int] = {}
         """Bytes by part, when there were most."""
         self.moment = ""
@@ -65,17 +69,9 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
         """The most bytes that came with the micro-batch at a time: activations and what is temporary."""
         self._most = 0
 
-    def begin(self) -> None:
-        """Forgets the peak so far."""
-        self.peak, self.moment, self.batch, self._most = {}, "", 0, 0
-
     def now(self) -> dict[str, int]:
         """Bytes by part."""
         return self._parts(self.snapshot())
-
-    def lend(self) -> None:
-        """Counts what a backend has made beside the weights as gradients: buckets that these land in."""
-        self.relabel(MemoryKind.ACT, MemoryKind.GRAD)
 
     def changed(self, snapshot: dict[Any, int]) -> None:
         """Takes note of a new peak."""
@@ -128,7 +124,8 @@ def trace_step(recipe: Recipe, launch: Launch, stored: str | None) -> dict[str, 
         caller.autocast = backend.autocast
         tracker.track_external(caller)
         model, optimizer = fake_backend.prepare_fakes(backend, caller, build_optimizer(caller, recipe), splits)
-        tracker.lend()
+        # What a backend has made beside the weights: buckets that gradients land in.
+        tracker.relabel(MemoryKind.ACT, MemoryKind.GRAD)
         inner = getattr(optimizer, "optimizer", optimizer)
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             parameter.grad = torch.empty_like(parameter)
