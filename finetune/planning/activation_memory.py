@@ -201,15 +201,13 @@ def _attention(variant: Variant, s: Shape, half: bool, whole: bool) -> int:
     if whole:
         # An adapter is given the output in fp32.
         return core + (4 * s.a * s.d if half and variant.adapters else 0)
-    # An adapter has a copy of the output projection's input; the projection itself saves the output.
-    return core + (_inputs(variant, s) if half else 0) - (c * s.a * s.d if half and not variant.adapters else 0)
-
-
-def _inputs(variant: Variant, s: Shape) -> int:
-    """Counts 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway."""
+    if not half:
+        return core
+    # And 16-bit copies of linear modules' inputs, but for those that an MLP's product puts out in 16 bit anyway. An
+    # adapter has a copy of the output projection's input; the projection itself saves the output.
     inside = [inputs for inputs, kept in variant.linears if kept and inputs != s.f * s.parts]
     head = s.h if variant.linears and variant.linears[-1][1] else 0
-    return 2 * (sum(inside) - head) // s.layers
+    return core + 2 * (sum(inside) - head) // s.layers - (0 if variant.adapters else c * s.a * s.d)
 
 
 def _mlp(variant: Variant, s: Shape, half: bool, whole: bool, last: bool) -> int:

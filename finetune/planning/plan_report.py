@@ -228,38 +228,29 @@ def print_traced(traced: list[Traced], console: Console) -> None:
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
     """All of it, sizes in bytes."""
-    machines = asdict(plan.machines)
-    variants: dict[str, Any] = {
-        kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
-        for kind, v in plan.variants.items()
-    }
-    candidates = [
-        {**_facts(candidate), "fits_with": plan.cheapest.get(key)} for key, candidate in plan.candidates.items()
-    ]
-    chosen = plan.advice.candidate
-    advice = {
-        "launch_file": chosen.launch.file if chosen is not None else None,
-        "changes": list(plan.advice.changes),
-        "reason": plan.advice.reason,
-        "cell": _facts(chosen) if chosen is not None else None,
-    }
-    work = {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA}
-    time = asdict(plan.time) if plan.time is not None else None
-    return json.dumps(
-        {
-            "kind": plan.kind,
-            "machines": machines,
-            "variants": variants,
-            "cells": candidates,
-            "advice": advice,
-            "work": work,
-            "time": time,
-            "first_size": plan.first_size,
-            "own_error": asdict(plan.own_error) if plan.own_error is not None else None,
-            **({"traced": [_traced(t) for t in traced]} if traced is not None else {}),
+    chosen, error = plan.advice.candidate, plan.own_error
+    report: dict[str, Any] = {
+        "kind": plan.kind,
+        "machines": asdict(plan.machines),
+        "variants": {
+            kind: {"refused": v} if isinstance(v, str) else {"parameters": v.parameters, "trained": v.trained}
+            for kind, v in plan.variants.items()
         },
-        indent=2,
-    )
+        "cells": [{**_facts(found), "fits_with": plan.cheapest.get(key)} for key, found in plan.candidates.items()],
+        "advice": {
+            "launch_file": chosen.launch.file if chosen is not None else None,
+            "changes": list(plan.advice.changes),
+            "reason": plan.advice.reason,
+            "cell": _facts(chosen) if chosen is not None else None,
+        },
+        "work": {**asdict(plan.work), "tokens_per_parameter": plan.work.tokens_per_parameter, "chinchilla": CHINCHILLA},
+        "time": asdict(plan.time) if plan.time is not None else None,
+        "first_size": plan.first_size,
+        "own_error": asdict(error) if error is not None else None,
+    }
+    if traced is not None:
+        report["traced"] = [_traced(found) for found in traced]
+    return json.dumps(report, indent=2)
 
 
 def _traced(found: Traced) -> dict[str, Any]:

@@ -88,8 +88,17 @@ def write_state(
         _fill(parameter.detach(), whole, shard)
         for key in states[name]:
             whole = load(f"{key}/{name}")
-            group = groups[id(parameter)]
-            inner.state[parameter][key] = _placed(whole, key, name, parameter, shard, group, cut)
+            if whole.shape == shard.shape and key != "step":
+                # Laid out as the parameter is: sharded, and with its strides.
+                placed: Any = torch.empty_like(parameter.detach(), dtype=whole.dtype)
+                _fill(placed, whole, shard)
+            elif whole.ndim == 0:
+                placed = place_number(whole, key, groups[id(parameter)], parameter.device)
+            elif cut:
+                raise not_held(f"{key}/{name}", whole.shape, shard.shape)
+            else:
+                placed = whole.to(parameter.device, copy=True)
+            inner.state[parameter][key] = placed
 
 
 def _trainable(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -130,21 +139,6 @@ def load_parameter(load: Callable[[str], torch.Tensor], key: str, shape: Any) ->
 def _fill(tensor: Any, whole: torch.Tensor, shard: Shard) -> None:
     here = local(tensor)
     here.copy_(tensor_shards.part_of(whole, shard).reshape(here.shape))
-
-
-def _placed(
-    whole: torch.Tensor, key: str, name: str, parameter: Any, shard: Shard, group: dict[str, Any], divided: bool
-) -> Any:
-    if whole.shape == shard.shape and key != "step":
-        # Laid out as the parameter is: sharded, and with its strides.
-        like = torch.empty_like(parameter.detach(), dtype=whole.dtype)
-        _fill(like, whole, shard)
-        return like
-    if whole.ndim == 0:
-        return place_number(whole, key, group, parameter.device)
-    if divided:
-        raise not_held(f"{key}/{name}", whole.shape, shard.shape)
-    return whole.to(parameter.device, copy=True)
 
 
 def place_number(whole: torch.Tensor, key: str, group: dict[str, Any], device: torch.device) -> Any:

@@ -148,7 +148,10 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
             whole = load(key)
             if whole.shape == part.shape and state != "step":
                 if state not in buffers:
-                    buffers[state] = _buffer(flat, state, whole.dtype)
+                    old: Any = flat.state.get(state)
+                    same = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (flat.master.shape, whole.dtype)
+                    made = old.zero_() if same else torch.zeros_like(flat.master.detach(), dtype=whole.dtype)
+                    buffers[state] = made
                 flat.fill(part, buffers[state], whole)
             elif whole.ndim:
                 raise not_held(key, whole.shape, part.shape)
@@ -163,13 +166,6 @@ def _flat_state(flat: ZeroState, states: dict[str, list[str]], load: Callable[[s
         state: int(whole) if state == "step" and flat.counts_steps else place_number(whole, state, flat.group, device)
         for state, (whole, _) in numbers.items()
     }
-
-
-def _buffer(flat: ZeroState, state: str, dtype: torch.dtype) -> torch.Tensor:
-    old = flat.state.get(state)
-    if isinstance(old, torch.Tensor) and old.shape == flat.master.shape and old.dtype == dtype:
-        return old.zero_()
-    return torch.zeros_like(flat.master.detach(), dtype=dtype)
 
 
 def zero_states(zero: Any, network: nn.Module) -> Iterator[ZeroState]:
