@@ -1,11 +1,14 @@
-"""The plan: every launch file x every way to train."""
+"""The plan: every launch file x every way to train; and the peaks that runs on this machine have measured."""
 
 import argparse
 import functools
+import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +19,9 @@ from finetune.distributed.gpu_specs import Gpu, find_gpu, of_device
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.launch_file import read_launch_file
 from finetune.distributed.launch.predicted_environment import launch_of_file
-from finetune.planning import measured_peaks, model_shapes, recommendations
+from finetune.planning import model_shapes, recommendations
 from finetune.planning.activation_memory import Device, StepSetting
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
-from finetune.planning.measured_peaks import Error
 from finetune.planning.model_shapes import Variant
 from finetune.planning.recommendations import Advice
 from finetune.planning.step_time import Machines, Time, Work, count_work, predict_time, read_links
@@ -32,6 +34,46 @@ _ON_ONE_GPU = ("single", "zero3_offload", "zero3_nvme")
 
 # Where neither the command line nor this machine says.
 _ASSUMED_GPU, _ASSUMED_GPUS = "h100-80gb", 8
+
+
+_PEAKS = "peaks.jsonl"
+
+# Below this, what libraries load meanwhile is a good part of a process's resident memory.
+_LEAST_RESIDENT = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a rank held while it trained."""
+
+    device: str
+    of: str
+    """`allocated` on a GPU; `resident` on a CPU: over what the process held before, libraries and all."""
+    launch: str
+    kind: str
+    processes: int
+    predicted: int
+    """Bytes, without the margin."""
+    measured: int
+
+
+@dataclass(frozen=True)
+class Error:
+    """Measured peaks on a device beside the predicted ones."""
+
+    device: str
+    runs: int
+    least: float
+    median: float
+    most: float
+    """Measured by predicted."""
+
+    def line(self) -> str:
+        """Returns one line for people."""
+        return (
+            f"On this machine ({self.device}) {self.runs} run(s) took {self.least:.2f} to {self.most:.2f} of the peak "
+            f"that was predicted, {self.median:.2f} in the middle."
+        )
 
 
 @dataclass(frozen=True)
@@ -164,9 +206,7 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
         advice=advice,
         time=time,
         work=count_work(planned),
-        own_error=measured_peaks.compare_peaks(
-            measured_peaks.read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]
-        ),
+        own_error=compare_peaks(read_peaks(Path(recipe.data.cache_dir)), device_selection.device_identity()["device"]),
         first_size=first_size,
     )
 
@@ -257,3 +297,31 @@ def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], roo
     of = candidates_of(recipe, launch, room)
     fits = [size for size in sizes if of(size).verdict == "fits"] if of is not None else []
     return max(fits, default=min(sizes))
+
+
+def add_peak(folder: Path, peak: Peak) -> None:
+    """Writes a peak down.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # One write of one line: runs beside each other append, and do not mix.
+    with (folder / _PEAKS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(peak)) + "\n")
+
+
+def read_peaks(folder: Path) -> list[Peak]:
+    """All that can be read of what was written down."""
+    try:
+        lines: list[Any] = atomic_files.read_lines(folder / _PEAKS)
+    except (OSError, ValueError):
+        return []
+    return [Peak(**line) for line in lines if line.keys() == Peak.__dataclass_fields__.keys()]
+
+
+def compare_peaks(peaks: Sequence[Peak], device: str) -> Error | None:
+    """Compares all peaks of a device; None if none was large enough to tell."""
+    told = [p for p in peaks if p.device == device and (p.of == "allocated" or p.predicted >= _LEAST_RESIDENT)]
+    ratios = [peak.measured / peak.predicted for peak in told]
+    return Error(device, len(ratios), min(ratios), statistics.median(ratios), max(ratios)) if ratios else None

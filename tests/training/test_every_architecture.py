@@ -20,7 +20,7 @@ import architectures as script
 
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.small_model import shrink_model
-from finetune.distributed.strategies.first_gradients import unused
+from finetune.distributed.strategies.strategy import unused
 from finetune.models import chunked_loss
 from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper

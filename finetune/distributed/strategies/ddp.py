@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies import strategy
 from finetune.distributed.strategies.prediction import Flow, ParamSpecs, Share, elements_of, predict_whole_share
 from finetune.distributed.strategies.strategy import Prepared, Runtime, Strategy
 from finetune.distributed.tensor_facts import inner_name, master_weights, read_parameters
@@ -65,7 +65,7 @@ def _sum_in_bf16(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.T
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
     """DDP waits for the gradients of all, and fails in the next pass over those that are missing."""
-    return first_gradients.expect_all(first_gradients.trained_leaves(model), "DDP waits for the gradients of all")
+    return strategy.expect_all(strategy.trained_leaves(model), "DDP waits for the gradients of all")
 
 
 def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
-from finetune.distributed.strategies import deepspeed_config, first_gradients, strategy
+from finetune.distributed.strategies import deepspeed_config, strategy
 from finetune.distributed.strategies.prediction import (
     Flow,
     Gathered,
@@ -173,9 +173,9 @@ def _autocast(runtime: Runtime) -> AbstractContextManager[Any]:
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
     """ZeRO takes missing gradients for zeros."""
-    if not first_gradients.decays(runtime.optimizer):
+    if not strategy.decays(runtime.optimizer):
         return nullcontext()
-    return first_gradients.expect_all(first_gradients.trained_leaves(model), first_gradients.DECAY)
+    return strategy.expect_all(strategy.trained_leaves(model), strategy.DECAY)
 
 
 def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.split_parameters import Splits
-from finetune.distributed.strategies import first_gradients, strategy
+from finetune.distributed.strategies import strategy
 from finetune.distributed.strategies.prediction import (
     Flow,
     Gathered,
@@ -119,8 +119,8 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
     to sum in another dtype.
     """
     if runtime.launch.sync_each_batch:
-        decays = first_gradients.decays(runtime.optimizer)
-        expected = first_gradients.expect_all(_leaves(model), first_gradients.DECAY) if decays else nullcontext()
+        decays = strategy.decays(runtime.optimizer)
+        expected = strategy.expect_all(_leaves(model), strategy.DECAY) if decays else nullcontext()
     else:
         expected = nullcontext()
         if not last:
@@ -131,7 +131,7 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
             }
             trained = _leaves(model)
             gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
-            first_gradients.refuse_unused(trained, gathered, "torch cannot hold their gradients")
+            strategy.refuse_unused(trained, gathered, "torch cannot hold their gradients")
     with expected:
         yield
     if not last:
