@@ -129,8 +129,12 @@ class Backend:
             )
         self.splits = splits
         named = [(inner_name(name), p) for name, p in model.named_parameters()]
-        self.num_weights = sum(self._num_weights(name, p) for name, p in named)
-        self.num_trained = sum(self.splits.size(name, p) for name, p in named if p.requires_grad)
+        self.num_trained = sum(splits.size(name, p) for name, p in named if p.requires_grad)
+        self.num_weights = 0
+        for name, parameter in named:
+            split = splits.parameters.get(name)
+            packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
+            self.num_weights += int(packed if packed is not None else splits.size(name, parameter))
         wrapped, prepared = self.strategy.prepare(self, model, optimizer)
         names = {inner_name(name) for name, _ in wrapped.named_parameters()}
         if untied := sorted(names - {name for name, _ in named}):
@@ -141,11 +145,6 @@ class Backend:
             )
         self.model, self.optimizer = wrapped, prepared
         return wrapped, prepared
-
-    def _num_weights(self, name: str, parameter: Any) -> int:
-        split = self.splits.parameters.get(name)
-        packed = getattr(parameter, "packed_weights", None) if split is None else split.packed
-        return int(packed if packed is not None else self.splits.size(name, parameter))
 
     def verify(self, rehearse: Callable[[], torch.Tensor]) -> RuntimeReport:
         """Reads back what runs; see `verify_launch.verify_runtime`."""

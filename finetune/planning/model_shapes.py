@@ -209,6 +209,11 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
     except BackendError as error:
         division = str(error)
     splits = division.splits if isinstance(division, Division) else UNSPLIT
+    # The modules that put an adapter around another one.
+    wrappers: list[Any] = [m for m in network.modules() if hasattr(m, "lora_A") and hasattr(m, "merge")]
+    adapted = {id(wrapper.get_base_layer()) for wrapper in wrappers}
+    named: list[tuple[str, Any]] = list(network.named_modules())
+    linear = [m for n, m in named if type(m).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in n]
     # Were all of it trained, each product would be done three times, of which one is forward.
     network.requires_grad_(True)
     forward = flops_per_target(network, length) / 3
@@ -224,14 +229,17 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
         state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe).optim),
-        linears=tuple(_linears(network)),
+        linears=tuple(
+            (int(m.nx if hasattr(m, "nx") else m.in_features), id(m) in adapted or m.weight.requires_grad)
+            for m in linear
+        ),
         adapters=lora_adapters.describe_adapters(network),
-        adapted=tuple((m.in_features, m.out_features) for m in _wrappers(network)),
+        adapted=tuple((m.in_features, m.out_features) for m in wrappers),
         config=config,
         next_token=next_token,
         loss_by_head=loss_by_head,
         norms_trained=any(p.requires_grad for n, p in network.named_parameters() if "norm" in n),
-        names=frozenset(n.rpartition(".")[2] for n, _ in network.named_modules()),
+        names=frozenset(n.rpartition(".")[2] for n, _ in named),
         division=division,
     )
 
@@ -335,17 +343,3 @@ def _scales(count: int, *, double: bool) -> int:
         return 4 * blocks + code
     # A byte a scale; their own scales, code and offset.
     return blocks + code + 4 * math.ceil(blocks / _BLOCK_OF_SCALES) + 4 * 256 + 4
-
-
-def _wrappers(network: nn.Module) -> list[Any]:
-    """The modules that put an adapter around another one."""
-    return [module for module in network.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]
-
-
-def _linears(network: nn.Module) -> Iterator[tuple[int, bool]]:
-    adapted = {id(wrapper.get_base_layer()) for wrapper in _wrappers(network)}
-    module: Any
-    for name, module in network.named_modules():
-        if type(module).__name__ in ("Linear", "StoredLinear", "Conv1D") and ".lora_" not in name:
-            inputs = int(module.nx if hasattr(module, "nx") else module.in_features)
-            yield inputs, id(module) in adapted or bool(module.weight.requires_grad)

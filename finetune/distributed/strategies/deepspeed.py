@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -184,24 +184,11 @@ def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:
     return torch.as_tensor(norm, dtype=torch.float32)
 
 
-def _read_state(
-    runtime: Runtime, network: nn.Module, optimizer: Any, *, parameters_only: bool = False
-) -> Iterator[tuple[str, Shard]]:
+def _zero_state() -> Any:
+    """Returns the module that reads and writes flat buffers; it imports DeepSpeed."""
     from finetune.distributed.state import zero_state
 
-    return zero_state.read_state(optimizer, network, parameters_only=parameters_only)
-
-
-def _write_state(
-    runtime: Runtime,
-    network: nn.Module,
-    optimizer: Any,
-    keys: Collection[str],
-    load: Callable[[str], torch.Tensor],
-) -> None:
-    from finetune.distributed.state import zero_state
-
-    zero_state.write_state(optimizer, network, keys, load)
+    return zero_state
 
 
 def _read_frozen(runtime: Runtime, name: str, parameter: Any) -> Shard:
@@ -430,8 +417,8 @@ STRATEGY = Strategy(
     clip_gradients=lambda model, norm, max_norm: None,  # it has clipped by then
     step=lambda runtime, optimizer, norm: optimizer.step(),  # in the backward pass, which has looked at the norm
     steps_in_backward=True,
-    read_state=_read_state,
-    write_state=_write_state,
+    read_state=lambda runtime, network, optimizer, **options: _zero_state().read_state(optimizer, network, **options),
+    write_state=lambda runtime, network, optimizer, *state: _zero_state().write_state(optimizer, network, *state),
     read_frozen=_read_frozen,
     scaler_state=_scaler_state,
     set_scaler_state=_set_scaler_state,

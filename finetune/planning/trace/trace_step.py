@@ -71,17 +71,14 @@ class Tracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def now(self) -> dict[str, int]:
         """Bytes by part."""
-        return self._parts(self.snapshot())
+        snapshot = self.snapshot()
+        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
 
     def changed(self, snapshot: dict[Any, int]) -> None:
         """Takes note of a new peak."""
         self.batch = max(self.batch, snapshot[MemoryKind.ACT] + snapshot[MemoryKind.TEMP])
         if snapshot["Total"] > self._most:
-            self._most, self.peak, self.moment = snapshot["Total"], self._parts(snapshot), self.phase
-
-    @staticmethod
-    def _parts(snapshot: dict[Any, int]) -> dict[str, int]:
-        return {name: snapshot.get(part, 0) for name, part in _PARTS.items()}
+            self._most, self.peak, self.moment = snapshot["Total"], self.now(), self.phase
 
 
 def main(job: Path, result: Path) -> None:
