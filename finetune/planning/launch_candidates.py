@@ -16,7 +16,7 @@ from finetune.distributed.strategies.prediction import Share
 from finetune.distributed.strategies.strategy import strategy_of
 from finetune.optim import optimizers
 from finetune.planning.activation_memory import Activations, Device, StepSetting, predict_activations, shape_of
-from finetune.planning.model_shapes import Variant, is_half, part_of, with_unpaged_optimizer
+from finetune.planning.model_shapes import Variant, is_half, part_of, without_paging
 from finetune.tasks.task_lookup import check_task_splits, head_of
 from finetune.utils.errors import BackendError, RecipeError
 
@@ -88,7 +88,7 @@ def assess_candidate(
             variant = part_of(variant, launch.tensor)
         sizes = [param.elements for param in variant.specs.params]
         strategy.check_network(launch, resolved.ds_config, variant.specs.width, sizes)
-        optimizers.check_optimizer(with_unpaged_optimizer(recipe).optim, cut=launch.cuts_state, flat=launch.flattens)
+        optimizers.check_optimizer(without_paging(recipe.optim), cut=launch.cuts_state, flat=launch.flattens)
     except (RecipeError, BackendError) as error:
         return replace(blank, reason=str(error))
     shape, accumulation = shape_of(variant), resolved.accumulation

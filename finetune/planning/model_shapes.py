@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from finetune.config.recipe_schema import LoraSection, Recipe
+from finetune.config.recipe_schema import LoraSection, OptimSection, Recipe
 from finetune.data.tokenization.build_tokenizer import load_tokenizer
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.strategies.prediction import ParamSpec, ParamSpecs
@@ -149,10 +149,9 @@ def is_half(recipe: Recipe) -> bool:
     return recipe.precision != "fp32"
 
 
-def with_unpaged_optimizer(recipe: Recipe) -> Recipe:
-    """Paged optimisers are refused without a GPU, which the machine that plans may well be."""
-    name = recipe.optim.name.removeprefix("Paged")
-    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": name})})
+def without_paging(optim: OptimSection) -> OptimSection:
+    """Returns an optimiser that is not paged. Paged ones are refused on a machine without a GPU, which may plan."""
+    return optim.model_copy(update={"name": optim.name.removeprefix("Paged")})
 
 
 def with_vocabulary_size(recipe: Recipe) -> Recipe:
@@ -228,7 +227,7 @@ def _read_variant(network: nn.Module, kind: str, recipe: Recipe, scales: int) ->
         forward_flops=forward,
         parameters=sum(int(getattr(p, "packed_weights", p.numel())) for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        state_bytes=optimizers.state_bytes(with_unpaged_optimizer(recipe).optim),
+        state_bytes=optimizers.state_bytes(without_paging(recipe.optim)),
         linears=tuple(
             (int(m.nx if hasattr(m, "nx") else m.in_features), id(m) in adapted or m.weight.requires_grad)
             for m in linear

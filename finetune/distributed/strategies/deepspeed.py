@@ -85,25 +85,18 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
         shard: Any = getattr(parameter, "ds_tensor", None)
         if shard is not None and shard.dtype != parameter.dtype:
             shard.data = shard.data.to(parameter.dtype)
-    if launch.offload_params == "nvme":
-        _shard_in_own_dtype(model, config)
+    if launch.offload_params == "nvme" and not any(hasattr(p, "ds_id") for p in model.parameters()):
+        import deepspeed
+
+        # Shards a whole model before DeepSpeed does, so that NVMe holds it in its own dtype. Left to itself, DeepSpeed
+        # 0.19 takes the dtype of what it swaps from the device instead of the model where fp16 is not supported: fp32
+        # parameters would go to disk, and come back, as bf16.
+        # Source: `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     wrapped, prepared = strategy.prepare(runtime, model, optimizer)
     if launch.kind == "zero3":
         _plan_gathers_by_training(wrapped)
     return wrapped, prepared
-
-
-def _shard_in_own_dtype(model: nn.Module, config: dict[str, Any]) -> None:
-    """Shards a whole model for ZeRO-3 before DeepSpeed does, in place, so that NVMe holds it in its own dtype.
-
-    Left to itself, DeepSpeed 0.19 takes the dtype of what it swaps from the device instead of the model where fp16
-    is not supported: fp32 parameters would go to disk, and come back, as bf16.
-    Source: deepspeed, `Init._set_dtype` in `runtime/zero/partition_parameters.py` (a conditional's precedence).
-    """
-    import deepspeed
-
-    if not any(hasattr(p, "ds_id") for p in model.parameters()):
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
 def _plan_gathers_by_training(engine: Any) -> None:
@@ -173,9 +166,7 @@ def _autocast(runtime: Runtime) -> AbstractContextManager[Any]:
 
 def _check_gradients(runtime: Runtime, model: Any, last: bool) -> AbstractContextManager[Any]:
     """ZeRO takes missing gradients for zeros."""
-    if not strategy.decays(runtime.optimizer):
-        return nullcontext()
-    return strategy.expect_all(strategy.trained_leaves(model), strategy.DECAY)
+    return strategy.expect_decayed(strategy.trained_leaves(model), runtime.optimizer)
 
 
 def _grad_norm(runtime: Runtime, model: nn.Module) -> torch.Tensor:

@@ -118,21 +118,16 @@ def _check_gradients(runtime: Runtime, model: Any, last: bool) -> Iterator[None]
     Else it leaves weights as they are, but torch 2.13 fails over units that it never gathered, where it holds gradients
     to sum in another dtype.
     """
-    if runtime.launch.sync_each_batch:
-        decays = strategy.decays(runtime.optimizer)
-        expected = strategy.expect_all(_leaves(model), strategy.DECAY) if decays else nullcontext()
-    else:
-        expected = nullcontext()
-        if not last:
-            named = {
-                inner_name(sharding.parameter_name(p))
-                for p in sharding.fsdp_params(model)
-                if getattr(p, "reduce_dtype", None) is not None
-            }
-            trained = _leaves(model)
-            gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
-            strategy.refuse_unused(trained, gathered, "torch cannot hold their gradients")
-    with expected:
+    each, trained = runtime.launch.sync_each_batch, _leaves(model)
+    if not each and not last:
+        named = {
+            inner_name(sharding.parameter_name(p))
+            for p in sharding.fsdp_params(model)
+            if getattr(p, "reduce_dtype", None) is not None
+        }
+        gathered = [name for name, leaf in trained.items() if leaf is not None or name not in named]
+        strategy.refuse_unused(trained, gathered, "torch cannot hold their gradients")
+    with strategy.expect_decayed(trained, runtime.optimizer) if each else nullcontext():
         yield
     if not last:
         _check_held_gradients(runtime.launch, model)

@@ -32,10 +32,6 @@ TIMEOUT = timedelta(minutes=30)
 """Collectives wait this long for a slow rank before they give up."""
 
 
-DECAY = "weight decay would shrink them here"
-"""Why an optimiser that takes missing gradients for zeros must have all of them."""
-
-
 class Runtime(Protocol):
     """One process of a run, as strategies see it: `Backend`."""
 
@@ -171,9 +167,10 @@ def _makes_momenta(optimizer: Any) -> bool:
     return any(group["momentum"] and not optimizer.state.get(group["params"][0]) for group in optimizer.param_groups)
 
 
-def decays(optimizer: object) -> bool:
-    """Returns whether the optimiser shrinks weights whose gradients are zeros."""
-    return any(group.get("weight_decay") for group in getattr(optimizer, "param_groups", []))
+def expect_decayed(leaves: Mapping[str, torch.Tensor | None], optimizer: object) -> AbstractContextManager[None]:
+    """Returns the context of `expect_all` if the optimiser shrinks weights whose gradients are zeros."""
+    decays = any(group.get("weight_decay") for group in getattr(optimizer, "param_groups", []))
+    return expect_all(leaves, "weight decay would shrink them here") if decays else nullcontext()
 
 
 @contextmanager
@@ -201,7 +198,7 @@ def expect_all(leaves: Mapping[str, torch.Tensor | None], why: str) -> Iterator[
 
 def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> None:
     """Refuses a model that has trained tensors beside those that are used, by their names."""
-    if found := unused(trained, used):
+    if found := unused_parts(trained, used):
         shown = ", ".join([*found[:4], *(["…"] if len(found) > 4 else [])])
         raise BackendError(
             f"These parts of the model take no part in the loss, and {why}: {shown}. Freeze what the task never uses "
@@ -210,7 +207,7 @@ def refuse_unused(trained: Iterable[str], used: Collection[str], why: str) -> No
         )
 
 
-def unused(trained: Iterable[str], used: Collection[str]) -> list[str]:
+def unused_parts(trained: Iterable[str], used: Collection[str]) -> list[str]:
     """Returns the names of modules none of whose trained tensors is used, and of single tensors of others."""
     found: dict[str, None] = {}
     for name in trained:
