@@ -57,7 +57,7 @@ class Backend:
     num_weights: int = 0
     """Weights of the prepared model, each packed one counted."""
     num_trained: int = 0
-    """Those of them that are trained."""
+    """Trained weights among them."""
     unverified: bool = True
     """True until the gradients of a first step have been checked."""
 

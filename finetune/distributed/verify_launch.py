@@ -113,7 +113,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
     """Reads back what runs and compares it with the request.
 
     Args:
-        strategy: That was asked for.
+        strategy: The strategy that was asked for.
         rehearse: Runs a forward pass of the prepared model and returns its loss; every rank must.
 
     Raises:

@@ -124,7 +124,7 @@ def state_memory(share: Share, state_bytes: float) -> Memory:
     """Returns the bytes that a rank holds from step to step.
 
     Args:
-        state_bytes: That the optimiser keeps for an element.
+        state_bytes: Bytes that the optimiser keeps for an element.
     """
     # Gradients are summed in fp32.
     return Memory(share.frozen, share.trained, 4 * share.summed, round(state_bytes * share.stepped))

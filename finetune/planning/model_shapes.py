@@ -90,7 +90,7 @@ def part_of(variant: Variant, size: int) -> Variant:
 
 
 def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Variant | str]:
-    """The recipe's model, trained in each way; a reason in place of a way that is closed.
+    """Reads the recipe's model, trained in each way; a reason stands in place of a way that is closed.
 
     Args:
         stored: The dtype of the weights as they are stored; None reads it off them.
@@ -122,14 +122,14 @@ def read_variants(recipe: Recipe, stored: str | None = None, kinds: Sequence[str
 
 
 def kind_of(recipe: Recipe) -> str:
-    """The way that a recipe itself asks for."""
+    """Returns the way that a recipe itself asks for."""
     if recipe.lora is None:
         return "full"
     return "LoRA" if recipe.model.quantization is None else "QLoRA"
 
 
 def as_kind(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with all else equal."""
+    """Returns a recipe that trains in another way, with all else equal."""
     if kind == kind_of(recipe):
         return recipe
     section = recipe.lora or LoraSection()
@@ -155,7 +155,7 @@ def without_paging(optim: OptimSection) -> OptimSection:
 
 
 def with_vocabulary_size(recipe: Recipe) -> Recipe:
-    """The recipe with the size of the vocabulary written out, where a tokenizer decides it."""
+    """Returns a recipe with the size of the vocabulary written out, where a tokenizer decides it."""
     config = recipe.model.config
     if recipe.tokenizer.name is None or config is None or "vocab_size" in config or head_of(recipe) is None:
         return recipe
@@ -301,7 +301,7 @@ def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> tor
 
 
 def _packable(network: Any, recipe: Recipe) -> Iterator[Any]:
-    """The linear modules that `quantization.quantise`, or transformers while it loads, would pack."""
+    """Yields the linear modules that `quantization.quantize`, or transformers while it loads, would pack."""
     section = recipe.model
     if section.quantization is None or not isinstance(network, PreTrainedModel):
         return
@@ -336,7 +336,7 @@ def pack_linear(module: Any, recipe: Recipe, shape: torch.Size, *, part: bool = 
 
 
 def _scales(count: int, *, double: bool) -> int:
-    """Bytes of the scales of so many weights of 4 bits."""
+    """Returns the bytes of the scales of so many weights of 4 bits."""
     blocks, code = math.ceil(count / BLOCK), 4 * 16
     if not double:
         return 4 * blocks + code

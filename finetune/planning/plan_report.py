@@ -95,7 +95,7 @@ def print_plan(plan: Plan, console: Console, *, energy: bool = False) -> None:
 
 
 def _by_reason(reasons: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
-    """Reasons, once each, with all the names that have them; an empty reason is none."""
+    """Yields each reason once, with the names that have it; an empty reason is none."""
     found: dict[str, list[str]] = {}
     for reason, name in reasons:
         found.setdefault(reason, []).append(name)
@@ -112,7 +112,7 @@ def _cell(candidate: Candidate, unit: str) -> Text:
 
 
 def _unit_of(sizes: list[int]) -> str:
-    """One unit for all: of tiny networks GiB would show zero."""
+    """Returns one unit for all sizes: of tiny networks GiB would show zero."""
     return "GiB" if max(sizes, default=0) >= GIB else "MiB"
 
 
@@ -227,7 +227,7 @@ def print_traced(traced: list[Traced], console: Console) -> None:
 
 
 def as_json(plan: Plan, traced: list[Traced] | None = None) -> str:
-    """All of it, sizes in bytes."""
+    """Returns a plan as JSON, with sizes in bytes."""
     chosen, error = plan.advice.candidate, plan.own_error
     report: dict[str, Any] = {
         "kind": plan.kind,

@@ -148,7 +148,7 @@ def make_plan(recipe: Recipe, machines: Machines, folder: Path | None = None, st
     """Makes a plan; nothing is loaded or launched.
 
     Args:
-        folder: Of launch files; None for those that ship.
+        folder: Folder of launch files; None for those that ship.
         stored: The dtype that frozen weights are stored in; None reads it off them.
 
     Raises:
@@ -288,10 +288,10 @@ def candidates_of(recipe: Recipe, launch: Launch, room: int) -> Callable[[int], 
 
 
 def largest_micro_size(recipe: Recipe, launch: Launch, sizes: Sequence[int], room: int) -> int:
-    """The largest micro-batch that fits; the smallest where nothing can be said.
+    """Returns the largest micro-batch that fits; the smallest where nothing can be said.
 
     Args:
-        sizes: In rows; all of them come out even.
+        sizes: Rows of a micro-batch; all of them come out even.
         room: Bytes that a rank can have.
     """
     of = candidates_of(recipe, launch, room)
@@ -312,7 +312,7 @@ def add_peak(folder: Path, peak: Peak) -> None:
 
 
 def read_peaks(folder: Path) -> list[Peak]:
-    """All that can be read of what was written down."""
+    """Returns the peaks that were written down, as far as they can be read."""
     try:
         lines: list[Any] = atomic_files.read_lines(folder / _PEAKS)
     except (OSError, ValueError):

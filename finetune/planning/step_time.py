@@ -43,10 +43,6 @@ class LinkSpeeds:
     between: dict[str, Line] = field(default_factory=dict)
     """Between machines."""
 
-    def line(self, collective: str, *, far: bool) -> Line | None:
-        """The link for a collective; None if it was not measured there."""
-        return (self.between if far else self.within).get(collective)
-
 
 @dataclass(frozen=True)
 class Machines:
@@ -196,7 +192,7 @@ def predict_time(candidate: Candidate, variant: Variant, machines: Machines) -> 
     moved, exposed = [], 0.0
     for flow in (flow for flow in flows if flow.ranks > 1):
         far = flow.ranks * flow.apart > machines.gpus
-        line = machines.links.line(flow.collective, far=far)
+        line = (machines.links.between if far else machines.links.within).get(flow.collective)
         if line is not None:
             seconds = flow.calls * RINGS[flow.collective].hops(flow.ranks) * line.latency_s
             seconds += flow.nbytes / line.bandwidth

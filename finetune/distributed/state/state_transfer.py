@@ -30,7 +30,7 @@ def read_state(
     Args:
         network: The network inside the prepared model, its weights sharded (`reshard`).
         optimizer: What `Backend.prepare` returned.
-        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        splits: Parameters that are split over the ranks of a tensor-parallel group.
         cut: True where a tensor may lie on several ranks in parts.
 
     Yields:
@@ -71,7 +71,7 @@ def write_state(
         optimizer: What `Backend.prepare` returned. It stays as it is if `keys` has no state at all.
         keys: Every key that there is.
         load: The whole tensor of a key, on the CPU, possibly memory-mapped.
-        splits: Which parameters are split over the ranks of a tensor-parallel group.
+        splits: Parameters that are split over the ranks of a tensor-parallel group.
         cut: True where a tensor may lie on several ranks in parts.
 
     Raises:

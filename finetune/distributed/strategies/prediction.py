@@ -30,7 +30,7 @@ class ParamSpec:
     group: int | None
     """The optimiser's group that it is in; None if it is not trained."""
     unit: str
-    """What it is gathered with: a layer, the embedding or the head, or "" for the rest."""
+    """Unit that it is gathered with: a layer, the embedding or the head, or "" for the rest."""
     multiplied: bool
     """True if autocast makes a copy of it in 16 bit."""
     packed: int = 0

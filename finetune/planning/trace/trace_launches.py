@@ -47,7 +47,7 @@ class Traced:
 
 
 def find_wanted(plan: Plan, names: str) -> list[Candidate]:
-    """The candidates to trace.
+    """Returns the candidates to trace.
 
     Args:
         names: Launch files of the plan, with commas, in the recipe's own way; `recommended`, as it is recommended.
@@ -73,7 +73,7 @@ def trace_all(plan: Plan, candidates: list[Candidate], stored: str | None, say: 
     """Traces candidates one after the other.
 
     Args:
-        stored: As `planner.make_plan` takes it.
+        stored: Dtype of stored weights, as for `planner.make_plan`.
         say: Takes the name of what is being traced.
     """
     found, taken = [], dict[str, dict[str, Any]]()

@@ -251,14 +251,14 @@ def realise_tensors(network: nn.Module) -> None:
 
 
 def _rows(tracker: Tracker, rows: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """A step's micro-batches, all alike."""
+    """Yields a step's micro-batches, all alike."""
     for _ in range(count):
         tracker.reset_mod_stats()  # of one forward pass
         yield rows
 
 
 def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """A micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
+    """Returns a micro-batch on the meta device. For a custom task its data is made, for it may be of any shape."""
     rows, length = recipe.batch.rows, recipe.data.sequence_length
     task = find_task(recipe)
     if not (task.head is not None and (task.head.next_token or task.labelled)):
@@ -278,7 +278,7 @@ def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 def _dropout_as_on_gpus() -> None:
-    """There attention keeps nothing for its dropout, and other masks take a byte; CPUs write out scores, in fp32."""
+    """Has dropout keep as little as on GPUs: nothing in attention, whose scores CPUs write out, else a byte an element."""
     attention = nn.functional.scaled_dot_product_attention
 
     def fused(*arguments: Any, dropout_p: float = 0.0, **options: Any) -> Any:
