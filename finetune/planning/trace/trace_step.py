@@ -278,7 +278,7 @@ def meta_batch(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 
 def _dropout_as_on_gpus() -> None:
-    """Has dropout keep as little as on GPUs: nothing in attention, whose scores CPUs write out, else a byte an element."""
+    """Has dropout keep as little as on GPUs: nothing in attention, whose scores CPUs write out; else a byte a value."""
     attention = nn.functional.scaled_dot_product_attention
 
     def fused(*arguments: Any, dropout_p: float = 0.0, **options: Any) -> Any:
