@@ -121,7 +121,7 @@ def verify_runtime(runtime: Runtime, strategy: Strategy, rehearse: Callable[[], 
     """
     accelerator, launch, model = runtime.accelerator, runtime.launch, runtime.model
     # Before the forward pass, which may leave weights gathered.
-    read_back = strategy_of_model(model, strategy).read_back(accelerator, model, runtime.optimizer, runtime.splits)
+    read_back = strategy_of_model(model, strategy).read_back(runtime, model)
     dtypes = _output_dtypes(model, rehearse)
     rows = sequence.row_group(model)
     grouped = torch.distributed.is_initialized()

@@ -17,7 +17,6 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.split_parameters import Splits
 from finetune.distributed.state import tensor_shards
 from finetune.distributed.state.tensor_shards import Shard
 from finetune.distributed.strategies import deepspeed_config, strategy
@@ -79,7 +78,7 @@ def _config(runtime: Runtime) -> dict[str, Any]:
 def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     launch, config = runtime.launch, _config(runtime)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
-    _check_network(launch, config, width_of(model), sizes)
+    deepspeed_config.fit_to_model(config, hidden_size=width_of(model), parameter_sizes=sizes)
     for parameter in model.parameters():
         # A network that was sharded as it was loaded: in the dtypes that its parameters have by now.
         shard: Any = getattr(parameter, "ds_tensor", None)
@@ -242,10 +241,11 @@ def _apart(inner: Any) -> int:
     return sum(n for n, master, held in zip(sizes, masters, weights, strict=True) if master is not held)
 
 
-def _read_back(accelerator: Any, engine: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
+def _read_back(runtime: Runtime, engine: Any) -> dict[str, Any]:
     stage, inner = engine.zero_optimization_stage(), engine.optimizer
     parameters = list(engine.module.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    _check_network(runtime.launch, _config(runtime), width_of(engine), sizes)
     facts: dict[str, Any] = {}
     if stage == 3:
         # A persistent parameter stays whole on every rank although it also has a partition.

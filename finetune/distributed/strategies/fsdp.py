@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
-from finetune.distributed.split_parameters import Splits
 from finetune.distributed.strategies import strategy
 from finetune.distributed.strategies.prediction import (
     Flow,
@@ -171,8 +170,8 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
-    facts, whole = read_parameters(model, optimizer, splits)
+def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
+    facts, whole = read_parameters(model, runtime.optimizer, runtime.splits)
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements)]
     mesh = sharded[0].device_mesh if sharded else None
@@ -195,7 +194,7 @@ def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> 
         "reduce_dtype": short_dtype(policy.reduce_dtype or policy.param_dtype or torch.float32),
         "offload_params": offload,
         "offload_optimizer": offload,
-        "due": (_due(parameters, mesh, whole), _due(master_weights(optimizer), mesh, whole)),
+        "due": (_due(parameters, mesh, whole), _due(master_weights(runtime.optimizer), mesh, whole)),
         "reshards": any(sharding.reshards_after_forward(g) for g in groups if g is not None) if groups else None,
     }
 

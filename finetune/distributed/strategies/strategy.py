@@ -274,8 +274,8 @@ class Strategy:
 
     holds: Callable[[Any], bool]
     """True for a model that it has prepared."""
-    read_back: Callable[[Any, Any, Any, Splits], dict[str, Any]]
-    """Facts of `RuntimeReport`, read off the accelerator, a model and an optimiser that it has prepared."""
+    read_back: Callable[[Runtime, Any], dict[str, Any]]
+    """Facts of `RuntimeReport`, read off a model that it has prepared; refuses one whose settings give it away."""
     accelerator_options: Callable[[Launch, ResolvedConfig, torch.dtype, bool], dict[str, Any]] = accelerator_options
     loading: Callable[[Launch, bool], AbstractContextManager[None]] = lambda launch, pretrained: nullcontext()
     """The context to build the network in: whole on every rank, or sharded as it loads."""
@@ -317,8 +317,8 @@ class Strategy:
     """Traffic of a step, other than losses and norms, where there are several averaging ranks."""
 
 
-def _read_back(accelerator: Any, model: Any, optimizer: Any, splits: Splits) -> dict[str, Any]:
-    facts, _ = read_parameters(model, optimizer, splits)
+def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
+    facts, _ = read_parameters(model, runtime.optimizer, runtime.splits)
     return {"kind": "single", "due": (1.0, 1.0), **facts}
 
 
