@@ -285,13 +285,11 @@ def _param_specs(model: nn.Module, recipe: Recipe, scales: int, splits: Splits) 
 
 def _stored_dtype(recipe: Recipe, network: nn.Module, stored: str | None) -> torch.dtype:
     """Finds it as `build_network.build_model` does, but without reading weights that are not there."""
-    section = recipe.model
-    pissa = recipe.lora is not None and recipe.lora.init == "pissa"
-    if pissa or (recipe.lora is None and section.freeze is None):
-        return torch.float32
-    if stored is not None:
+    section, lora = recipe.model, recipe.lora
+    changed = section.freeze is None if lora is None else lora.init == "pissa"
+    if stored is not None and not changed:
         return DTYPES[stored]
-    if section.name is None:
+    if changed or section.name is None:
         return torch.float32
     folder = pretrained_files.weights_folder(section.name, section.revision)
     if any(folder.glob("*.safetensors")):

@@ -130,7 +130,11 @@ def _bars(plan: Plan, console: Console, unit: str) -> None:
         legend.append(f"{'█' if coloured else letter}\u00a0{part}  ", style=colour)
     console.print(legend)
     shown = [plan.candidates[name, plan.kind] for name in plan.launches]
-    ends = {candidate.name: _behind_bar(candidate, unit) for candidate in shown}
+    ends = {}
+    for candidate in shown:
+        places = (("host", candidate.host), ("disk", candidate.disk))
+        more = "".join(f", {place} {_size(size, unit)}" for place, size in places if size)
+        ends[candidate.name] = f"{_size(candidate.peak, unit)} {unit}{more}"
     width = max(map(len, plan.launches))
     room = max(_WIDTH // 4, console.width - width - 2 - max(map(len, ends.values())))
     # What does not fit is longer than the device, up to four times, as far as the terminal goes.
@@ -144,12 +148,6 @@ def _bars(plan: Plan, console: Console, unit: str) -> None:
             bar.append(("█" if coloured else letter) * (min(round(done), most) - begin), colour)
         bar.append("·" * max(0, device - len(bar)))
         console.print(Text(f"{candidate.name:<{width}} ").append(bar).append(f" {ends[candidate.name]}"))
-
-
-def _behind_bar(candidate: Candidate, unit: str) -> str:
-    places = (("host", candidate.host), ("disk", candidate.disk))
-    more = [f", {place} {_size(size, unit)}" for place, size in places if size]
-    return f"{_size(candidate.peak, unit)} {unit}{''.join(more)}"
 
 
 def _work(plan: Plan, console: Console, *, energy: bool) -> None:

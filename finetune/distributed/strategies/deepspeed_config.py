@@ -162,12 +162,7 @@ def _offload_needs_adamw(config: dict[str, Any], recipe: Recipe, place: str) -> 
 
 
 def fit_to_model(config: dict[str, Any], *, hidden_size: int, parameter_sizes: Iterable[int]) -> None:
-    """Fills in the sizes that depend on the model, in place.
-
-    Args:
-        hidden_size: The model's width.
-        parameter_sizes: Elements of each parameter.
-    """
+    """Fills in, in place, the sizes that depend on the model: on its width, and the elements of each parameter."""
     section = config["zero_optimization"]
     sizes = list(parameter_sizes)
     bucket = max(hidden_size * hidden_size, 1_000_000)

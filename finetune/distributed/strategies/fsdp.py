@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimiser state sharded over ranks, whole copies of the shards on several (hsdp)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -170,6 +170,18 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def _of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that reads or writes state, and refuses weights that lie gathered beside their shards."""
+
+    def checked(runtime: Runtime, network: nn.Module, *state: Any, **options: Any) -> Any:
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+                raise BackendError(f"The parameter '{name}' is not sharded at this moment: call reshard(model) first.")
+        return function(runtime, network, *state, **options)
+
+    return checked
+
+
 def _read_back(runtime: Runtime, model: Any) -> dict[str, Any]:
     facts, whole = read_parameters(model, runtime.optimizer, runtime.splits)
     parameters = list(model.parameters())
@@ -290,6 +302,8 @@ STRATEGY = Strategy(
     no_sync=_no_sync,
     check_gradients=_check_gradients,
     reshard=_reshard,
+    read_state=_of_shards(strategy.read_state),
+    write_state=_of_shards(strategy.write_state),
     predict_share=_predict_share,
     predict_flows=_predict_flows,
     read_back=_read_back,
