@@ -5,7 +5,7 @@ import os
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.launch.launch_config import read_launch
 from finetune.distributed.launch.predicted_environment import PredictedEnvironment
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.distributed.tensor_facts import width_of
 from finetune.models import lora_adapters, split_layers
 from finetune.models.forward_wrapper import ForwardWrapper

@@ -10,9 +10,8 @@ from finetune.config.recipe_schema import Recipe
 from finetune.distributed import device_selection
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
-from finetune.planning import measured_peaks
 from finetune.planning.model_shapes import kind_of
-from finetune.planning.planner import candidates_of
+from finetune.planning.planner import Peak, add_peak, candidates_of
 from finetune.utils.platforms import peak_bytes
 
 # By then the optimiser's state is there as well. Later steps take the same, and checkpoints and evaluations come in.
@@ -71,7 +70,7 @@ class PeakMemoryMonitor:
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.
             predicted = found.peak + (found.host if resident else 0)
-            peak = measured_peaks.Peak(
+            peak = Peak(
                 device=device_selection.device_identity()["device"],
                 of=what,
                 launch=backend.launch.kind,
@@ -81,7 +80,7 @@ class PeakMemoryMonitor:
                 measured=measured,
             )
             try:
-                measured_peaks.add_peak(Path(recipe.data.cache_dir), peak)
+                add_peak(Path(recipe.data.cache_dir), peak)
             except OSError as error:
                 warn(f"The measured peak is not kept for later plans: {recipe.data.cache_dir}: {error.strerror}.")
         return {"of": what, "measured": measured, "predicted": predicted}

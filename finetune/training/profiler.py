@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from finetune.planning.communication_volume import COLLECTIVES
+from finetune.distributed.strategies.prediction import COLLECTIVES
 from finetune.utils.atomic_files import write_json
 from finetune.utils.errors import RecipeError
 

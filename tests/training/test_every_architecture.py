@@ -20,7 +20,7 @@ import architectures as script
 
 from finetune.config.recipe import validate_recipe
 from finetune.diagnostics.parity.launch_runs import shrink_model
-from finetune.distributed.strategies.first_gradients import unused
+from finetune.distributed.strategies.strategy import unused_parts
 from finetune.models import chunked_loss
 from finetune.models.build_network import build_model
 from finetune.models.forward_wrapper import ForwardWrapper
@@ -190,5 +190,5 @@ def test_fsdp_refuses_them_where_it_would_not_leave_them(launcher: Launcher) -> 
 
 def test_unused_parts_are_named_as_a_whole() -> None:
     trained = ["a.b.x", "a.b.y", "a.c.x", "d", "e.x", "e.y"]
-    assert unused(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
-    assert unused(trained, trained) == []
+    assert unused_parts(trained, ["a.c.x", "e.x"]) == ["a.b", "d", "e.y"]
+    assert unused_parts(trained, trained) == []

@@ -18,7 +18,7 @@ from finetune.distributed.launch import launch_config
 from finetune.distributed.launch.launch_config import Launch, launch_of_environment, read_launch
 from finetune.distributed.launch.predicted_environment import launch_of_file, predict_environment
 from finetune.distributed.resolve_config import resolve_config
-from finetune.distributed.strategies.find_strategy import strategy_of
+from finetune.distributed.strategies.strategy import strategy_of
 from finetune.planning import model_shapes
 from finetune.planning.launch_candidates import Candidate, assess_candidate, setting_of
 from finetune.training import gradient_sums
