@@ -60,6 +60,6 @@ def complete(parsed: argparse.Namespace) -> None:
 
 def ops(parsed: argparse.Namespace) -> None:
     """`finetune ops`."""
-    from finetune.distributed.native_ops.native_ops import build_all
+    from finetune.distributed.native_ops import build_all
 
     build_all()

@@ -15,11 +15,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import held_memory, init_accelerator, verify_launch, weight_digests
+from finetune.distributed import held_memory, init_accelerator, native_ops, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Group, Mesh, gather_parts
-from finetune.distributed.native_ops import native_ops
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards
 from finetune.distributed.state.tensor_shards import Shard

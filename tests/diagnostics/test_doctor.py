@@ -26,10 +26,10 @@ from finetune.cli.main import main
 from finetune.config.recipe import load_recipe
 from finetune.diagnostics.doctor import doctor, machine_checks, network_checks, package_checks
 from finetune.diagnostics.doctor.check_result import Asked, CheckResult, run_probe
+from finetune.distributed import native_ops
 from finetune.distributed.device_selection import Devices
 from finetune.distributed.launch.launch_config import Launch
 from finetune.distributed.launch.predicted_environment import predict_environment
-from finetune.distributed.native_ops import native_ops
 from finetune.utils import hub_access
 
 Patch = pytest.MonkeyPatch
@@ -123,7 +123,7 @@ UNSYNCHRONISED = {"network_checks.is_synchronised": lambda: False}
 PORT = {"launch": "ddp", "main_process_port": 29511}
 TWO: dict[str, Any] = {"launch": "ddp", "num_machines": 2, "main_process_ip": "first"}
 BROKEN = {"package_checks.run_probe": lambda *words, **options: ("", "Illegal instruction")}
-LOOK = "finetune.distributed.native_ops.native_ops.inspect_ops"
+LOOK = "finetune.distributed.native_ops.inspect_ops"
 NO_AIO = one_op(lacking=("libaio is not there", "apt-get install libaio-dev"))
 NO_COMPILER = one_op(lacking=("there is no C++ compiler", "apt-get install g++"))
 LITTLE_SHARED = {"shutil.disk_usage": free(0.0625), "torch.cuda.is_available": lambda: False}
@@ -274,7 +274,7 @@ def test_no_check_is_left_out() -> None:
 SOUND = {
     "importlib.metadata.version": installed(),
     "shutil.disk_usage": free(100),
-    "finetune.distributed.native_ops.native_ops.inspect_ops": one_op(),
+    "finetune.distributed.native_ops.inspect_ops": one_op(),
     "finetune.diagnostics.doctor.machine_checks.DRIVER": Path("/nowhere"),
     "finetune.diagnostics.doctor.package_checks.run_probe": lambda *words, **options: ("1.0", ""),
     "finetune.diagnostics.doctor.network_checks.is_free": lambda number: True,

@@ -89,7 +89,7 @@ def folders(asked: Asked) -> Iterable[CheckResult]:
 
 def shared_memory(asked: Asked) -> Iterable[CheckResult]:
     """Checks whether processes can share memory; a container has 64 MiB unless told otherwise."""
-    from finetune.distributed.native_ops.native_ops import shared_bytes
+    from finetune.distributed.native_ops import shared_bytes
 
     advice = "give the container more: docker run --shm-size=8g (or --ipc=host)"
     if not SHARED.is_dir():
@@ -169,7 +169,7 @@ def product_of_ones(dtype: str, device: str) -> float:
 
 def ops(asked: Asked) -> Iterable[CheckResult]:
     """Checks the native ops that the launch needs; without a launch file all that any could need."""
-    from finetune.distributed.native_ops import native_ops
+    from finetune.distributed import native_ops
 
     found, ready = native_ops.inspect_ops(asked.launch), []
     for op in found:

@@ -31,18 +31,9 @@ MEANINGS = {
     "zero_optimization.stage": ("Sharded: 1 optimiser state, 2 gradients too, 3 parameters too.", "stage"),
     "zero_optimization.overlap_comm": ("Reduce gradients while the backward pass runs; more buffers.", ""),
     "zero_optimization.contiguous_gradients": ("Copy gradients into one buffer as they come.", ""),
-    "zero_optimization.reduce_bucket_size": (
-        "Elements that are reduced at a time. `auto`: max(hidden size squared, 1,000,000), once the model is there.",
-        "elements",
-    ),
-    "zero_optimization.allgather_bucket_size": (
-        "Elements of updated parameters that are gathered at a time. `auto`: as reduce_bucket_size.",
-        "elements",
-    ),
-    "zero_optimization.stage3_prefetch_bucket_size": (
-        "Elements that are gathered ahead of use. `auto`: 0.9 of reduce_bucket_size.",
-        "elements",
-    ),
+    "zero_optimization.reduce_bucket_size": ("Reduced at a time. `auto`: max(hidden size squared, 1e6).", "elements"),
+    "zero_optimization.allgather_bucket_size": ("Gathered at a time. `auto`: as reduce_bucket_size.", "elements"),
+    "zero_optimization.stage3_prefetch_bucket_size": ("Gathered ahead. `auto`: 0.9 of the size reduced.", "elements"),
     "zero_optimization.stage3_param_persistence_threshold": (
         "Parameters smaller than this stay whole on every process. `auto`: 10 x hidden size, or 0 where those would "
         "be more than 1 % of the model.",

@@ -236,8 +236,7 @@ def _with_layout(env: Mapping[str, str], plain: Launch) -> Launch:
     if max(replicate, shard) > 1 and not _uses(env, "FSDP"):
         raise BackendError(
             f"{place} sets dp_replicate_size to {replicate} and dp_shard_size to {shard}, which only FSDP reads. Set "
-            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1: processes beside sp_size "
-            "and tp_size are data parallel."
+            "distributed_type to FSDP (see accelerate_configs/hsdp.yaml), or leave them at 1."
         )
     if tensor > 1 and _uses(env, "DEEPSPEED"):
         raise BackendError(
@@ -332,9 +331,8 @@ def check_processes(
     kind, requested = asked.distributed_type, asked.num_processes or 1
     if (asked.use_cpu or cpu) and (kind != "NO" or requested > 1):
         raise BackendError(
-            f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), and Accelerate would "
-            "then drop sharding and offload, and start unrelated processes. Take `use_cpu` out: without a GPU this "
-            "file runs on gloo by itself."
+            f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), by which Accelerate "
+            "starts unrelated processes. Take `use_cpu` out: without a GPU this file runs on gloo by itself."
         )
     if kind == "NO" and requested > 1:
         raise BackendError(
@@ -424,13 +422,13 @@ def _deepspeed(env: Mapping[str, str], plain: Launch) -> Launch:
         )
     place, config = read_deepspeed_file(place, plain.file)
     section = config.get("zero_optimization")
-    stage = section.get("stage") if isinstance(section, dict) else None
+    section = section if isinstance(section, dict) else {}
+    stage = section.get("stage")
     if stage not in (1, 2, 3):
         raise BackendError(
             f"{place} asks for ZeRO stage {stage!r}; offered are 1, 2 and 3 under zero_optimization.stage. For plain "
             "data parallelism use accelerate_configs/ddp.yaml."
         )
-    assert isinstance(section, dict)
     return replace(
         plain,
         kind=f"zero{stage}",

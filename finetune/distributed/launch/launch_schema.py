@@ -266,34 +266,18 @@ class LaunchFile(LaunchSection):
         if self.distributed_type == "NO" and machines > 1:
             yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
         elif processes % machines:
-            yield (
-                f"num_processes is {processes} over num_machines {machines}, which do not get the same number each. "
-                "Make num_processes a multiple of num_machines"
-            )
-        if self.machine_rank >= machines:
-            numbered = f"numbered from 0 to {machines - 1}" if machines > 1 else "one, whose number is 0"
-            yield (
-                f"machine_rank is {self.machine_rank}, and num_machines is {machines}: machines are {numbered}. "
-                "Correct machine_rank (or --machine_rank), or num_machines"
-            )
+            yield f"num_processes is {processes} over num_machines {machines}. Make it a multiple of num_machines"
+        if (rank := self.machine_rank) >= machines:
+            yield f"machine_rank is {rank}, and num_machines is {machines}: ranks are from 0 to {machines - 1}"
         if port > 65535:
             yield f"main_process_port is {port}, and ports end at 65535. Take one that is free on the first machine"
         if machines > 1 and port == 0:
-            yield (
-                f"main_process_port is 0, any that is free, which {machines} machines cannot know of each other. Name "
-                "one"
-            )
+            yield f"main_process_port is 0, any that is free, and {machines} machines must know it. Name one"
         if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip:
-            yield (
-                f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there, "
-                "or by --main_process_ip"
-            )
+            yield f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there"
         local = processes // machines
         if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < local:
-            yield (
-                f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine, each with a GPU of its own. Name "
-                "as many, or `all`"
-            )
+            yield f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine. Name as many, or `all`"
 
 
 SECTIONS: dict[str, type[LaunchSection]] = {
