@@ -51,23 +51,14 @@ def slow_precision(precision: str) -> str:
     return "This CPU has no instructions for bf16: its products take 4 to 200 times as long as those of fp32."
 
 
-@dataclass(frozen=True)
-class AvailableMemory:
-    """The memory that a process may fill."""
-
-    total: int
-    """Its size in bytes."""
-    place: str
-
-
-def available_memory() -> AvailableMemory:
-    """Returns the memory that this process may fill: its GPU's, or its share of the host's that is free now."""
+def available_memory() -> int:
+    """Returns the bytes that this process may fill: its GPU's, or its share of the host's that are free now."""
     import torch
 
     if torch.cuda.is_available():
         # As Accelerate counts them: a scheduler may show each process a GPU of its own only.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return AvailableMemory(int(torch.cuda.get_device_properties(index).total_memory), "the GPU's memory")
+        return int(torch.cuda.get_device_properties(index).total_memory)
     import psutil
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -76,7 +67,7 @@ def available_memory() -> AvailableMemory:
     if (most := _of_container("max")) is not None and (now := _of_container("current")) is not None:
         allowed.append((most - now) // ranks)
     own = psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
-    return AvailableMemory(min([own, *allowed]), "the host's memory")
+    return min([own, *allowed])
 
 
 def total_memory() -> int:
@@ -84,7 +75,7 @@ def total_memory() -> int:
     import torch
 
     if torch.cuda.is_available():
-        return available_memory().total
+        return available_memory()
     import psutil
 
     total = psutil.virtual_memory().total

@@ -72,20 +72,6 @@ OPS = {
 """The ops that a launch config can need; DeepSpeed loads, hence builds, pin_memory before async_io."""
 
 
-@dataclass(frozen=True)
-class NeededOp:
-    """State of a native op on this machine."""
-
-    name: str
-    used_by: str
-    build_s: float
-    built: bool
-    locked: bool
-    """True if somebody builds it or, before torch 2.14, a killed build left its lock behind."""
-    lacking: tuple[str, str] | None
-    """The tool or header that is missing to compile it, and the command that installs that."""
-
-
 def needed_ops(launch: Launch) -> list[str]:
     """Returns the native ops that a launch needs."""
     if not launch.uses_deepspeed:
@@ -104,15 +90,12 @@ def shared_bytes(launch: Launch | None, local: int) -> int:
     return _SHARED_BYTES * local if needs else 0
 
 
-def inspect_ops(launch: Launch | None) -> list[NeededOp]:
+def ops_to_inspect(launch: Launch | None) -> list[str]:
     """Returns the ops that a launch needs, or, without one, all that any could need; none without DeepSpeed."""
     if installed("deepspeed") is None:
         return []
     prepare_environment()
-    names = OPS if launch is None else needed_ops(launch)
-    return [
-        NeededOp(op, OPS[op].used_by, OPS[op].build_s, is_built(op), is_locked(op), _find_missing(op)) for op in names
-    ]
+    return [*OPS] if launch is None else needed_ops(launch)
 
 
 def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
@@ -132,7 +115,7 @@ def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     prepare_environment()
     # Even for what is built: DeepSpeed asks for the tools, and for libaio's header, at each load.
     for op in names:
-        if (lacking := _find_missing(op)) is not None:
+        if (lacking := find_missing(op)) is not None:
             what, install = lacking
             raise BackendError(
                 f"DeepSpeed's native op {op}, for {OPS[op].used_by}, is compiled on the machine that runs it, but "
@@ -197,7 +180,7 @@ def prepare_environment() -> None:
         cpuinfo.get_cpu_info_json = functools.cache(cpuinfo.get_cpu_info_json)
 
 
-def _find_missing(op: str) -> tuple[str, str] | None:
+def find_missing(op: str) -> tuple[str, str] | None:
     """Returns what is missing to compile an op with, and the command that installs it; None if nothing is."""
     if came_with_deepspeed(op):
         return None
@@ -256,7 +239,7 @@ def is_built(op: str) -> bool:
 
 
 def is_locked(op: str) -> bool:
-    """Returns True if torch's lock on the build of `op` is taken."""
+    """Returns True if somebody builds `op` or, before torch 2.14, a killed build left torch's lock behind."""
     from finetune.utils.compat.torch_private import builds_under_flock
 
     lock = build_folder(op) / "lock"

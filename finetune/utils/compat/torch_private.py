@@ -35,6 +35,9 @@ require("torch", torch.amp.GradScaler, GROWTH_TRACKER)
 BatchNorm = batchnorm._BatchNorm
 Dropout = dropout._DropoutNd
 GradBucket = _distributed_c10d.GradBucket
+default_store = distributed_c10d._get_default_store
+ddp_logging_data: Any = nn.parallel.DistributedDataParallel._get_ddp_logging_data
+"""Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
 ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
 
 require("torch", ProcessGroupGloo, "_Options", "create_device", "create_default_device")
@@ -54,11 +57,6 @@ def reduces_unused_gradients() -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-
-
-def default_store() -> Store:
-    """Returns the store of the default process group."""
-    return distributed_c10d._get_default_store()
 
 
 def start_gloo_with_one_worker() -> None:
@@ -130,11 +128,6 @@ def prefixed_rendezvous(prefix: str) -> Iterator[None]:
         yield
     finally:
         _rendezvous._create_c10d_store = create
-
-
-def ddp_logging_data(model: Any) -> dict[str, Any]:
-    """Returns what a `DistributedDataParallel` module reports about itself, such as `comm_hook`."""
-    return dict(model._get_ddp_logging_data())
 
 
 def skips_nonfinite_steps(optimizer: Any) -> bool:
