@@ -113,8 +113,7 @@ def _of_container(figure: str) -> int | None:
 def of_driver() -> Devices:
     """Returns the devices that NVIDIA's driver lists, if torch was built to use it; in milliseconds, without torch.
 
-    The driver itself heeds CUDA_VISIBLE_DEVICES. bf16: torch's own answer is yes on every GPU that this release of
-    torch runs on, natively or not.
+    The driver itself heeds CUDA_VISIBLE_DEVICES. All these GPUs have bf16 to torch, natively or not.
     Source: `torch.cuda.is_bf16_supported`, whose default includes emulation.
     """
     if "+cpu" in (installed("torch") or ""):

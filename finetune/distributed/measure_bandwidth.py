@@ -177,7 +177,10 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
     distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
     try:
         found = {name: [(ring, size, _measure(name, size, device)) for size in asked] for name, ring in RINGS.items()}
-        machines = _machines(device)
+        name = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
+        names = torch.zeros(world, dtype=torch.int64, device=device)
+        distributed.all_gather_into_tensor(names, torch.tensor([name], device=device))
+        machines = len(set(names.tolist()))
         if distributed.get_rank():
             return None
         result = _describe(found, world, machines, device)
@@ -189,14 +192,6 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
         return list(report_lines(result))
     finally:
         distributed.destroy_process_group()
-
-
-def _machines(device: torch.device) -> int:
-    """Returns the number of machines that the processes are on, by their names."""
-    own = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
-    names = torch.zeros(distributed.get_world_size(), dtype=torch.int64, device=device)
-    distributed.all_gather_into_tensor(names, torch.tensor([own], device=device))
-    return len(set(names.tolist()))
 
 
 def _describe(

@@ -102,7 +102,7 @@ def ensure_built(names: Sequence[str], *, quiet: bool) -> None:
     """Returns once every op in `names` is built and no stale lock is left to wait on.
 
     Call it in every process of a machine before DeepSpeed starts: one builds, the others wait, and the first of a
-    launch shows the progress. See `prepare_environment` for what it changes in this process's environment.
+    launch shows the progress. It changes the environment, as `prepare_environment` says.
 
     Args:
         quiet: Show no progress. A removed lock is named all the same.
@@ -141,14 +141,12 @@ def build_all() -> None:
     for op in OPS:
         if op == "shm_comm" and _accelerator() != "cpu":
             continue
-        before = is_built(op)
+        if is_built(op):
+            _console().print(f"{op} ({OPS[op].used_by}): built already")
         try:
             ensure_built([op], quiet=False)
         except BackendError as error:
             problems.append(str(error))
-        else:
-            if before:
-                _console().print(f"{op} ({OPS[op].used_by}): built already")
     if problems:
         raise BackendError(" ".join(dict.fromkeys(problems)))
 
@@ -156,14 +154,12 @@ def build_all() -> None:
 def prepare_environment() -> None:
     """Sets what DeepSpeed and torch read when they load an op, for this process and its children.
 
-    - This environment's `ninja` comes first on the PATH. torch calls it by name, and `.venv/bin/accelerate launch`
-      works without activating the environment. The system's, if it is of another version, discards the log of ours
-      and compiles everything again inside the run.
-    - Compiled ops are kept in the virtual environment, unless told where. torch's own default is one folder for all
-      environments of a user. Build commands name the environment, so two would compile each other's ops again and
-      again, and overwrite libraries that a run has loaded.
-    - py-cpuinfo keeps its answer. DeepSpeed asks it twice each time that it loads an op, and it starts processes and
-      measures clocks to answer: more than a second of every rank's processor each time.
+    - This environment's `ninja` comes first on the PATH, where torch looks it up. The system's, if it is of another
+      version, discards the log of ours and compiles everything again inside the run.
+    - Compiled ops are kept in the virtual environment, unless told where. In torch's own default, one folder for all
+      environments of a user, two would overwrite each other's libraries.
+    - py-cpuinfo keeps its answer, which takes more than a second of every rank's processor. DeepSpeed asks it twice
+      each time that it loads an op.
     """
     from cpuinfo import cpuinfo
 
@@ -255,9 +251,8 @@ def is_locked(op: str) -> bool:
 def remove_stale_lock(op: str) -> bool:
     """Removes torch's lock on the build of `op` if nobody builds it any more, and says so on stderr.
 
-    A lock is stale when no living process works in the build folder, where torch starts ninja, and it is
-    older than `GRACE_S`. Processes of other machines that share the folder are not seen: hold `_lock`. From torch 2.14
-    on no lock is stale: the kernel frees it.
+    A lock is stale when no living process works in the build folder, where torch starts ninja, and it is older than
+    `GRACE_S`. Processes of other machines are not seen: hold `_lock`. From torch 2.14 on the kernel frees the lock.
 
     Returns:
         True if there is no lock now.
@@ -286,12 +281,9 @@ def remove_stale_lock(op: str) -> bool:
 def _has_builder(folder: Path) -> bool:
     """Returns True if a living process works in the folder, other than this one and its ancestors (a shell)."""
     own = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    for process in psutil.process_iter():
-        # Of zombies, and of other users' processes, it cannot be read.
-        with suppress(psutil.Error, OSError):
-            if process.pid not in own and process.cwd() == os.path.realpath(folder):
-                return True
-    return False
+    # None for zombies, and for other users' processes.
+    places = {process.info["cwd"] for process in psutil.process_iter(["cwd"]) if process.pid not in own}
+    return os.path.realpath(folder) in places
 
 
 def _try_to_build(op: str, show: Callable[..., None]) -> bool:

@@ -79,7 +79,6 @@ def from_main(make: Callable[[], Any], patience: timedelta) -> Any:
         return make()
     notes = RendezvousStore(rank, world, patience)
     if rank == 0:
-        note: dict[str, Any] = {}
         try:
             note = {"made": make()}
         except errors.FinetuneError as error:

@@ -40,19 +40,13 @@ def interrupter() -> Callable[[int, Any], None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not asked or time.monotonic() - asked[-1] > SAME_REQUEST_S:
             asked.append(time.monotonic())
-            if _is_importing(frame):
+            while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+                frame = frame.f_back
+            if frame is not None:
                 _end(Interrupted(number))
             raise Interrupted(number)
 
     return interrupt
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager

@@ -150,15 +150,12 @@ def find_deepspeed_file(path: str, file: str | None) -> Path:
     Raises:
         BackendError: If there is none.
     """
-    path = os.path.expanduser(path)
     beside = [] if file is None else [Path(file).parent, Path(file).parent / ".."]
-    for folder in (*beside, Path()):
-        place = Path(os.path.normpath(folder / path))
-        if place.is_file():
-            return place
-    looked = dict.fromkeys(os.path.abspath(folder) for folder in (*beside, Path()))
-    where = "" if Path(path).is_absolute() else f" in {', '.join(looked)}"
-    raise BackendError(f"{file or 'The environment'} names the DeepSpeed config {path}, and there is none{where}.")
+    looked = [Path(os.path.normpath(folder / os.path.expanduser(path))) for folder in (*beside, Path())]
+    if (place := next((place for place in looked if place.is_file()), None)) is not None:
+        return place
+    where = ", ".join(dict.fromkeys(os.path.abspath(place.parent) for place in looked))
+    raise BackendError(f"{file or 'The environment'} names the DeepSpeed config {path}, and there is none in {where}.")
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

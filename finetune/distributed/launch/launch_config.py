@@ -143,9 +143,8 @@ def read_launch() -> Launch:
         env |= {name: value for name, value in exported.items() if name == "FSDP_SYNC_EACH_BATCH"}
     elif (arguments.num_processes or world) != world:
         raise BackendError(
-            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without a launch "
-            "file, and without as many GPUs, it starts one. Name a launch file, such as --config_file "
-            "accelerate_configs/ddp.yaml."
+            f"`accelerate launch` asks for {arguments.num_processes} processes, but {world} run: without as many GPUs "
+            "it starts one. Name a launch file, such as --config_file accelerate_configs/ddp.yaml."
         )
     if arguments.deepspeed_config_file:
         # Of the command line: it counts from where that was given, not from the launch file.
@@ -274,8 +273,7 @@ def number_of(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "1")
     if not text.strip().isdecimal() or int(text) < 1:
         raise BackendError(
-            f"{name} is {text!r} in the environment, which must be a whole number from 1. Correct it, or unset it: "
-            f"`unset {name}`."
+            f"{name} is {text!r} in the environment, not a whole number from 1. `unset {name}`, or correct it."
         )
     return int(text)
 
@@ -346,8 +344,7 @@ def check_processes(
     if kind == "NO" and world != 1:
         raise BackendError(
             f"{file} asks for {requested} processes, but {world} run: WORLD_SIZE is {world} in the environment, left "
-            "over from another launch. Unset it, or name a launch file of several processes, such as "
-            "accelerate_configs/ddp.yaml."
+            "over from another launch. Unset it, or name a launch file of several processes."
         )
     if world != requested:
         raise BackendError(

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from finetune.utils.errors import BackendError
 
 From0, From1 = Field(ge=0), Field(ge=1)
+WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
 NOT_FROM_FILE = ("rdzv_backend", "same_network", "enable_cpu_affinity")
@@ -50,9 +51,9 @@ class LaunchSection(BaseModel):
         except ValidationError as error:
             problem = error.errors()[0]
             name, wanted = str(problem["loc"][0]), problem["msg"].removeprefix("Input ")
+            variable = variables[name]
             raise BackendError(
-                f"{variables[name]} is {given[name]!r} in the environment, and {wanted}. Correct it, or unset it: "
-                f"`unset {variables[name]}`."
+                f"{variable} is {given[name]!r} in the environment, and {wanted}. `unset {variable}`, or correct it."
             ) from error
 
 
@@ -71,9 +72,7 @@ class FsdpSection(LaunchSection):
 
     fsdp_version: Annotated[int, From1] = 1
     """Only 2 is offered."""
-    fsdp_auto_wrap_policy: Annotated[Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None, Upper] = (
-        None
-    )
+    fsdp_auto_wrap_policy: Annotated[WrapPolicy | None, Upper] = None
     """Unit that is gathered at once. TRANSFORMER_BASED_WRAP: each transformer layer."""
     fsdp_transformer_layer_cls_to_wrap: str | None = Field(
         default=None, serialization_alias="FSDP_TRANSFORMER_CLS_TO_WRAP"

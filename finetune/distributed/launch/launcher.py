@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
         forks = parsed.module and sys.platform == "linux" and not torch.cuda.is_available()
         if forks:
             name_deepspeed_device()  # which workers inherit
-            import_ahead(parsed.training_script)
+            _import_ahead(parsed.training_script)
     if unset:
         del os.environ["OMP_NUM_THREADS"]
     # It reports every worker that ends, whose own last words are on the terminal already.
@@ -257,7 +257,7 @@ class _ForkedWorker:
         return self.returncode
 
 
-def import_ahead(module: str) -> None:
+def _import_ahead(module: str) -> None:
     """Imports what workers that run a module will, where its package has a module `worker_imports`."""
     found = importlib.util.find_spec(module)
     # To import a module that is no package would be to run it.
@@ -269,9 +269,8 @@ def import_ahead(module: str) -> None:
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Has torchrun and Accelerate fork their workers.
+    """Has torchrun and Accelerate fork their workers; not with GPUs: a process that uses CUDA cannot be forked.
 
-    Not for machines with GPUs: a process that has asked CUDA for them cannot be forked.
     Source: torch, `SubprocessHandler._popen`; accelerate, `simple_launcher`. Each looks the name up in its module.
     """
     from accelerate.commands import launch
