@@ -166,8 +166,7 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= torch.cuda.device_count():
         raise BackendError(
-            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Take "
-            f"--processes {torch.cuda.device_count()}."
+            f"Process {local} of this machine has no GPU of its own. Take --processes {torch.cuda.device_count()}."
         )
     first, last, factor = wanted
     asked = message_sizes(first, last or (2**30 if gpu else 2**24), factor, world)

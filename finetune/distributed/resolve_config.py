@@ -77,11 +77,7 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
 
 
 def _pick_precision(recipe: Recipe, here: Devices) -> str:
-    """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`.
-
-    Raises:
-        BackendError: If this machine cannot compute in it.
-    """
+    """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`, and can refuse."""
     if recipe.precision == "auto":
         return "bf16" if here.gpus and here.bf16 else "fp32"
     if recipe.precision == "fp16" and not here.gpus:
@@ -150,5 +146,5 @@ def check_trackers(recipe: Recipe) -> None:
         if installed(name) is None:
             raise RecipeError(
                 f"log.trackers: {name} is not installed here. Install it with `pip install 'finetune[{name}]'`, or "
-                "take it out: metrics.jsonl is written in any case."
+                "take it out."
             )

@@ -332,25 +332,17 @@ def check_processes(
             f"{file} asks for {kind} on {requested} processes and also for `use_cpu` (or --cpu), by which Accelerate "
             "starts unrelated processes. Take `use_cpu` out: without a GPU this file runs on gloo by itself."
         )
-    if kind == "NO" and requested > 1:
-        raise BackendError(
-            f"{file} asks for {requested} processes with distributed_type 'NO', which starts one. Set distributed_type "
-            "to MULTI_GPU (see accelerate_configs/ddp.yaml), or num_processes to 1."
-        )
     lines = {key: line for key, line in key_lines(file).items() if key not in options}
     problems = [f"{place_of(text.split()[0], file, lines)}: {text}" for text in asked.contradictions()]
     if problems:
         raise BackendError.of(f"The launch file {file}", problems)
-    if kind == "NO" and world != 1:
-        raise BackendError(
-            f"{file} asks for {requested} processes, but {world} run: WORLD_SIZE is {world} in the environment, left "
-            "over from another launch. Unset it, or name a launch file of several processes."
-        )
     if world != requested:
-        raise BackendError(
-            f"{file} asks for {requested} processes, but {world} run. Start it with `accelerate launch "
-            f"--config_file {file}`, and name another number with --num_processes."
+        why = (
+            f": WORLD_SIZE is {world} in the environment, left over from another launch. Unset it."
+            if kind == "NO"
+            else f". Start it with `accelerate launch --config_file {file}`, or give --num_processes {world}."
         )
+        raise BackendError(f"{file} asks for {requested} processes, but {world} run{why}")
 
 
 def _threads(arguments: Any | None) -> int | None:

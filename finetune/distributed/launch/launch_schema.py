@@ -262,8 +262,10 @@ class LaunchFile(LaunchSection):
     def contradictions(self) -> Iterator[str]:
         """Yields values that would have processes wait for ever, or start others; each text begins with its key."""
         processes, machines, port = self.num_processes or 1, self.num_machines, self.main_process_port
-        if self.distributed_type == "NO" and machines > 1:
-            yield f"num_machines is {machines}, and distributed_type 'NO' starts one process. Take another type"
+        if self.distributed_type == "NO":
+            for name, number in (("num_processes", processes), ("num_machines", machines)):
+                if number > 1:
+                    yield f"{name} is {number}, and distributed_type 'NO' starts one process. Take MULTI_GPU"
         elif processes % machines:
             yield f"num_processes is {processes} over num_machines {machines}. Make it a multiple of num_machines"
         if (rank := self.machine_rank) >= machines:

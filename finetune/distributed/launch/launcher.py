@@ -210,14 +210,7 @@ class _ForkedWorker:
     it has imported.
     """
 
-    def __init__(
-        self,
-        args: Sequence[str],
-        env: Mapping[str, str],
-        stdout: None = None,
-        stderr: None = None,
-        start_new_session: bool = False,
-    ) -> None:
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], start_new_session: bool = False, **_: None) -> None:
         self.args = args
         self.returncode: int | None = None
         """The exit code, negative for a signal; None while it runs."""
