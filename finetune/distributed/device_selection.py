@@ -20,17 +20,13 @@ class Devices:
     """Devices that a process of this machine may compute on."""
 
     gpus: int
-    bf16: bool
-    """True if the GPU has bf16; a CPU does."""
 
 
 def of_torch() -> Devices:
     """Returns the devices that a run will use."""
     import torch
 
-    if not torch.cuda.is_available():
-        return Devices(0, True)
-    return Devices(torch.cuda.device_count(), torch.cuda.is_bf16_supported())
+    return Devices(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def slow_precision(precision: str) -> str:
@@ -113,14 +109,13 @@ def _of_container(figure: str) -> int | None:
 def of_driver() -> Devices:
     """Returns the devices that NVIDIA's driver lists, if torch was built to use it; in milliseconds, without torch.
 
-    The driver itself heeds CUDA_VISIBLE_DEVICES. All these GPUs have bf16 to torch, natively or not.
-    Source: `torch.cuda.is_bf16_supported`, whose default includes emulation.
+    The driver itself heeds CUDA_VISIBLE_DEVICES.
     """
     if "+cpu" in (installed("torch") or ""):
-        return Devices(0, True)
+        return Devices(0)
     count = ctypes.c_int(0)
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
             driver.cuDeviceGetCount(ctypes.byref(count))
-    return Devices(count.value, True)
+    return Devices(count.value)

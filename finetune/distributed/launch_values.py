@@ -1,7 +1,6 @@
 """Finds the origin of every value of the launch config, for `finetune explain`."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from finetune.config.provenance import Setting, Value, flat, place_of, places
 from finetune.config.recipe_schema import Recipe
@@ -134,9 +133,8 @@ def _environment(foreseen: PredictedEnvironment, env: Mapping[str, str]) -> Iter
     """Yields variables that are set and act on a run, but for those that stand beside a key of the launch file."""
     shown = {key.serialization_alias for key in fields_of(foreseen.asked.sections()).values()}
     for name in sorted(set(env) - shown if foreseen.launch.file else set(env)):
-        prefixed: Any = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))
-        meaning = _VARIABLES.get(name) or next(prefixed, None)
-        if meaning is None:
+        prefixed = (text for prefix, text in PREFIXES.items() if name.startswith(prefix))
+        if (meaning := _VARIABLES.get(name, next(prefixed, None))) is None:
             continue
         settings = [Setting("environment", "", env[name])]
         if name in foreseen.exported:

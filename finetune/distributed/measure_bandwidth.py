@@ -29,8 +29,6 @@ FORMAT = 1
 # How long a size is repeated, and how often at least.
 _LEAST_S, _LEAST_TIMES, _WARMUPS = 0.2, 3, 2
 
-_TIMEOUT = timedelta(minutes=5)
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -173,7 +171,7 @@ def run_measurement(wanted: tuple[int, int | None, int], file: Path | None) -> l
     if gpu:
         torch.cuda.set_device(device)
     torch_private.start_gloo_with_one_worker()
-    distributed.init_process_group("nccl" if gpu else "gloo", timeout=_TIMEOUT)
+    distributed.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(minutes=5))
     try:
         found = {name: [(ring, size, _measure(name, size, device)) for size in asked] for name, ring in RINGS.items()}
         name = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")

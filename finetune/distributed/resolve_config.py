@@ -79,14 +79,13 @@ def derive_accumulation(recipe: Recipe, world: int, processes: int | None = None
 def _pick_precision(recipe: Recipe, here: Devices) -> str:
     """Returns `fp32`, `bf16` or `fp16`, as the recipe asks; the device decides for `auto`, and can refuse."""
     if recipe.precision == "auto":
-        return "bf16" if here.gpus and here.bf16 else "fp32"
+        # Every GPU that torch runs on has bf16, natively or not.
+        return "bf16" if here.gpus else "fp32"
     if recipe.precision == "fp16" and not here.gpus:
         raise BackendError(
             "The recipe asks for precision fp16, which needs a GPU: on a CPU there is no loss scaling. Set `precision: "
             "bf16` or `fp32`."
         )
-    if recipe.precision == "bf16" and not here.bf16:
-        raise BackendError("The recipe asks for precision bf16, which this GPU does not have. Set it to fp16 or fp32.")
     return recipe.precision
 
 

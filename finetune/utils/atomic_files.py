@@ -97,8 +97,7 @@ def lock_file(folder: Path, name: str) -> tuple[Path, str | None]:
     Raises:
         OSError: If the folder cannot be written.
     """
-    reason = why_unlockable(folder)
-    if reason is None:
+    if (reason := why_unlockable(folder)) is None:
         return folder / name, None
     key = digest_of(str(folder.resolve() / name))[:16]
     return Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}-{key}.lock", reason

@@ -36,7 +36,6 @@ def record_parent() -> None:
 
 def _command_line() -> list[str]:
     """Returns the command line of the parent; empty if it cannot be read, or is only that of a launcher's fork."""
-    # A worker that is a fork of its launcher has its line, and launches nothing itself.
     if os.environ.get(FORK) == str(os.getppid()):
         return []
     try:

@@ -93,7 +93,7 @@ def one_op(**facts: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def of_gpus(number: int) -> Callable[[], Devices]:
-    return lambda: Devices(number, True)
+    return lambda: Devices(number)
 
 
 def little_processor(patch: Patch, place: Place) -> Asked:

@@ -1,5 +1,6 @@
 """Reads a launch file, and refuses what Accelerate would ignore. Loads no torch."""
 
+import re
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,7 +14,6 @@ from finetune.distributed.launch.launch_schema import (
     SECTIONS,
     SECTIONS_OF,
     LaunchFile,
-    choices_of,
     full_name,
     least_of,
 )
@@ -110,8 +110,8 @@ def _problem(error: ErrorDetails) -> tuple[str, str]:
         return key, f"must be a text, got {got}{made}; put it in quotes"
     least, quoted = least_of(KEYS[key]), ", which is a text: take its quotes off"
     if kind == "literal_error":
-        allowed = choices_of(KEYS[key])
-        return key, f"must be one of {', '.join(allowed)}, got {got}{hint(str(value), allowed)}"
+        allowed = error["ctx"]["expected"]
+        return key, f"must be {allowed}, got {got}{hint(str(value), re.findall('[A-Za-z_]+', allowed))}"
     expected = "true or false" if least is None else f"a number from {least}"
     if value is None:
         return key, f"must be {expected}, got null; give a value, or take the key out"

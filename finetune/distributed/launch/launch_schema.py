@@ -5,7 +5,7 @@ and keys that are not read are those of Accelerate 1.15, `commands/launch.py` an
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasGenerator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -276,8 +276,7 @@ class LaunchFile(LaunchSection):
             yield f"main_process_port is 0, any that is free, and {machines} machines must know it. Name one"
         if machines > 1 and self.distributed_type != "NO" and not self.main_process_ip:
             yield f"num_machines is {machines}, and main_process_ip is missing. Give the first machine's address there"
-        local = processes // machines
-        if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < local:
+        if self.gpu_ids != "all" and len(self.gpu_ids.split(",")) < (local := processes // machines):
             yield f"gpu_ids is {self.gpu_ids}, and {local} processes run on a machine. Name as many, or `all`"
 
 
@@ -312,12 +311,6 @@ KEYS = fields_of({"": LaunchFile, **{f"{name}.": section for name, section in SE
 def least_of(field: FieldInfo) -> int | None:
     """Returns the smallest number that a key can have; None if it takes no number."""
     return next((rule.ge for rule in field.metadata if hasattr(rule, "ge")), None)
-
-
-def choices_of(field: FieldInfo) -> list[str]:
-    """Returns the texts that a key can be; none for any."""
-    parts = (field.annotation, *get_args(field.annotation))
-    return [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _is_off(value: Any) -> bool:
