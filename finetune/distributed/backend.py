@@ -17,11 +17,10 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from finetune.config.recipe_schema import Recipe
-from finetune.distributed import held_memory, verify_launch, weight_digests
+from finetune.distributed import held_memory, native_ops, verify_launch, weight_digests
 from finetune.distributed.held_memory import Memory
 from finetune.distributed.launch.launch_config import Launch, ResolvedConfig
 from finetune.distributed.mesh import Group, Mesh, gather_parts
-from finetune.distributed.native_ops import native_ops
 from finetune.distributed.rendezvous_store import attempt_name
 from finetune.distributed.split_parameters import UNSPLIT, Splits
 from finetune.distributed.state import state_transfer, tensor_shards

@@ -82,7 +82,7 @@ def assess_candidate(
     if setting.checkpointed and head_of(recipe) is None:
         return replace(blank, reason="model.gradient_checkpointing does not change a custom task's network")
     try:
-        resolved = resolve_for_devices(recipe, launch, Devices(gpus=launch.num_processes, bf16=True), {})
+        resolved = resolve_for_devices(recipe, launch, Devices(gpus=launch.num_processes), {})
         check_task_splits(recipe, launch)
         if launch.tensor > 1 and variant.parts == 1:
             variant = part_of(variant, launch.tensor)

@@ -147,10 +147,9 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     from finetune.distributed.backend import Backend
     from finetune.training.build_run import build_run
     from finetune.utils.library_imports import silence_libraries
-    from finetune.utils.output_streams import outlive_readers
 
     silence_libraries()
-    outlive_readers()
+    signals.outlive_readers()
     with _with_objects(recipe, overrides, objects) as (named, _):
         recipe_paths.check_paths(named)
         try:

@@ -13,7 +13,6 @@ from finetune.utils.errors import FinetuneError
 from finetune.utils.exit_codes import REQUEUE, USER_ERROR, run_guarded, say_failure
 from finetune.utils.hub_access import go_offline_if_unreachable
 from finetune.utils.library_imports import quick_imports, silence_libraries
-from finetune.utils.output_streams import outlive_readers
 from finetune.utils.shipped_files import recipe_file
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def train_main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             parser.print_help(sys.stderr)
         return USER_ERROR
-    outlive_readers()
+    signals.outlive_readers()
     return run_guarded(partial(_dry_run if parsed.dry_run else _train, parsed))
 
 

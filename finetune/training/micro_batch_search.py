@@ -74,13 +74,11 @@ def resolve_micro_size(
     sizes, room = divisors(recipe.batch.global_size // launch.data_ranks), device_selection.available_memory()
     kept = _kept(recipe, launch, digest)
     if rank == 0:
-        known = _read(kept, room.total)
-        notes.write(
-            "begin", known or {"first": largest_micro_size(recipe, launch, sizes, room.total), "room": room.total}
-        )
+        known = _read(kept, room)
+        notes.write("begin", known or {"first": largest_micro_size(recipe, launch, sizes, room), "room": room})
     begin = notes.read("begin")
     if "rows" in begin:
-        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, room.place, "as found before"))
+        return _choose(recipe, {**begin, "known": True}, _memory_of(begin, "as found before"))
     tried: dict[int, float | None] = {}
     trials = Path(recipe.output.dir) / ".trials"
     try:
@@ -95,8 +93,8 @@ def resolve_micro_size(
     if not fits:
         gib = begin["room"] / 2**30
         raise MemoryFullError(
-            f"batch.micro_size: auto: not even {min(sizes)} row(s) a forward pass fit into {gib:.2f} GiB of "
-            f"{room.place} for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
+            f"batch.micro_size: auto: not even {min(sizes)} row(s) a forward pass fit into {gib:.2f} GiB of memory "
+            f"for each process. Set model.gradient_checkpointing: true, lower data.sequence_length, "
             "train adapters (lora), or take a launch file of accelerate_configs/ that shards or offloads more."
         )
     found = {"rows": max(fits), "room": begin["room"], "tried": {str(size): share for size, share in tried.items()}}
@@ -107,7 +105,7 @@ def resolve_micro_size(
         except OSError as error:
             warn(f"batch.micro_size: what was found is not kept for the next run: {kept}: {error.strerror}.")
     how = f"{len(tried)} trial" + ("s" if len(tried) > 1 else "")
-    return _choose(recipe, {**found, "known": False}, _memory_of(found, room.place, how))
+    return _choose(recipe, {**found, "known": False}, _memory_of(found, how))
 
 
 def next_size(sizes: Sequence[int], first: int, tried: Mapping[int, float | None]) -> int | None:
@@ -216,9 +214,9 @@ def _choose(recipe: Recipe, found: dict[str, Any], why: str) -> MicroBatchChoice
     return MicroBatchChoice(recipe.model_copy(update={"batch": batch}), {"asked": "auto", **found}, (line,))
 
 
-def _memory_of(found: dict[str, Any], place: str, how: str) -> str:
+def _memory_of(found: dict[str, Any], how: str) -> str:
     share = found["tried"][str(found["rows"])]
-    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of {place} ({how})"
+    return f", with {share:.0%} of {found['room'] / 2**30:,.2f} GiB of memory ({how})"
 
 
 def _kept(recipe: Recipe, launch: Launch, digest: str) -> Path:

@@ -40,7 +40,7 @@ def main(file: str, report: str) -> int:
         run.feed = replace(run.feed, rows=longest(run.feed.rows))
     for step in range(run.length.num_steps):
         train_step(run, step)
-    share = torch.tensor([device_selection.peak_memory() / room.total], dtype=torch.float64, device=run.backend.device)
+    share = torch.tensor([device_selection.peak_memory() / room], dtype=torch.float64, device=run.backend.device)
     write_json(Path(report), {"share": run.backend.all_reduce_max(share).item()})
     run.backend.close()
     return 0

@@ -65,7 +65,7 @@ class PeakMemoryMonitor:
         what, predicted = "resident" if resident else "allocated", None
         # Networks are counted here alone: none may be shared out among the ranks while it is built.
         with backend.loading(pretrained=False):
-            candidate_of = candidates_of(recipe, backend.launch, device_selection.available_memory().total)
+            candidate_of = candidates_of(recipe, backend.launch, device_selection.available_memory())
             found = candidate_of(recipe.batch.rows) if candidate_of is not None else None
         if found is not None and found.parts is not None and not found.reason:
             # A CPU has no other place for what is kept in host memory.

@@ -20,7 +20,7 @@ from ranks import CONFIG
 from finetune.checkpoint import run_directory
 from finetune.data.prepared_cache import Cache
 from finetune.diagnostics.replay import replay_step
-from finetune.distributed.native_ops import native_ops
+from finetune.distributed import native_ops
 from finetune.export import export_weights
 from finetune.utils import atomic_files
 from finetune.utils.atomic_files import file_digest

@@ -23,7 +23,6 @@ PROVEN = {
 }
 """The lowest and highest minor version of each library that the tests ran with. See docs/versions.md."""
 
-
 PYTHONS = ("3.11", "3.13")
 
 NEEDED_BY = {"deepspeed": "ZeRO and offload to NVMe", "bitsandbytes": "model.quantization and 8-bit optimisers"}
