@@ -1,20 +1,42 @@
-"""Finds where a run begins: at its start, or at a checkpoint of its own or of another run."""
+"""Finds where a run begins: at its start, or at a checkpoint, which all ranks verify and any backend restores."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from finetune.checkpoint import integrity, load_checkpoint, run_fingerprint
+from finetune.checkpoint import integrity, run_fingerprint
 from finetune.checkpoint.best_evaluation import still_ended
-from finetune.checkpoint.checkpoint_store import find_checkpoint, sealed_name
-from finetune.checkpoint.load_checkpoint import Checkpoint
+from finetune.checkpoint.checkpoint_store import CheckpointStore, find_checkpoint, sealed_name
 from finetune.checkpoint.run_directory import RunDirectory
+from finetune.checkpoint.tensor_files import TensorReader
 from finetune.config.recipe_schema import Recipe
 from finetune.distributed.backend import Backend
 from finetune.monitoring.metrics import warn
-from finetune.utils.errors import RecipeError
+from finetune.utils.errors import CheckpointError, RecipeError
+
+
+class _FoundElsewhere(CheckpointError):
+    """Another rank has found that a checkpoint is not whole."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    store: CheckpointStore
+    name: str
+    state: dict[str, Any]
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps others from deleting it, until it is restored."""
+
+    @property
+    def address(self) -> str:
+        """Path or URL, for people."""
+        return self.store.address(self.name)
 
 
 @dataclass(frozen=True)
@@ -67,13 +89,39 @@ class ResumePoint:
     def restore(self, backend: Backend, network: nn.Module, optimizer: Any) -> None:
         """Fills a prepared network and its optimiser from the checkpoint, if there is one.
 
+        Every rank reads what it needs; nothing is gathered.
+
         Raises:
-            CheckpointError: If it does not fit.
+            CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
         """
-        if self.checkpoint is not None:
-            load_checkpoint.restore_checkpoint(
-                self.checkpoint, backend, network, optimizer, with_optimizer=self.keep_optimizer
-            )
+        found = self.checkpoint
+        if found is None:
+            return
+        places: dict[str, dict[str, Any]] = found.state["tensors"]
+        files: dict[str, TensorReader] = {}
+
+        def load(key: str) -> torch.Tensor:
+            file, name, shape = (places[key][fact] for fact in ("file", "name", "shape"))
+            try:
+                if file not in files:
+                    files[file] = TensorReader(found.store.open_file(found.name, file))
+                tensor = files[file].read(name)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                address = found.store.address(found.name, file)
+                raise CheckpointError(f"{address}: the tensor {name} cannot be read: {error}") from error
+            if list(tensor.shape) != shape:
+                raise CheckpointError(f"{found.address}: {key} has shape {list(tensor.shape)}, not {shape}")
+            return tensor
+
+        with found.held:
+            state = [key for key in places if not key.startswith(("frozen/", "buffer/"))]
+            wanted = [key for key in state if self.keep_optimizer or key.startswith("parameter/")]
+            backend.write_state(network, optimizer, wanted, load)
+            for name, buffer in network.named_buffers():
+                if f"buffer/{name}" in places:
+                    buffer.copy_(load(f"buffer/{name}"))
+        if found.state.get("scaler") is not None:
+            backend.set_scaler_state(found.state["scaler"])
 
     def lines(self) -> list[str]:
         """Lines for people."""
@@ -155,12 +203,7 @@ def kept_micro_size(allow: tuple[str, ...], directory: RunDirectory) -> int | No
 
 
 def choose_resume_point(
-    recipe: Recipe,
-    directory: RunDirectory,
-    backend: Backend,
-    now: dict[str, Any],
-    *,
-    num_steps: int,
+    recipe: Recipe, directory: RunDirectory, backend: Backend, now: dict[str, Any], *, num_steps: int
 ) -> ResumePoint:
     """Returns the place to begin at, the same on every rank; every rank must call it.
 
@@ -177,7 +220,7 @@ def choose_resume_point(
     """
     # As rank 0 has read it, which alone holds the directory.
     previous: dict[str, Any] | None = backend.broadcast_object(directory.previous)
-    own = load_checkpoint.find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
+    own = find_newest(directory.checkpoints, backend, unsealed=True) if previous is not None else None
     before = previous or {}
     finished = "finished" in before and before["length"]["num_steps"] == num_steps
     finished = finished and still_ended(recipe, before["results"])
@@ -200,10 +243,7 @@ def choose_resume_point(
     if own is None and recipe.resume.mode not in ("auto", "must", "never"):
         # What is named may be a link; what lies in it may not.
         store, name = find_checkpoint(Path(recipe.resume.mode).resolve())
-        if name is not None:
-            found = load_checkpoint.verify_on_all_ranks(store, name, backend)
-        else:
-            found = load_checkpoint.find_newest(store, backend)
+        found = verify_on_all_ranks(store, name, backend) if name is not None else find_newest(store, backend)
     if found is None:
         return ResumePoint()
     changed = run_fingerprint.compare_identities(found.state["identity"], now, recipe.resume.allow, place=found.address)
@@ -226,3 +266,58 @@ def choose_resume_point(
         finished=finished,
         results=before["results"] if finished else found.state["results"],
     )
+
+
+def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> Checkpoint | None:
+    """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
+
+    Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
+
+    Args:
+        unsealed: Also take one that is whole, whose writer ended before it was sealed.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is whole.
+    """
+    # Rank 0's list counts: another machine's view of a shared folder may lag behind.
+    names: list[str] = backend.broadcast_object(
+        integrity.list_resumable(store, unsealed=unsealed) if backend.is_main else []
+    )
+    if not names:
+        return None
+    for name in names:
+        try:
+            return verify_on_all_ranks(store, name, backend)
+        except _FoundElsewhere:
+            continue
+        except CheckpointError as error:
+            warn(f"Checkpoint refused: {error}. Trying an older one.")
+    raise CheckpointError(
+        f"No checkpoint below {store.address()} is whole, as said above. Restore one from a copy, or choose another "
+        "output.dir; output.overwrite=true starts from the beginning."
+    )
+
+
+def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> Checkpoint:
+    """Returns a checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
+
+    Raises:
+        CheckpointError: On every rank if it is not whole.
+    """
+    problem: CheckpointError | None = None
+    state: dict[str, Any] = {}
+    held = ExitStack()
+    try:
+        held.enter_context(store.hold(name))
+        integrity.verify_checkpoint(store, name, share=backend.rank, shares=backend.world_size)
+        state = integrity.read_state(store, name)
+    except CheckpointError as error:
+        problem = error
+    failed = backend.all_reduce_sum(torch.tensor([float(problem is not None)], device=backend.device)).item()
+    if failed:
+        held.close()
+    if problem is not None:
+        raise problem
+    if failed:
+        raise _FoundElsewhere(f"{store.address(name)} is not whole, as another process found")
+    return Checkpoint(store, name, state, held)

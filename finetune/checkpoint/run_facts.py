@@ -66,7 +66,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json_files.read(file, _SHAPE, needed=["starts"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (wrong := path_kinds.not_a_run(directory)) is not None:
+        if (wrong := path_kinds.why_not(directory, "run")) is not None:
             raise RecipeError(wrong) from error
         raise RecipeError(
             f"{directory} holds no run: it has no run.json. Give a run directory, such as runs/sample; `finetune runs` "

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from finetune.checkpoint.checkpoint_store import CheckpointStore, open_store, step_of
+from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, Incident, is_incident, read_facts
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
@@ -277,19 +277,32 @@ class RunReader:
             self._incidents.take(iter, self._add_incident)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
-        training, evaluations = self._training.arrays(), self._evaluations.arrays()
-        last_written = _last_written(directory)
-        status = _status(facts, self._skipped, training, last_written, now)
+        training = self._training.arrays()
+        written: list[float] = []
+        checkpoints: list[SavedCheckpoint] = []
+        recipe: Any = None
+        for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
+            with suppress(OSError):
+                written.append((directory / name).stat().st_mtime)
+        store = open_store(directory)
+        for name in reversed(store.list_names()):
+            with suppress(OSError):  # without a manifest it is none
+                at = store.written_at(name)
+                checkpoints.append(SavedCheckpoint(step_of(name) or 0, at, Path(store.address(name))))
+        with suppress(OSError, ValueError):
+            recipe = yaml_files.parse((directory / "recipe.yaml").read_text(encoding="utf-8"))
+        last_written = max(written, default=0.0)
+        status = _status(facts, self._skipped, training["time"], now - last_written)
         return RunHistory(
             directory=directory,
             facts=facts,
-            recipe=_read_recipe(directory / "recipe.yaml"),
+            recipe=recipe if isinstance(recipe, dict) else {},
             training=training,
-            evaluations=evaluations,
+            evaluations=self._evaluations.arrays(),
             samples=tuple(self._samples),
             incidents=tuple(self._skipped),
             starts=_starts(facts, training, status, last_written),
-            checkpoints=tuple(_checkpoints(open_store(directory))),
+            checkpoints=tuple(checkpoints),
             status=status,
             damaged_lines=self._metrics.damaged + self._incidents.damaged,
             read_at=now,
@@ -336,11 +349,9 @@ class _Lines:
 
     def was_replaced(self) -> bool:
         """Returns whether the file is another one than at the last call, so that what was read of it counts no more."""
-        try:
+        which, size = None, 0
+        with suppress(FileNotFoundError):
             facts = self._file.stat()
-        except FileNotFoundError:
-            which, size = None, 0
-        else:
             which, size = (facts.st_dev, facts.st_ino), facts.st_size
         # A restart replaces the file by one without the steps that are taken again.
         replaced = self._which != which or size < self._offset
@@ -409,35 +420,7 @@ def _drop_from(found: list[Sample] | list[Incident], step: int) -> None:
         found.pop()
 
 
-def _read_recipe(file: Path) -> dict[str, Any]:
-    try:
-        tree = yaml_files.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _checkpoints(store: CheckpointStore) -> Iterator[SavedCheckpoint]:
-    for name in reversed(store.list_names()):
-        with suppress(OSError):  # without a manifest it is none
-            yield SavedCheckpoint(step_of(name) or 0, store.written_at(name), Path(store.address(name)))
-
-
-def _last_written(directory: Path) -> float | None:
-    times = []
-    for name in (METRICS, "ledger.jsonl", INCIDENTS, RUN, "checkpoints"):
-        with suppress(OSError):
-            times.append((directory / name).stat().st_mtime)
-    return max(times, default=None)
-
-
-def _status(
-    facts: dict[str, Any],
-    incidents: list[Incident],
-    training: dict[str, Series],
-    last_written: float | None,
-    now: float,
-) -> Status:
+def _status(facts: dict[str, Any], incidents: list[Incident], times: Series, quiet_s: float) -> Status:
     if "finished" in facts:
         return "finished"
     if "stopped" in facts:
@@ -447,10 +430,9 @@ def _status(
     start = facts["starts"][-1] if facts["starts"] else {}
     if start.get("host") == socket.gethostname():
         return "running" if _is_alive(start) else "lost"
-    times = training["time"][np.isfinite(training["time"])][-20:]
-    between = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
-    quiet = now - (last_written or 0.0)
-    return "running" if quiet <= max(_QUIET_S, _QUIET_LINES * between) else "lost"
+    newest = times[np.isfinite(times)][-20:]
+    between = float(np.median(np.diff(newest))) if len(newest) > 1 else 0.0
+    return "running" if quiet_s <= max(_QUIET_S, _QUIET_LINES * between) else "lost"
 
 
 def _is_alive(start: dict[str, Any]) -> bool:
@@ -466,7 +448,7 @@ def _is_alive(start: dict[str, Any]) -> bool:
 
 
 def _starts(
-    facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float | None
+    facts: dict[str, Any], training: dict[str, Series], status: Status, last_written: float
 ) -> tuple[Start, ...]:
     told: list[dict[str, Any]] = facts["starts"]
     steps, times = training["step"], training["time"]
@@ -479,8 +461,8 @@ def _starts(
     for start, following in zip(told, [*told[1:], None], strict=True):
         begun, from_step = _seconds(start.get("time")) or 0.0, int(start.get("from_step", 0))
         if following is None:
-            end = None if status == "running" else ended or logged or last_written
-            to_step = int(steps[-1]) if len(steps) else None
+            end = ended or logged or last_written
+            to_step = int(steps[-1]) if len(steps) else 0
         else:
             # One that was killed has said nothing after its last line.
             until = _seconds(following.get("time")) or np.inf
@@ -491,12 +473,12 @@ def _starts(
         found.append(
             Start(
                 time=begun,
-                end=end if end is None else max(begun, float(end)),
+                end=None if following is None and status == "running" else max(begun, float(end)),
                 host=str(start.get("host", "?")),
                 pid=int(start.get("pid", 0)),
                 processes=int(start.get("processes", 1)),
                 from_step=from_step,
-                to_step=max(from_step, to_step or 0),
+                to_step=max(from_step, to_step),
                 resumed_from=start.get("resumed_from"),
             )
         )

@@ -1,7 +1,6 @@
 """Kinds of files and folders, so that an error about a wrong path says what it is, and what to use instead."""
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from finetune.utils.errors import CheckpointError
 from finetune.utils.file_formats import GGUF, format_of
 
 Kind = Literal["run", "checkpoint", "adapter", "gguf", "dataset", "tokenizer", "model"]
+Wanted = Literal["run", "model", "tokenizer", "data"]
 
 _NAMES: dict[Kind, str] = {
     "run": "is a run directory of this toolkit",
@@ -20,6 +20,29 @@ _NAMES: dict[Kind, str] = {
     "dataset": "is a data set that `datasets` has saved",
     "tokenizer": "holds a tokenizer",
     "model": "holds a model",
+}
+_ADVICE: dict[Wanted, dict[Kind, str]] = {
+    "model": {
+        "gguf": "Its weights are mostly quantised: nothing is trained or opened in it. Name the model that it was made "
+        "from, as safetensors. If there is only this file, "
+        "`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of transformers "
+        "turns it into one, and `AutoTokenizer` likewise.",
+        "dataset": "Name it as data.train's path.",
+        "tokenizer": "Name it as tokenizer.name, and a model with its weights, or give the network's sizes in "
+        "model.config.",
+    },
+    "tokenizer": {
+        "run": "Name the folder with its tokenizer: {model}.",
+        "gguf": "Name the tokenizer of the model that it was made from.",
+        "dataset": "Name it as data.train's path.",
+    },
+    "data": {
+        "run": "Name the files that it was to learn from.",
+        "adapter": "Name files of documents.",
+        "gguf": "Name files of documents.",
+        "model": "Name files of documents. The model is named as model.name.",
+        "tokenizer": "Name files of documents. The tokenizer is named as tokenizer.name.",
+    },
 }
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -57,64 +80,23 @@ def kind_of(path: Path) -> Kind | None:
     return "model" if has("config.json") else None
 
 
-def not_a_model(path: Path) -> str | None:
-    """Returns why a path cannot be a model, and what to name instead; None if nothing is known against it."""
-    if kind_of(path) == "adapter":
-        return _about_adapter(path)
-    in_run = _weights_of(path)
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "gguf": "Its weights are mostly quantised: nothing is trained or opened in it. Name the model that it was made "
-        "from, as safetensors. If there is only this file, "
-        "`AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW_FOLDER)` of transformers "
-        "turns it into one, and `AutoTokenizer` likewise.",
-        "dataset": "Name it as data.train's path.",
-        "tokenizer": "Name it as tokenizer.name, and a model with its weights, or give the network's sizes in "
-        "model.config.",
-    }
-    return _refusal(path, "model", advice)
-
-
-def not_a_tokenizer(path: Path) -> str | None:
-    """Returns why a path cannot be a tokenizer, and what to name instead; None if nothing is known against it."""
-    in_run = f"Name the folder with its tokenizer: {path / 'model'}."
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "gguf": "Name the tokenizer of the model that it was made from.",
-        "dataset": "Name it as data.train's path.",
-    }
-    return _refusal(path, "tokenizer", advice)
-
-
-def not_data(path: Path) -> str | None:
-    """Returns why a path cannot be data, and what to name instead; None if nothing is known against it."""
-    in_run, documents = "Name the files that it was to learn from.", "Name files of documents."
-    advice: dict[Kind, str] = {
-        "run": in_run,
-        "checkpoint": in_run,
-        "adapter": documents,
-        "gguf": documents,
-        "model": f"{documents} The model is named as model.name.",
-        "tokenizer": f"{documents} The tokenizer is named as tokenizer.name.",
-    }
-    return _refusal(path, "data", advice)
-
-
-def not_a_run(path: Path) -> str | None:
-    """Returns why a path cannot be a run, and what to name instead; None if nothing is known against it."""
-    run = _run_of(path)
-    beside = "" if run is None else f"Its run is {run}."
-    return _refusal(path, "run", {kind: beside for kind in _NAMES if kind != "run"})
-
-
-def _refusal(path: Path, wanted: str, advice: Mapping[Kind, str]) -> str | None:
-    """Returns what a path is, if there is advice on its kind."""
+def why_not(path: Path, wanted: Wanted) -> str | None:
+    """Returns why a path cannot be what is wanted, and what to name instead; None if nothing is known against it."""
     kind = kind_of(path)
-    if kind is None or kind not in advice:
+    if kind is None or kind == wanted:
         return None
-    return f"{path} {_NAMES[kind]}, and no {wanted}. {advice[kind]}".rstrip()
+    if (wanted, kind) == ("model", "adapter"):
+        return _about_adapter(path)
+    if wanted == "run":
+        run = _run_of(path)
+        advice = "" if run is None else f"Its run is {run}."
+    elif wanted == "model" and kind in ("run", "checkpoint"):
+        advice = _weights_of(path)
+    elif (known := _ADVICE[wanted].get("run" if kind == "checkpoint" else kind)) is not None:
+        advice = known.format(model=path / "model")
+    else:
+        return None
+    return f"{path} {_NAMES[kind]}, and no {wanted}. {advice}".rstrip()
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:

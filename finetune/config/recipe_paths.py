@@ -23,10 +23,8 @@ def check_paths(recipe: Recipe) -> None:
     if ":" in recipe.task.name:
         return
     problems: list[FinetuneError] = []
-    for key, name, why_not in (
-        ("model.name", recipe.model.name, path_kinds.not_a_model),
-        ("tokenizer.name", recipe.tokenizer.name, path_kinds.not_a_tokenizer),
-    ):
+    wanted: path_kinds.Wanted
+    for wanted, name in ("model", recipe.model.name), ("tokenizer", recipe.tokenizer.name):
         if name is None:
             continue
         folder = Path(name)
@@ -35,12 +33,12 @@ def check_paths(recipe: Recipe) -> None:
         if is_path and not folder.is_dir() and path_kinds.kind_of(folder) is None:
             what = "a file" if folder.exists() else "not there"
             problem = (
-                f"{key} is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
+                f"{wanted}.name is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
                 f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
             )
             problems.append(RecipeError(problem))
-        elif (wrong := why_not(folder)) is not None:
-            problems.append(RecipeError(f"{key}: {wrong}"))
+        elif (wrong := path_kinds.why_not(folder, wanted)) is not None:
+            problems.append(RecipeError(f"{wanted}.name: {wrong}"))
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.path is not None:
             try:
@@ -76,7 +74,7 @@ def find_files(given: str) -> list[Path]:
     files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
     for path in files:
         _require_regular(path)
-        if (wrong := path_kinds.not_data(path)) is not None:
+        if (wrong := path_kinds.why_not(path, "data")) is not None:
             raise DataError(wrong)
     return files
 

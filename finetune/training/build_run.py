@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, resume_point
-from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
+from finetune.checkpoint.save_checkpoint import CheckpointManager
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
