@@ -18,6 +18,7 @@ import torch
 
 from finetune.checkpoint.checkpoint_store import LocalCheckpointStore
 from finetune.checkpoint.save_checkpoint import CheckpointWriter
+from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe import validate_recipe
 from finetune.config.recipe_schema import CheckpointSection
 from finetune.models.forward_wrapper import unwrap
@@ -60,8 +61,8 @@ class Bench:
         self.run, self.step = run, 0
         folder.mkdir(exist_ok=True)
         section = CheckpointSection(keep=1, keep_best_by=None)
-        options: dict[str, Any] = {"adapter_keys": None, "describe": lambda _: None}
-        self.saver = CheckpointWriter(LocalCheckpointStore(folder), run.backend, section, **options)
+        store, snapshot = LocalCheckpointStore(folder), Snapshot(run.backend, None)
+        self.saver = CheckpointWriter(store, run.backend, section, snapshot, lambda _: None)
 
     def take_step(self) -> None:
         train_step(self.run, self.step)

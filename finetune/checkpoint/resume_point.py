@@ -24,26 +24,16 @@ class _FoundElsewhere(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint."""
-
-    store: CheckpointStore
-    name: str
-    state: dict[str, Any]
-    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
-    """Keeps others from deleting it, until it is restored."""
-
-    @property
-    def address(self) -> str:
-        """Path or URL, for people."""
-        return self.store.address(self.name)
-
-
-@dataclass(frozen=True)
 class ResumePoint:
-    """Place at which a run begins."""
+    """Place at which a run begins: its start, or a whole checkpoint."""
 
-    checkpoint: Checkpoint | None = None
+    store: CheckpointStore | None = None
+    """Store of the checkpoint; None at the start."""
+    name: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What the checkpoint says of itself."""
+    held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """Keeps others from deleting the checkpoint, until it is restored."""
     keep_optimizer: bool = True
     """True if the checkpoint's optimiser state fits this recipe's optimiser."""
     changed: tuple[str, ...] = ()
@@ -54,14 +44,14 @@ class ResumePoint:
     """Results of the run so far."""
 
     @property
-    def state(self) -> dict[str, Any]:
-        return self.checkpoint.state if self.checkpoint is not None else {}
+    def address(self) -> str:
+        """Path or URL of the checkpoint, for people."""
+        return self.store.address(self.name) if self.store is not None else ""
 
     @property
     def source(self) -> str | None:
-        """Path or URL of the checkpoint."""
-        found = self.checkpoint
-        return found.store.address(found.name, absolute=True) if found is not None else None
+        """The same as an absolute path, for `run.json`; None at the start."""
+        return self.store.address(self.name, absolute=True) if self.store is not None else None
 
     @property
     def step(self) -> int:
@@ -94,42 +84,41 @@ class ResumePoint:
         Raises:
             CheckpointError: Naming the tensor that is missing, unexpected, or of another shape.
         """
-        found = self.checkpoint
-        if found is None:
+        store = self.store
+        if store is None:
             return
-        places: dict[str, dict[str, Any]] = found.state["tensors"]
+        places: dict[str, dict[str, Any]] = self.state["tensors"]
         files: dict[str, TensorReader] = {}
 
         def load(key: str) -> torch.Tensor:
             file, name, shape = (places[key][fact] for fact in ("file", "name", "shape"))
             try:
                 if file not in files:
-                    files[file] = TensorReader(found.store.open_file(found.name, file))
+                    files[file] = TensorReader(store.open_file(self.name, file))
                 tensor = files[file].read(name)
             except (OSError, ValueError, LookupError, TypeError) as error:
-                address = found.store.address(found.name, file)
+                address = store.address(self.name, file)
                 raise CheckpointError(f"{address}: the tensor {name} cannot be read: {error}") from error
             if list(tensor.shape) != shape:
-                raise CheckpointError(f"{found.address}: {key} has shape {list(tensor.shape)}, not {shape}")
+                raise CheckpointError(f"{self.address}: {key} has shape {list(tensor.shape)}, not {shape}")
             return tensor
 
-        with found.held:
+        with self.held:
             state = [key for key in places if not key.startswith(("frozen/", "buffer/"))]
             wanted = [key for key in state if self.keep_optimizer or key.startswith("parameter/")]
             backend.write_state(network, optimizer, wanted, load)
             for name, buffer in network.named_buffers():
                 if f"buffer/{name}" in places:
                     buffer.copy_(load(f"buffer/{name}"))
-        if found.state.get("scaler") is not None:
-            backend.set_scaler_state(found.state["scaler"])
+        backend.set_scaler_state(self.state.get("scaler"))
 
     def lines(self) -> list[str]:
         """Lines for people."""
-        if self.checkpoint is None:
+        if self.store is None:
             return []
         state = self.state
         lines = [
-            f"resumed at step {self.step} from {self.checkpoint.address}, saved under "
+            f"resumed at step {self.step} from {self.address}, saved under "
             f"{state['backend']} x {state['processes']} in {state['precision']}"
         ]
         if self.changed:
@@ -255,11 +244,11 @@ def choose_resume_point(
     name = sealed_name(found.name)
     if own is not None and name != own.name:
         # Whole, though the run ended before it was sealed.
-        directory.on_main(backend, lambda: own.store.seal(own.name))
+        directory.on_main(backend, lambda: directory.checkpoints.seal(own.name))
         if backend.is_main:
             warn(f"{own.address} is whole, though the run ended before it got its name. It is {name} now.")
         found = replace(own, name=name)
-    return ResumePoint(
+    return replace(
         found,
         keep_optimizer="optim.name" not in changed,
         changed=tuple(changed),
@@ -268,7 +257,7 @@ def choose_resume_point(
     )
 
 
-def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> Checkpoint | None:
+def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = False) -> ResumePoint | None:
     """Returns the newest whole checkpoint of a store, the same on every rank; None if there is none, whole or not.
 
     Every rank must call it. What is wrong with newer ones is reported on the rank that found it.
@@ -298,7 +287,7 @@ def find_newest(store: CheckpointStore, backend: Backend, *, unsealed: bool = Fa
     )
 
 
-def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> Checkpoint:
+def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> ResumePoint:
     """Returns a checkpoint whose files all ranks have read and compared with its manifest, each a part of them.
 
     Raises:
@@ -320,4 +309,4 @@ def verify_on_all_ranks(store: CheckpointStore, name: str, backend: Backend) -> 
         raise problem
     if failed:
         raise _FoundElsewhere(f"{store.address(name)} is not whole, as another process found")
-    return Checkpoint(store, name, state, held)
+    return ResumePoint(store, name, state, held)

@@ -18,7 +18,7 @@ from finetune.checkpoint.checkpoint_store import open_store, step_of
 from finetune.checkpoint.run_facts import INCIDENTS, Incident, brief_list, read_facts, read_incidents
 from finetune.data.rows.row_order import RowOrder, row_checksum
 from finetune.utils.atomic_files import Lines, read_whole_lines, rewrite_lines, set_damaged_lines_aside
-from finetune.utils.errors import CheckpointError, FinetuneError, RecipeError
+from finetune.utils.errors import CheckpointError, FinetuneError
 
 LEDGER = "ledger.jsonl"
 # Whole numbers in the line of a start.
@@ -64,7 +64,7 @@ class Used:
 
 
 def used_rows(directory: Path) -> Iterator[Used]:
-    """Yields the rows that the run's weights have learned from, step by step.
+    """Returns the rows that the run's weights have learned from, step by step.
 
     Steps without a readable line are left out. Where a resume took steps again, the later time counts: the earlier one
     was lost with the weights.
@@ -72,8 +72,7 @@ def used_rows(directory: Path) -> Iterator[Used]:
     Raises:
         CheckpointError: If there is no ledger, or a step is there twice.
     """
-    _, steps, _ = _read(directory)
-    yield from _used(steps)
+    return _read(directory)[1]
 
 
 def read_ledger(directory: Path) -> Lines:
@@ -117,7 +116,8 @@ def mend_ledger(directory: Path, step: int) -> list[str]:
     return said
 
 
-def _read(directory: Path) -> tuple[int, dict[int, Used], Lines]:
+def _read(directory: Path) -> tuple[int, Iterator[Used], Lines]:
+    """Returns the first step, counted from 0 as in the file, the steps that count, in order, and all lines."""
     file = directory / LEDGER
     try:
         lines = read_ledger(directory)
@@ -125,11 +125,14 @@ def _read(directory: Path) -> tuple[int, dict[int, Used], Lines]:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
             read_facts(directory)  # says what it is instead if it is no run
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
-    return *_steps(file, lines), lines
+    first, steps = _steps(file, lines)
+    # Each is taken out, so that its rows do not stay in memory.
+    entries = (steps.pop(step) for step in sorted(steps))
+    return first, (entry for entry in entries if entry.sure or entry.proved), lines
 
 
 def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, Used]]:
-    """Returns the first step, counted from 0 as in the file, and the line of each step that counts."""
+    """Returns the first step, and the line of each step that counts."""
     steps: dict[int, Used] = {}
     first, start, sure = 0, None, True
     torn = set(lines.before)
@@ -154,13 +157,6 @@ def _steps(file: Path, lines: Lines) -> tuple[int, dict[int, Used]]:
         position = start["position"] + (step - start["start"]) * order.global_size
         steps[step] = Used(step, position, order, line["rows"], sure)
     return first, steps
-
-
-def _used(steps: dict[int, Used]) -> Iterator[Used]:
-    for step in sorted(steps):
-        entry = steps.pop(step)  # so that its rows do not stay in memory
-        if entry.sure or entry.proved:
-            yield entry
 
 
 def _is_line(line: dict[str, Any]) -> bool:
@@ -246,19 +242,6 @@ class Audit:
         return lines
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """Returns the steps of `A:B`, or of `A` alone.
-
-    Raises:
-        RecipeError: If it is neither.
-    """
-    first, _, last = text.partition(":")
-    try:
-        return int(first), int(last or first)
-    except ValueError as error:
-        raise RecipeError(f"--steps {text}: give A:B, such as 100:120, or one step.") from error
-
-
 def _no_line(steps: list[int]) -> str:
     """Names steps of which no line can be read, in ranges."""
     ranges: list[list[int]] = []
@@ -279,9 +262,9 @@ def audit_ledger(directory: Path) -> Audit:
     """
     audit, epochs = Audit(), dict[tuple[str, int], Epoch]()
     expected: int | None = None
-    begun, steps, lines = _read(directory)
+    begun, used, lines = _read(directory)
     last = begun
-    for entry in _used(steps):
+    for entry in used:
         step, order = entry.step + 1, entry.order
         if step > last + 1:
             audit.missing += range(last + 1, step)

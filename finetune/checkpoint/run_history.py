@@ -3,12 +3,11 @@
 Everything that looks back at a run, finished or under way, reads it here. No torch: this starts at once.
 """
 
-import itertools
 import re
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import psutil
 
 from finetune.checkpoint.checkpoint_store import open_store, step_of
-from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, Incident, is_incident, read_facts
+from finetune.checkpoint.run_facts import INCIDENTS, METRICS, RUN, STEP_NUMBERS, Incident, read_facts, read_incidents
 from finetune.config.recipe_schema import ranking
 from finetune.utils import json_files, yaml_files
 from finetune.utils.errors import CheckpointError
@@ -37,24 +36,8 @@ STATUSES: dict[Status, str] = {
 }
 """Meanings of statuses."""
 
-TRAINING = (
-    "step",
-    "epoch",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "tokens_per_s",
-    "step_s",
-    "data_s",
-    "forward_backward_s",
-    "optimizer_s",
-    "peak_memory_gib",
-    "mfu",
-    "skipped_steps",
-    "overflows",
-    "time",
-)
+_PHASES = ("data_s", "forward_backward_s", "optimizer_s")
+TRAINING = ("step", "epoch", *STEP_NUMBERS, *_PHASES, "peak_memory_gib", "mfu", "skipped_steps", "overflows")
 EVALUATION = ("step", "validation_loss", "validation_perplexity", "validation_accuracy", "validation_targets", "time")
 """Keys of an evaluation; those of metrics, which begin with `validation_` too, follow where there are some."""
 
@@ -196,12 +179,6 @@ class RunHistory:
         seconds, tokens = self._between(self.training["tokens"])
         return tokens / seconds if seconds > 0 else None
 
-    @property
-    def step_s(self) -> float | None:
-        """Seconds a step, likewise."""
-        seconds, steps = self._between(self.training["step"])
-        return seconds / steps if steps > 0 else None
-
     def _between(self, counts: Series) -> tuple[float, float]:
         """Seconds in training, and what was counted meanwhile, but for first steps."""
         steps = self.training["step"]
@@ -216,10 +193,10 @@ class RunHistory:
     @property
     def seconds_left(self) -> float | None:
         """Seconds of training, at its mean speed; None if that is not known."""
-        speed = self.step_s
-        if speed is None or self.num_steps is None:
+        seconds, steps = self._between(self.training["step"])
+        if steps <= 0 or self.num_steps is None:
             return None
-        return max(0, self.num_steps - self.step) * speed
+        return max(0, self.num_steps - self.step) * seconds / steps
 
     @property
     def training_seconds(self) -> Series:
@@ -256,7 +233,9 @@ class RunReader:
             only_outcome: Read the evaluations, the training line before each, and the newest one: fast for any run.
         """
         self._directory, self._only_outcome = directory, only_outcome
-        self._metrics, self._incidents = _Lines(directory / METRICS), _Lines(directory / INCIDENTS)
+        # Device and number of the file of metrics, and how much of it is read: of no file yet.
+        self._file: tuple[int, int] | None = (0, 0)
+        self._offset = 0
 
     def read(self) -> RunHistory:
         """Returns the run as it is now.
@@ -268,15 +247,14 @@ class RunReader:
         directory, now = self._directory, time.time()
         facts = read_facts(directory)
         try:
-            if self._metrics.was_replaced():
-                self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
-                self._samples: list[Sample] = []
-            self._metrics.take(_outcome if self._only_outcome else iter, self._add_metrics)
-            if self._incidents.was_replaced():
-                self._skipped: list[Incident] = []
-            self._incidents.take(iter, self._add_incident)
+            self._read_metrics()
+            journal = read_incidents(directory)
         except OSError as error:
             raise CheckpointError(f"{directory}: its metrics cannot be read: {error.strerror or error}.") from error
+        incidents: list[Incident] = []
+        for line in journal.whole:
+            _drop_from(incidents, line["step"])
+            incidents.append(Incident.from_line(line))
         training = self._training.arrays()
         written: list[float] = []
         checkpoints: list[SavedCheckpoint] = []
@@ -292,7 +270,7 @@ class RunReader:
         with suppress(OSError, ValueError):
             recipe = yaml_files.parse((directory / "recipe.yaml").read_text(encoding="utf-8"))
         last_written = max(written, default=0.0)
-        status = _status(facts, self._skipped, training["time"], now - last_written)
+        status = _status(facts, incidents, training["time"], now - last_written)
         return RunHistory(
             directory=directory,
             facts=facts,
@@ -300,13 +278,38 @@ class RunReader:
             training=training,
             evaluations=self._evaluations.arrays(),
             samples=tuple(self._samples),
-            incidents=tuple(self._skipped),
+            incidents=tuple(incidents),
             starts=_starts(facts, training, status, last_written),
             checkpoints=tuple(checkpoints),
             status=status,
-            damaged_lines=self._metrics.damaged + self._incidents.damaged,
+            damaged_lines=self._damaged + len(journal.damaged),
             read_at=now,
         )
+
+    def _read_metrics(self) -> None:
+        """Takes in the whole lines since the last time, or all of them if the file is another one."""
+        found, size = None, 0
+        with suppress(FileNotFoundError):
+            facts = (self._directory / METRICS).stat()
+            found, size = (facts.st_dev, facts.st_ino), facts.st_size
+        # A restart replaces the file by one without the steps that are taken again.
+        if found != self._file or size < self._offset:
+            self._file, self._offset, self._damaged = found, 0, 0
+            self._training, self._evaluations = _Columns(TRAINING), _Columns(EVALUATION)
+            self._samples: list[Sample] = []
+        if found is None:
+            return
+        with (self._directory / METRICS).open("rb") as handle:
+            handle.seek(self._offset)
+            # A line that is being written is left for the next time.
+            content, end, _ = handle.read().rpartition(b"\n")
+        self._offset += len(content) + len(end)
+        lines = content.split(b"\n") if end else []
+        for line in _outcome(lines) if self._only_outcome else lines:
+            try:
+                self._add_metrics(json_files.parse(line))
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                self._damaged += 1
 
     def _add_metrics(self, line: dict[str, Any]) -> None:
         """Takes in a line. Where a restart logs steps again, the later lines count."""
@@ -325,66 +328,20 @@ class RunReader:
             _drop_from(self._samples, step)
             self._samples.append(Sample(step, str(line["sample"])))
 
-    def _add_incident(self, line: dict[str, Any]) -> None:
-        if not is_incident(line):
-            raise ValueError
-        _drop_from(self._skipped, line["step"])
-        self._skipped.append(Incident.from_line(line))
-
 
 def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
     """Returns a run as its directory has it now; see `RunReader`."""
     return RunReader(directory, only_outcome=only_outcome).read()
 
 
-class _Lines:
-    """The whole lines of a file that grows, each given once."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        # Another one than that of any file.
-        self._which: tuple[int, int] | None = (0, 0)
-        self._offset = 0
-        self.damaged = 0
-
-    def was_replaced(self) -> bool:
-        """Returns whether the file is another one than at the last call, so that what was read of it counts no more."""
-        which, size = None, 0
-        with suppress(FileNotFoundError):
-            facts = self._file.stat()
-            which, size = (facts.st_dev, facts.st_ino), facts.st_size
-        # A restart replaces the file by one without the steps that are taken again.
-        replaced = self._which != which or size < self._offset
-        if replaced:
-            self._which, self._offset, self.damaged = which, 0, 0
-        return replaced
-
-    def take(self, choose: Callable[[Iterator[bytes]], Iterable[bytes]], add: Callable[[dict[str, Any]], None]) -> None:
-        """Gives the chosen lines since the last time to `add`, and counts those that it cannot take."""
-        for line in choose(self._new()):
-            try:
-                add(json_files.parse(line))
-            except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                self.damaged += 1
-
-    def _new(self) -> Iterator[bytes]:
-        """Yields lines since the last time; one that is being written is left for the next."""
-        if self._which is not None:
-            with self._file.open("rb") as handle:
-                handle.seek(self._offset)
-                for line in itertools.takewhile(lambda line: line.endswith(b"\n"), handle):
-                    self._offset += len(line)
-                    yield line
-
-
-def _outcome(lines: Iterator[bytes]) -> Iterator[bytes]:
+def _outcome(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yields evaluations, and the newest training line before each of them and at the end."""
     newest: list[bytes] = []
     for line in lines:
         if b'"validation_' in line:
             yield from (*newest, line)
             newest = []
-        elif not (line.startswith(b"{") and line.endswith(b"}\n")):
+        elif not (line.startswith(b"{") and line.endswith(b"}")):
             yield line  # damaged, and counted as that
         elif b'"grad_norm"' in line:
             newest = [line]
@@ -440,9 +397,8 @@ def _is_alive(start: dict[str, Any]) -> bool:
     begun = _seconds(start.get("time"))
     try:
         process = psutil.Process(int(start["pid"]))
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return begun is None or process.create_time() <= begun + _CLOCK_S
+        came_later = begun is not None and process.create_time() > begun + _CLOCK_S
+        return process.status() != psutil.STATUS_ZOMBIE and not came_later
     except (psutil.Error, LookupError, TypeError, ValueError):
         return False
 
@@ -452,16 +408,13 @@ def _starts(
 ) -> tuple[Start, ...]:
     told: list[dict[str, Any]] = facts["starts"]
     steps, times = training["step"], training["time"]
-    logged = _latest(times)
-    # Whole seconds, and so before the last line that was written in the same.
-    ended = _seconds(facts.get("finished")) or _seconds(facts.get("stopped"))
-    if ended is not None and logged is not None:
-        ended = max(ended, logged)
     found = []
     for start, following in zip(told, [*told[1:], None], strict=True):
         begun, from_step = _seconds(start.get("time")) or 0.0, int(start.get("from_step", 0))
         if following is None:
-            end = ended or logged or last_written
+            logged, ended = _latest(times), _seconds(facts.get("finished", facts.get("stopped")))
+            # Whole seconds, and so before the last line that was written in the same.
+            end = max(ended, logged or ended) if ended else logged or last_written
             to_step = int(steps[-1]) if len(steps) else 0
         else:
             # One that was killed has said nothing after its last line.

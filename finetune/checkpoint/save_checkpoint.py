@@ -57,24 +57,23 @@ class CheckpointWriter:
         store: CheckpointStore,
         backend: Backend,
         section: CheckpointSection,
-        *,
-        adapter_keys: dict[str, str] | None,
+        snapshot: Snapshot,
         describe: Callable[[Path], None],
+        *,
         broken: Collection[str] = (),
-        infinite: Collection[str] = (),
     ) -> None:
         """
         Args:
             describe: Writes what belongs beside the weights (configuration, tokenizer) into a folder, on rank 0.
             broken: Names of checkpoints whose content was found damaged.
-            infinite: Buffers that may hold infinities, such as causal masks.
         """
-        self._store, self._backend, self._section, self._describe = store, backend, section, describe
-        self._snapshot = Snapshot(backend, adapter_keys, infinite)
+        self._store, self._backend, self._section = store, backend, section
+        self._snapshot, self._describe = snapshot, describe
         self.broken = set(broken)
         self._thread: threading.Thread | None = None
         self._sealing = False
         self._step: int | None = None
+        self._name = ""
         self._state: dict[str, Any] = {}
         self._error: OSError | None = None
         self._fault: BaseException | None = None
@@ -103,6 +102,7 @@ class CheckpointWriter:
         """
         assert not self.active
         self._step, self._state = int(state["step"]), state
+        self._name = name_of(self._step) + UNSEALED
         self._snapshot.take(network, optimizer)
         self._run(self._write)
 
@@ -159,11 +159,6 @@ class CheckpointWriter:
 
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
-
-    @property
-    def _name(self) -> str:
-        assert self._step is not None
-        return name_of(self._step) + UNSEALED
 
     def _write(self) -> None:
         content = json_text(self._snapshot.write(self._store, self._name))
@@ -251,32 +246,22 @@ class CheckpointManager:
         backend: Backend,
         directory: RunDirectory,
         reporter: Reporter,
+        snapshot: Snapshot,
+        describe: Callable[[Path], None],
         *,
         step: int,
-        adapter_keys: dict[str, str] | None,
-        describe: Callable[[Path], None],
-        infinite: Collection[str] = (),
     ) -> None:
         """
         Args:
-            step: Where the run begins. Checkpoints of later steps are those that were refused.
-            adapter_keys: The names that an adapter's file gives to parameters; None without adapters.
             describe: Writes what belongs beside the weights into a folder.
-            infinite: Buffers that may hold infinities, such as causal masks.
+            step: Where the run begins. Checkpoints of later steps are those that were refused.
         """
         self._section, self._backend, self._reporter = section, backend, reporter
         self._directory, store = directory, directory.checkpoints
         if backend.is_main:
             store.delete_remains()
-        self._saver = CheckpointWriter(
-            store,
-            backend,
-            section,
-            adapter_keys=adapter_keys,
-            describe=describe,
-            broken=[name for name in store.list_names() if (step_of(name) or 0) > step],
-            infinite=infinite,
-        )
+        broken = [name for name in store.list_names() if (step_of(name) or 0) > step]
+        self._saver = CheckpointWriter(store, backend, section, snapshot, describe, broken=broken)
         self._ledger = Journal(directory.path / row_ledger.LEDGER)
         self._incidents = Journal(directory.path / run_facts.INCIDENTS)
         self._skipped = row_ledger.read_skipped(directory.path) if backend.is_main else []

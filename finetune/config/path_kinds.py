@@ -1,12 +1,19 @@
-"""Kinds of files and folders, so that an error about a wrong path says what it is, and what to use instead."""
+"""Checks the paths that a recipe names, and tells what is at a path, before anything slow is imported.
 
+An error about a wrong path says what it is, and what to use instead.
+"""
+
+import glob
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.config.recipe import hint
+from finetune.config.recipe_schema import Recipe
 from finetune.utils import json_files
-from finetune.utils.errors import CheckpointError
+from finetune.utils.errors import CheckpointError, DataError, FinetuneError, RecipeError
 from finetune.utils.file_formats import GGUF, format_of
 
 Kind = Literal["run", "checkpoint", "adapter", "gguf", "dataset", "tokenizer", "model"]
@@ -91,7 +98,12 @@ def why_not(path: Path, wanted: Wanted) -> str | None:
         run = _run_of(path)
         advice = "" if run is None else f"Its run is {run}."
     elif wanted == "model" and kind in ("run", "checkpoint"):
-        advice = _weights_of(path)
+        inner = kind_of(path / "model")
+        to = " --to FOLDER" if kind == "checkpoint" else ""
+        adapter = ", which puts its adapter into the base" if inner == "adapter" else ""
+        advice = f"Run `finetune export {path} --as merged{to}`{adapter}, and name the folder that it writes."
+        if inner == "model":
+            advice = f"Its weights as a model are in {path / 'model'}: name that, or what `finetune export` writes."
     elif (known := _ADVICE[wanted].get("run" if kind == "checkpoint" else kind)) is not None:
         advice = known.format(model=path / "model")
     else:
@@ -123,13 +135,12 @@ def _about_adapter(path: Path) -> str:
     of = f" for {base}" if base else ""
     named = base or "its base"
     run = _run_of(path)
-    if run is None:
-        merge = (
-            "put it into its base by `AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()."
-            "save_pretrained(NEW_FOLDER)` of peft, and name that folder"
-        )
-        further = ""
-    else:
+    merge = (
+        "put it into its base by `AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()."
+        "save_pretrained(NEW_FOLDER)` of peft, and name that folder"
+    )
+    further = ""
+    if run is not None:
         merge = f"run `finetune export {run} --as merged`, and name the folder that it writes"
         further = f" To train this adapter further, keep model.name: {named} and the `lora` section, with resume={run}."
     return (
@@ -138,17 +149,96 @@ def _about_adapter(path: Path) -> str:
     )
 
 
-def _weights_of(path: Path) -> str:
-    inner = path / "model"
-    if kind_of(inner) == "model":
-        return f"Its weights as a model are in {inner}: name that, or what `finetune export` writes."
-    to = " --to FOLDER" if kind_of(path) == "checkpoint" else ""
-    adapter = ", which puts its adapter into the base" if kind_of(inner) == "adapter" else ""
-    return f"Run `finetune export {path} --as merged{to}`{adapter}, and name the folder that it writes."
-
-
 def _run_of(path: Path) -> Path | None:
     """Returns the run that a checkpoint, or a folder inside a run, belongs to."""
     parents = Path(os.path.abspath(path)).parents[:3]
     found = next((parent for parent in parents if kind_of(parent) == "run"), None)
     return None if found is None else Path(os.path.relpath(found)) if not path.is_absolute() else found
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Checks that the data files and model directories that a recipe names are there.
+
+    Names on the hub are not looked up, and nothing is read. A custom task may mean something else by these keys,
+    so nothing is checked for it.
+
+    Raises:
+        FinetuneError: With everything that is missing: `DataError` if that is data only.
+    """
+    if ":" in recipe.task.name:
+        return
+    problems: list[FinetuneError] = []
+    wanted: Wanted
+    for wanted, name in ("model", recipe.model.name), ("tokenizer", recipe.tokenizer.name):
+        if name is None:
+            continue
+        folder = Path(name)
+        # A name on the hub is `name` or `organisation/name`.
+        is_path = name.startswith(("/", "./", "../")) or name in (".", "..") or name.rstrip("/").count("/") > 1
+        if is_path and not folder.is_dir() and kind_of(folder) is None:
+            what = "a file" if folder.exists() else "not there"
+            problem = (
+                f"{wanted}.name is written as a path, {name}, and that is {what}{_nearest(folder)} (looked "
+                f"from {Path.cwd()}). Name a directory, or a model on the hub as `name` or `organisation/name`."
+            )
+            problems.append(RecipeError(problem))
+        elif (wrong := why_not(folder, wanted)) is not None:
+            problems.append(RecipeError(f"{wanted}.name: {wrong}"))
+    for source in (*recipe.data.train, *recipe.data.validation):
+        if source.path is not None:
+            try:
+                find_files(source.path)
+            except DataError as error:
+                problems.append(error)
+    if problems:
+        kind = DataError if all(isinstance(problem, DataError) for problem in problems) else RecipeError
+        raise kind(" ".join(map(str, problems)))
+
+
+def find_files(given: str) -> list[Path]:
+    """Returns what a source's `path` names: a file, a directory, or the files that a glob matches, sorted by name.
+
+    Links are followed. A file that a glob reaches by several names is taken once.
+
+    Raises:
+        DataError: If there is nothing, or something that is neither a file nor a directory.
+    """
+    # A name with brackets in it is first of all a name.
+    names = [given] if os.path.lexists(given) else glob.glob(given, recursive=True)
+    if not names:
+        raise DataError(
+            f"There is no file {given}{_nearest(Path(given))} (looked from {Path.cwd()}). Relative paths count from "
+            "the working directory; correct the path, or the glob so that it matches."
+        )
+    # A link to a directory above itself has every file below it match many times: the shortest name stays.
+    found: dict[str, Path] = {}
+    for path in sorted(map(Path, names), key=lambda path: (len(path.parts), path)):
+        found.setdefault(os.path.realpath(path), path)
+    files = [path for path in sorted(found.values()) if not path.is_dir() or len(found) == 1]
+    for path in files:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            link = f"is a link to {os.readlink(path)}, which" if path.is_symlink() else "is there, but"
+            raise DataError(
+                f"{path} {link} cannot be opened: {error.strerror or error}. Check data.train and data.validation."
+            ) from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe blocks, and a device never ends
+            kind = "named pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+            raise DataError(
+                f"{path} is a {kind}, and data is read from files, several times. Write it to a file and name that."
+            )
+        if (wrong := why_not(path, "data")) is not None:
+            raise DataError(wrong)
+    return files
+
+
+def _nearest(path: Path) -> str:
+    """Returns a hint at a similar name beside the path, or beside the first folder that is missing."""
+    if glob.has_magic(str(path)):
+        return ""
+    while not path.parent.is_dir() and path.parent != path:
+        path = path.parent
+    with suppress(OSError):
+        return hint(path.name, os.listdir(path.parent))
+    return ""
