@@ -31,7 +31,7 @@ class ResumePoint:
     """Store of the checkpoint; None at the start."""
     name: str = ""
     state: dict[str, Any] = field(default_factory=dict)
-    """What the checkpoint says of itself."""
+    """Content of the checkpoint's `state.json`; empty at the start."""
     held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """Keeps others from deleting the checkpoint, until it is restored."""
     keep_optimizer: bool = True
@@ -50,7 +50,7 @@ class ResumePoint:
 
     @property
     def source(self) -> str | None:
-        """The same as an absolute path, for `run.json`; None at the start."""
+        """Absolute path or URL of the checkpoint; None at the start."""
         return self.store.address(self.name, absolute=True) if self.store is not None else None
 
     @property

@@ -156,7 +156,7 @@ class RunHistory:
 
     @property
     def best_name(self) -> str:
-        """The same in words."""
+        """That key, in words."""
         return ranking(self.best_by)[0].replace("_", " ")
 
     @property

@@ -267,7 +267,7 @@ class CheckpointManager:
         self._skipped = row_ledger.read_skipped(directory.path) if backend.is_main else []
         self._saved_at = time.monotonic()
 
-    def open(self, step: int, order: dict[str, Any]) -> None:
+    def note_start(self, step: int, order: dict[str, Any]) -> None:
         """Notes a start of the run in the ledger: the next step, the position of its first row, and how rows follow.
 
         Args:
@@ -303,7 +303,7 @@ class CheckpointManager:
                 self._ledger.flush(to_disk=True)
         self._report(self._saver.settle(busy=sync.busy > 0, failed=sync.failed > 0))
 
-    def due(self, done: int, last: int, sync: StepSync) -> bool:
+    def is_due(self, done: int, last: int, sync: StepSync) -> bool:
         """Returns whether a checkpoint is due after `done` of `last` steps."""
         every = self._section.every_steps
         on_time = sync.save > 0 or (every is not None and done % every == 0)
@@ -355,7 +355,7 @@ class CheckpointManager:
             if (reason := journal.close()) is not None:
                 self._reporter.warn(f"Cannot write {reason}. Its last lines are lost.")
 
-    def incident(self, incident: dict[str, Any]) -> None:
+    def note_incident(self, incident: dict[str, Any]) -> None:
         """Writes down a step that was skipped."""
         if self._backend.is_main:
             self._warn(self._incidents.write(incident))
@@ -366,8 +366,8 @@ class CheckpointManager:
         """The steps skipped so far, over all starts of the run, with their rows; on rank 0."""
         return [{"step": one.step, "kind": one.kind, "rows": list(one.rows)} for one in self._skipped]
 
-    def newest(self) -> str | None:
-        """Address of the newest checkpoint."""
+    def newest_address(self) -> str | None:
+        """Returns the address of the newest checkpoint that is not known to be damaged; None without any."""
         return integrity.newest_address(self._directory.checkpoints, self._saver.broken)
 
     def _warn(self, reason: str | None) -> None:
@@ -385,7 +385,7 @@ class CheckpointManager:
                 reason = getattr(error, "strerror", None) or error
                 self._reporter.warn(f"Cannot write run.json: {reason}. It is tried again with the next checkpoint.")
             return
-        newest = self.newest()
+        newest = self.newest_address()
         kept = f"{newest} stays" if newest is not None else "there is no older one"
         self._reporter.warn(
             f"The checkpoint of step {outcome.step} cannot be written: {outcome.error}. Training continues, {kept}, "
