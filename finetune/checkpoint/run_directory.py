@@ -83,8 +83,7 @@ class RunDirectory:
         path = Path(recipe.output.dir)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise CheckpointError(
                 f"output.dir: cannot write to {path}: {error.strerror or error}. Choose a folder that this user may "

@@ -88,13 +88,11 @@ def sign_weights(signed: Mapping[str, list[str]], folder: Path) -> dict[str, lis
 def _code_of(recipe: Recipe) -> dict[str, dict[str, list[str]]]:
     """Returns, by key of the recipe and name of the code, the texts that may stand for it, the likeliest first."""
     named: dict[str, dict[str, list[str]]] = {}
-    values = {
-        "task.name": ([recipe.task.name], recipe.task.args),
-        "task.loss": ([recipe.task.loss or ""], None),
-        "optim.name": ([recipe.optim.name], recipe.optim.args),
-        "eval.metrics": (recipe.eval.metrics, None),
-    }
-    for key, (names, arguments) in values.items():
+    for key in NAMED:
+        section, _, field = key.partition(".")
+        part = getattr(recipe, section)
+        value, arguments = getattr(part, field) or (), part.args if field == "name" else None
+        names = (value,) if isinstance(value, str) else value
         code = {name: [json.dumps([_origin(name), arguments], sort_keys=True)] for name in names if ":" in name}
         if code:
             named[key] = code

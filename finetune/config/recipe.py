@@ -129,11 +129,9 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
             raise RecipeError(
                 f"{file.name} is a launch file that ships, not a recipe. {file_kinds.PLACES[file_kinds.LAUNCH]}"
             ) from error
-        raise RecipeError.of(
-            str(file),
-            [f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"],
-            f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}.",
-        ) from error
+        problem = f"Cannot read the recipe {file}: {reason}{hint(file.name, known)}"
+        advice = f"Name a YAML file, or one of the recipes that ship: {', '.join(known)}."
+        raise RecipeError.of(str(file), [problem], advice) from error
     try:
         tree = parse(text, _Loader)
     except YamlProblem as error:
@@ -269,12 +267,11 @@ def _conflicts(recipe: Recipe, tasks: Mapping[str, TaskTraits] | None) -> Iterab
             f"{recipe.batch.global_size}; sizes that do: {allowed}"
         )
     yield from task_conflicts(recipe, (tasks or {}).get(recipe.task.name, TaskTraits()))
-    if recipe.chat is None:
-        for side in ("train", "validation"):
-            for number, source in enumerate(getattr(recipe.data, side)):
-                if source.format != "auto" or source.fields:
-                    yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
-    elif recipe.data.packing == "wrapped":
+    for side in ("train", "validation") if recipe.chat is None else ():
+        for number, source in enumerate(getattr(recipe.data, side)):
+            if source.format != "auto" or source.fields:
+                yield f"data.{side}.{number}: `format` and `fields` need a `chat` section; add `chat: {{}}`"
+    if recipe.chat is not None and recipe.data.packing == "wrapped":
         yield "data.packing: `wrapped` cuts through conversations; set `documents` or `padded`"
     if recipe.chat is not None and recipe.data.lowercase:
         yield "data.lowercase: conversations are read as they are written; remove it"
