@@ -125,7 +125,7 @@ def _locate(place: Path, step: int | None) -> tuple[Path, CheckpointStore, str |
         return run, store, folder.name
     _check_links(place)
     if not (place / "recipe.yaml").is_file():
-        if (wrong := path_kinds.not_a_run(place)) is not None:
+        if (wrong := path_kinds.why_not(place, "run")) is not None:
             raise CheckpointError(f"{wrong} Weights are taken out of run directories and checkpoints.")
         raise CheckpointError(
             f"{place} is no run (it has no recipe.yaml) and no checkpoint of one (no manifest.json). Name a run "

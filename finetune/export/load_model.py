@@ -92,7 +92,7 @@ def load_model(
             return _load_adapter(place, base, dtype, trust_remote_code)
         if base is not None:
             raise CheckpointError(f"--base is for adapters, and {name} has no adapter_config.json.")
-        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.not_a_model(place)) is not None:
+        if path_kinds.kind_of(place) != "adapter" and (wrong := path_kinds.why_not(place, "model")) is not None:
             raise CheckpointError(wrong)
         if place.is_dir() and not (place / "config.json").is_file():
             raise CheckpointError(
@@ -127,7 +127,7 @@ def _load_adapter(place: Path, base: str | None, dtype: torch.dtype | str, trust
     name = base or facts.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{place / 'adapter_config.json'} names no base. Name it with --base.")
-    if (wrong := path_kinds.not_a_model(Path(name))) is not None:
+    if (wrong := path_kinds.why_not(Path(name), "model")) is not None:
         raise CheckpointError(f"The adapter's base: {wrong}" if base is None else f"--base: {wrong}")
     model, lines = _load_plain(name, dtype, trusted, facts.get("revision") if base is None else None)
     folder = str(place) if any(place.glob("tokenizer*")) else name

@@ -145,7 +145,7 @@ def read_pretrained_config(section: ModelSection) -> PretrainedConfig:
     Raises:
         RecipeError: If there is none.
     """
-    if (wrong := path_kinds.not_a_model(Path(str(section.name)))) is not None:
+    if (wrong := path_kinds.why_not(Path(str(section.name)), "model")) is not None:
         raise RecipeError(f"model.name: {wrong}")
     try:
         return AutoConfig.from_pretrained(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from pydantic import TypeAdapter
 
 from finetune.checkpoint.run_history import RunHistory, Sample, SavedCheckpoint, Series, Status, read_run
-from finetune.config import recipe_paths
+from finetune.config import path_kinds
 from finetune.config.recipe import apply_override, dump_recipe, read_recipe, validate_recipe, write_out
 from finetune.config.recipe_schema import DataSection, Recipe, Section
 from finetune.tasks.task_lookup import BUILT_IN
@@ -151,7 +151,7 @@ def start(recipe: Source, *overrides: str, quiet: bool = False, **objects: Unpac
     silence_libraries()
     signals.outlive_readers()
     with _with_objects(recipe, overrides, objects) as (named, _):
-        recipe_paths.check_paths(named)
+        path_kinds.check_paths(named)
         try:
             return Training(build_run(named, quiet=quiet))
         except BaseException:

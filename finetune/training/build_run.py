@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from finetune.checkpoint import integrity, resume_point
-from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
 from finetune.checkpoint.run_fingerprint import MICRO_SIZE, base_of, depends_on_micro_size, identity_of
+from finetune.checkpoint.save_checkpoint import CheckpointManager
+from finetune.checkpoint.snapshot import Snapshot
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import TokenFileFeed
 from finetune.data.rows.row_order import RowOrder
@@ -149,6 +150,7 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
     resume.restore(backend, unwrap(prepared.model), prepared.optimizer)
     if not resume.finished:
         _write_start(plan, backend, prepared, identity, resume)
+    adapter_keys = lora_adapters.adapter_keys(unwrap(prepared.model)) if recipe.lora is not None else None
     reporter = _open_reporter(plan, backend, prepared, resume, quiet)
     return BuiltRun(
         recipe=plan.recipe,
@@ -180,10 +182,9 @@ def build_run(recipe: Recipe, *, quiet: bool = False) -> BuiltRun:
             backend,
             directory,
             reporter,
+            Snapshot(backend, adapter_keys, network.infinite),
+            lambda folder: save_model.describe_model(unwrap(prepared.model), inputs.data.tokenizer, folder),
             step=resume.step,
-            adapter_keys=lora_adapters.adapter_keys(unwrap(prepared.model)) if recipe.lora is not None else None,
-            describe=lambda folder: save_model.describe_model(unwrap(prepared.model), inputs.data.tokenizer, folder),
-            infinite=network.infinite,
         ),
         results=resume.results,
         shutdown=ShutdownHandler(recipe.guard.grace_s, partial(integrity.newest_address, directory.checkpoints)),

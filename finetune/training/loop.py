@@ -61,7 +61,7 @@ def steps(run: BuiltRun) -> Iterator[Step]:
         return
     with run.reporter, run.shutdown.listening():
         began = time.perf_counter()
-        run.checkpoints.open(state.step, run.feed.describe(state.step))
+        run.checkpoints.note_start(state.step, run.feed.describe(state.step))
         peak_memory = PeakMemoryMonitor(run.backend, run.weight_bytes)
         stopped = run.resume.evaluation_is_due(last) and not evaluate_and_sample(run)
         weights = WeightCheck(run.backend, unwrap(run.model), run.reporter)
@@ -83,7 +83,7 @@ def steps(run: BuiltRun) -> Iterator[Step]:
             evaluated = not sync.stop and evaluate_and_sample(run)
             stopped = not evaluated
             end = state.step if state.best.ends_run(recipe) else last
-            if stopped or run.checkpoints.due(state.step, end, sync):
+            if stopped or run.checkpoints.is_due(state.step, end, sync):
                 run.timer.mark("aside")
                 check_nonfinite(run, None)  # A checkpoint must hold no step that diverged.
                 save_checkpoint(run, evaluated=evaluated, wait=stopped or state.step == end)

@@ -22,7 +22,7 @@ def nothing_left(results: dict[str, Any], num_steps: int) -> str:
 def stop(run: BuiltRun) -> None:
     """Notes and says that a run stops because it was asked to."""
     reason = run.results["stopped"] = run.shutdown.reason or "another rank was asked to stop"
-    kept = run.checkpoints.newest()
+    kept = run.checkpoints.newest_address()
     saved = "with nothing to save" if kept is None else f"saved in {kept}"
     run.reporter.say(
         f"Stopped at step {run.state.step} of {run.length.num_steps} ({reason}), {saved}. The same command resumes "

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.best_evaluation import BestEvaluation
-from finetune.checkpoint.checkpoint_manager import CheckpointManager
 from finetune.checkpoint.resume_point import ResumePoint
 from finetune.checkpoint.run_directory import RunDirectory
+from finetune.checkpoint.save_checkpoint import CheckpointManager
 from finetune.config.recipe_schema import Recipe
 from finetune.data.rows.feed import Feed
 from finetune.distributed.backend import Backend

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+from finetune.checkpoint.run_facts import read_facts
 from finetune.export import merge, model_card, save_model
 from finetune.export.find_weights import WeightSource
 from finetune.models.forward_wrapper import unwrap
@@ -44,6 +45,6 @@ def save_final_model(run: BuiltRun) -> None:
 
 
 def _write_card(run: BuiltRun, folder: Path) -> None:
-    facts = {**run.directory.facts(), "results": run.results}
+    facts = {**read_facts(run.directory.path), "results": run.results}
     source = WeightSource(run.directory.path, folder, run.state.step, run.recipe, facts)
     model_card.write_model_card(folder, source, "model", [], merge.base_folder(run.recipe), run.task.head)

@@ -87,11 +87,11 @@ def check_nonfinite(run: BuiltRun, output: StepOutput | None) -> None:
     incident = run.nonfinite.check(output)
     if incident is None:
         return
-    run.checkpoints.incident(incident)
+    run.checkpoints.note_incident(incident)
     counts = ", ".join(f"{count} {kind}" for kind, count in run.nonfinite.counts.items() if count)
     run.reporter.warn(
         f"step {incident['step']} was skipped on all ranks: {incident['kind']} (skipped so far: {counts})"
     )
     if incident["fatal"]:
         run.checkpoints.finish()
-        raise run.nonfinite.diverged(incident, run.checkpoints.newest())
+        raise run.nonfinite.diverged(incident, run.checkpoints.newest_address())

@@ -201,7 +201,7 @@ def test_overwriting_that_was_cut_short_can_be_repeated(
 
     tree = mlp(directory, output={"overwrite": True}, length={"steps": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "remove_path", cut)
+        patch.setattr(atomic_files, "remove_path", cut)
         with pytest.raises(Crash):
             run_here(tree)
     assert run_here(tree).steps == [1, 2, 3]

@@ -319,7 +319,7 @@ def test_what_cannot_differ_cannot_be_allowed(folder: Path, name: str, close: st
     one = facts(folder, {})
     with pytest.raises(RecipeError, match=rf"resume\.allow: '{name}' is nothing that can differ") as caught:
         run_fingerprint.compare_identities(one, one, [name], place="")
-    assert close is None or f"Did you mean '{close}'?" in str(caught.value)
+    assert close is None or f"did you mean '{close}'?" in str(caught.value)
 
 
 # ---------------------------------------------------------------- the base's digest

@@ -43,7 +43,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "The recipe names no tokenizer, and no model that one could lie beside. Set tokenizer.name, or "
             "tokenizer.vocab_size to train one."
         )
-    wrong = path_kinds.not_a_tokenizer(Path(name))
+    wrong = path_kinds.why_not(Path(name), "tokenizer")
     if wrong is not None:
         raise DataError(f"{'tokenizer' if section.name else 'model'}.name: {wrong}")
     try:
