@@ -324,6 +324,18 @@ def read_run(directory: Path, *, only_outcome: bool = False) -> RunHistory:
     return RunReader(directory, only_outcome=only_outcome).read()
 
 
+def loss_curves(run: RunHistory) -> list[tuple[str, Series, Series]]:
+    """Returns names, steps and values of the training and the validation losses that are numbers."""
+    curves = []
+    for name, steps, losses in (
+        ("training loss", run.training["step"], run.training["loss"]),
+        ("validation loss", run.evaluations["step"], run.evaluations["validation_loss"]),
+    ):
+        known = np.isfinite(losses)
+        curves.append((name, steps[known], losses[known]))
+    return curves
+
+
 class _Lines:
     """The whole lines of a file that grows, each given once."""
 

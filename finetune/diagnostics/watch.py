@@ -13,12 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.checkpoint.run_history import RunHistory, RunReader, Series
+from finetune.checkpoint.run_history import RunHistory, RunReader, Series, loss_curves
 from finetune.diagnostics.list_runs import COLORS
 from finetune.diagnostics.run_report.charts import running_mean
 from finetune.diagnostics.run_report.figures import format_count, format_duration, format_number, format_progress
 from finetune.diagnostics.run_report.one_run import last_loss, status_line
-from finetune.export.loss_plot import loss_curves
 
 REFRESH_S = 2.0
 _PLOT_ROWS = 9

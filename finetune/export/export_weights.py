@@ -1,4 +1,4 @@
-"""Exports a run: writes it whole or not at all, verifies it, and only then gives it its name."""
+"""Exports a run: writes it whole or not at all, verifies it, names it only then, and uploads it if asked to."""
 
 import contextlib
 import errno
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
+import huggingface_hub
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
@@ -20,6 +21,7 @@ from finetune.export.find_weights import WeightSource
 from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
+from finetune.models.model_config import one_line
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
 from finetune.utils.atomic_files import lock_file, remove_path, sync_to_disk, write_json
@@ -101,7 +103,10 @@ def export_weights(
         try:
             remove_path(staging)
             staging.mkdir()
-            _write(job, staging, say)
+            stops = (_write_adapter if kind == "adapter" else _write_merged)(job, staging, say)
+            if ready.tokenizer is not None:
+                ready.tokenizer.save_pretrained(staging)
+            prompts.check_stop_tokens(staging, stops, ready.tokenizer)
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
@@ -119,17 +124,8 @@ def export_weights(
     return target
 
 
-def _write(job: _Export, staging: Path, say: Say) -> None:
-    """Writes weights, tokenizer and generation config, and checks the files."""
-    stops = _write_adapter(job, staging, say) if job.kind == "adapter" else _write_merged(job, staging, say)
-    tokenizer = job.ready.tokenizer
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-    prompts.check_stop_tokens(staging, stops, tokenizer)
-
-
 def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
-    """Returns the tokens at which generation stops; likewise `_write_adapter`."""
+    """Writes weights and generation config; returns the tokens at which generation stops. So does `_write_adapter`."""
     base = job.recipe.model.name or "base"
     model = merge.build_merged(job.source, job.recipe, job.ready, job.dtype)
     if job.quantized == "stored":
@@ -158,7 +154,10 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
     stops: list[int] = []
     if job.head.next_token:
         # peft takes the base's; this one is for people to give to `generate`, and for ours.
-        generation = merge.generation_of(job.recipe)
+        try:
+            generation = GenerationConfig.from_pretrained(str(section.name), revision=section.revision)
+        except OSError:  # it has none
+            generation = GenerationConfig.from_model_config(job.config)
         stops = _stops(job, generation, say)
         prompts.stopping_at(generation, stops).save_pretrained(staging)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -177,11 +176,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
     """Compares what was written with the network as it was trained, and returns the results for people."""
     recipe = job.recipe
     model = merge.build_trained(job.source, recipe, job.ready, quantised=False)
-    text = lora_adapters.config_of(model).get_text_config()
-    longest = min(getattr(text, "max_position_embeddings", None) or 64, 64)
-    probe = verify_export.probe_network(
-        model, job.ready, text=job.head.next_token, vocabulary=text.vocab_size, longest=longest
-    )
+    probe = verify_export.probe_network(model, job.ready, text=job.head.next_token)
     adapter = job.kind == "adapter"
     if adapter:
         state = model.state_dict()
@@ -202,8 +197,7 @@ def _verify(job: _Export, staging: Path) -> list[str]:
         "dequantize": job.quantized == "stored",
     }
     answer = verify_export.open_in_fresh_process(staging, probe, question)
-    verify_export.check_figures(staging, answer, probe, worst, job.dtype)
-    proof = [verify_export.describe_figures(answer, probe, worst, job.dtype)]
+    proof = [verify_export.check_figures(staging, answer, probe, worst, job.dtype)]
     if job.quantized is not None:
         quantized = merge.build_trained(job.source, recipe, job.ready, quantised=True)
         proof.append(verify_export.quantization_note(quantized, probe, job.quantized))
@@ -211,21 +205,16 @@ def _verify(job: _Export, staging: Path) -> list[str]:
 
 
 def _check_has_adapter(found: WeightSource) -> None:
-    if found.recipe.lora is None:
-        raise RecipeError(
-            f"{found.run} trained all weights (its recipe has no lora section), so there is no adapter. Use --as "
-            "merged or --as merged-16bit."
-        )
-    if found.recipe.model.rope_scaling is not None:
-        raise RecipeError(
-            f"{found.run} stretched the positions of its base (model.rope_scaling), which an adapter cannot say of the "
-            "model that it is put on. Use --as merged or --as merged-16bit."
-        )
-    if found.recipe.model.name is None:
-        raise RecipeError(
-            f"{found.run} put its adapter onto random weights, which lie in no folder that peft could open. Use "
-            "--as merged."
-        )
+    recipe = found.recipe
+    if recipe.lora is None:
+        why = "trained all weights (its recipe has no lora section), so there is no adapter"
+    elif recipe.model.rope_scaling is not None:
+        why = "stretched the positions of its base (model.rope_scaling), of which an adapter says nothing"
+    elif recipe.model.name is None:
+        why = "put its adapter onto random weights, which lie in no folder that peft could open"
+    else:
+        return
+    raise RecipeError(f"{found.run} {why}. Use --as merged or --as merged-16bit.")
 
 
 @contextlib.contextmanager
@@ -286,3 +275,37 @@ def _finish(job: _Export, staging: Path, target: Path, proof: list[str]) -> None
     sync_to_disk(staging)
     staging.rename(target)
     sync_to_disk(target.parent)
+
+
+def check_login(name: str) -> None:
+    """Raises a `CheckpointError` if nobody is logged in to the hub, or it does not answer."""
+    if huggingface_hub.get_token() is None:
+        raise CheckpointError(
+            f"--push-to {name}: nobody is logged in to the hub. Run `hf auth login`, or set HF_TOKEN; or leave "
+            "--push-to out, and upload the folder later. Nothing was written."
+        )
+    try:
+        huggingface_hub.HfApi().whoami()
+    except Exception as error:  # the client's errors have many classes
+        raise CheckpointError(
+            f"--push-to {name}: the hub does not accept this login, or cannot be reached: {one_line(error)[:300]}. "
+            "Nothing was written."
+        ) from error
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder as a private model; returns its address.
+
+    Raises:
+        CheckpointError: If that fails; the folder stays.
+    """
+    api = huggingface_hub.HfApi()
+    try:
+        place = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=place.repo_id, folder_path=str(folder), commit_message="Export")
+    except Exception as error:  # the client's errors have many classes
+        raise CheckpointError(
+            f"--push-to {name}: {one_line(error)[:300]}. The export is whole, in {folder}: upload it with "
+            f"`hf upload {name} {folder}`."
+        ) from error
+    return str(place)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
@@ -125,8 +125,14 @@ def build_trained(
         network = build_model(recipe, config, head)
     else:
         plain = _with_model(recipe, quantization=None)
-        network = dequantise(build_base_model(plain, config, head, dtype=dtype))
-        network = lora_adapters.attach(network, recipe, head)
+        base: Any = build_base_model(plain, config, head, dtype=dtype)
+        if is_quantised(base.config):
+            base = base.dequantize()
+            if hasattr(base.config, "quantization_config"):
+                del base.config.quantization_config
+            # How quantized weights were read; written back by it, plain ones would not be.
+            transformers_private.forget_weight_conversions(base)
+        network = lora_adapters.attach(base, recipe, head)
     lora_adapters.fill_adapters(network, load_tensors(source.weights / ADAPTER), str(source.weights / ADAPTER))
     return network.eval()
 
@@ -140,18 +146,6 @@ def build_merged(source: WeightSource, recipe: Recipe, ready: TaskData, dtype: t
     return lora_adapters.merge_adapters(build_trained(source, recipe, ready, quantised=False, dtype=stored), dtype)
 
 
-def dequantise(network: PreTrainedModel) -> PreTrainedModel:
-    """Returns the network itself, or with plain weights if it was stored quantised."""
-    if not is_quantised(network.config):
-        return network
-    whole: Any = network.dequantize()
-    if hasattr(whole.config, "quantization_config"):
-        del whole.config.quantization_config
-    # How quantized weights were read; written back by it, plain ones would not be.
-    transformers_private.forget_weight_conversions(whole)
-    return whole
-
-
 def is_quantised(config: PretrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
@@ -163,14 +157,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         CheckpointError: If it cannot be read.
     """
     return dict(tensors_of_file(file, "Restore it, or take another step."))
-
-
-def generation_of(recipe: Recipe) -> GenerationConfig:
-    """Returns the base's generation config."""
-    try:
-        return GenerationConfig.from_pretrained(str(recipe.model.name), revision=recipe.model.revision)
-    except OSError:  # it has none
-        return GenerationConfig.from_model_config(resolve_model_config(recipe))
 
 
 def config_of(source: WeightSource, recipe: Recipe, ready: TaskData) -> Any:

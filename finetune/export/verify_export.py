@@ -38,7 +38,6 @@ class Probe:
 
     tensors: dict[str, torch.Tensor]
     """`probe.*`, the inputs whose logits are `expected`, and `row0.*` and so on, rows of data."""
-    rows: int
     options: dict[str, Any]
     loss: float | None
     """Mean loss of the trained network over the targets of the rows; None without any."""
@@ -46,7 +45,7 @@ class Probe:
     """Largest difference that the adapters make to a logit of the base."""
 
 
-def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary: int, longest: int) -> Probe:
+def probe_network(network: nn.Module, ready: TaskData, *, text: bool) -> Probe:
     """Runs the trained network on fixed tokens and on some validation rows.
 
     Args:
@@ -54,16 +53,17 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary
     """
     generator = torch.Generator().manual_seed(0)
     # Without padding tokens, classifiers of some architectures take single rows only.
+    config = lora_adapters.config_of(network).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _PROBE[1]
     shape = (_PROBE[0] if text else 1, min(_PROBE[1], longest))
-    inputs = {"input_ids": torch.randint(0, vocabulary, shape, generator=generator)}
+    inputs = {"input_ids": torch.randint(0, config.vocab_size, shape, generator=generator)}
     if not text:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     rows = ready.validation if ready.validation is not None else ready.train
-    count = min(_NUM_ROWS, len(rows)) if rows is not None else 0
     options = {"use_cache": False} if text else {}
     logits = fresh_process.compute_logits(network, inputs, options)
     tensors = {f"probe.{name}": tensor for name, tensor in inputs.items()} | {"expected": logits}
-    for row in range(count):
+    for row in range(min(_NUM_ROWS, len(rows)) if rows is not None else 0):
         assert rows is not None
         tensors |= {f"row{row}.{name}": t.contiguous() for name, t in rows.batch(np.array([row])).items()}
     moved = None
@@ -71,7 +71,7 @@ def probe_network(network: nn.Module, ready: TaskData, *, text: bool, vocabulary
     if lora_adapters.adapter_config(network) is not None:
         with adapted.disable_adapter():
             moved = float((fresh_process.compute_logits(network, inputs, options) - logits).abs().max())
-    return Probe(tensors, count, options, fresh_process.mean_loss(network, tensors, count, options), moved)
+    return Probe(tensors, options, fresh_process.mean_loss(network, tensors, options), moved)
 
 
 def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
@@ -80,7 +80,7 @@ def quantization_note(network: nn.Module, probe: Probe, kind: str) -> str:
     logits = fresh_process.compute_logits(network, inputs, probe.options)
     away = float((logits - expected).abs().max() / expected.abs().max())
     text = f"In training the base was quantised ({kind}): with it, logits differ by {away:.1e} of the largest"
-    loss = fresh_process.mean_loss(network, probe.tensors, probe.rows, probe.options)
+    loss = fresh_process.mean_loss(network, probe.tensors, probe.options)
     if loss is not None and probe.loss is not None:
         text += f", and the loss is {loss:.5f} instead of {probe.loss:.5f}"
     return f"{text}. That is the quantisation's distance, not the export's."
@@ -101,7 +101,6 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
             "folder": str(folder.resolve()),
             "tensors": str(place / "tensors.safetensors"),
             "answer": str(place / "answer.json"),
-            "rows": probe.rows,
             "options": probe.options,
             **about,
         }
@@ -134,8 +133,8 @@ def worst_tensor(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[str, 
 
 def check_figures(
     folder: Path, answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype
-) -> None:
-    """Compares what a fresh process answered with what is allowed.
+) -> str:
+    """Compares what a fresh process answered with what is allowed, and describes it for people.
 
     Args:
         worst: The tensor that differs most, and by how much, as a share of its largest number.
@@ -153,26 +152,20 @@ def check_figures(
             f"{folder}: the adapter changes no logit of its base: nothing was trained, or it was lost as it was saved. "
             "Take another step with --step."
         )
-    (name, away), (most, most_loss), distance = worst, TOLERANCE[dtype], answer["distance"]
-    loss, said = answer["loss"], ""
-    far = not distance <= most
+    (name, away), (most, most_loss), distance, loss = worst, TOLERANCE[dtype], answer["distance"], answer["loss"]
+    loss_away, wrong_loss, right_loss = 0.0, "", ""
     if loss is not None and probe.loss is not None:
-        far = far or not abs(loss - probe.loss) <= most_loss
-        said = f" and a loss of {loss:.5f} instead of {probe.loss:.5f}"
-    if far or not answer["finite"] or not away <= _ROUNDING[dtype]:
+        loss_away = abs(loss - probe.loss)
+        wrong_loss = f" and a loss of {loss:.5f} instead of {probe.loss:.5f} (allowed: {most_loss:.0e})"
+        right_loss = f", the loss {loss:.5f} by {loss_away:.1e} (allowed: {most_loss:.0e})"
+    if not (answer["finite"] and distance <= most and loss_away <= most_loss and away <= _ROUNDING[dtype]):
         what = f"{name}, by {away:.1e} of its largest number" if away else "none, so the configuration does"
         raise CheckpointError(
             f"Opened in a fresh process, {folder} gives logits that differ by {distance:.1e} of the largest "
-            f"(allowed: {most:.0e}){said} (allowed: {most_loss:.0e}). The tensor that differs most is {what} (allowed: "
+            f"(allowed: {most:.0e}){wrong_loss}. The tensor that differs most is {what} (allowed: "
             f"{_ROUNDING[dtype]:.0e})."
         )
-
-
-def describe_figures(answer: dict[str, Any], probe: Probe, worst: tuple[str, float], dtype: torch.dtype) -> str:
-    """Returns for people what `check_figures` compared."""
-    (most, most_loss), kind = TOLERANCE[dtype], str(dtype).removeprefix("torch.")
-    found = f"logits differ by {answer['distance']:.1e} of the largest (allowed for {kind}: {most:.0e})"
-    if answer["loss"] is not None and probe.loss is not None:
-        away = abs(answer["loss"] - probe.loss)
-        found += f", the loss {answer['loss']:.5f} by {away:.1e} (allowed: {most_loss:.0e})"
-    return f"Proved in a fresh process: {found}, no tensor by more than {worst[1]:.1e}."
+    found = (
+        f"logits differ by {distance:.1e} of the largest (allowed for {str(dtype).removeprefix('torch.')}: {most:.0e})"
+    )
+    return f"Proved in a fresh process: {found}{right_loss}, no tensor by more than {away:.1e}."

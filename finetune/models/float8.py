@@ -7,7 +7,6 @@ breaks both. A weight's gradient, a sum over tokens, is a product in bf16.
 """
 
 from dataclasses import replace
-from importlib import util
 from typing import Literal
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.recipe_schema import Recipe
 from finetune.models.quantization import as_autocast
+from finetune.utils.compat.library_versions import require_installed
 from finetune.utils.errors import RecipeError
 
 # As torchao names it.
@@ -29,15 +29,12 @@ def check_fp8(recipe: Recipe) -> None:
     """Refuses fp8 where it cannot be computed, before anything is read.
 
     Raises:
-        RecipeError: With what is missing.
+        LibraryVersionError: If torchao is not installed.
+        RecipeError: If there is no GPU that does it.
     """
     if not recipe.model.fp8:
         return
-    if util.find_spec("torchao") is None:
-        raise RecipeError(
-            "model.fp8 needs torchao, which is not installed here. Install it by "
-            "`pip install 'finetune[fp8]'`, or set model.fp8 to false."
-        )
+    require_installed("torchao", "model.fp8", extra="fp8")
     if recipe.model.fp8 == "emulated":
         return
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -55,8 +55,9 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
             f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
     saved = _saved(network, section)
-    if head is not None and not head.next_token:
-        saved += [name for name in _new_parts(network) if name not in saved]
+    if head is not None and not head.next_token and network.base_model is not network:
+        beside = {name: part for name, part in network.named_children() if part is not network.base_model}
+        saved += [name for name, part in beside.items() if any(True for _ in part.parameters()) and name not in saved]
     targets = _targets(network, section, saved)
     with without_bitsandbytes(), warnings.catch_warnings():
         from peft import LoraConfig, get_peft_model
@@ -227,7 +228,8 @@ def _is_adapted(network: nn.Module) -> bool:
 def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
     """Returns full names of the linear modules that get an adapter."""
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
-    kind, wanted, outputs = type(network).__name__, section.targets, _embeddings_and_head(network)[1:]
+    ends, tied = _embeddings_and_head(network)
+    kind, wanted, outputs = type(network).__name__, section.targets, ends[1:]
     if not linear:
         raise RecipeError(
             f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
@@ -237,7 +239,7 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
         found = [name for name in linear if name not in outputs]
     else:
         found = match_names("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
-    if _tied(network) and any(name in outputs for name in found):
+    if tied and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
             "(tie_word_embeddings), which an adapter for one of them would part. Leave it out."
@@ -248,7 +250,9 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
             f"lora.targets: every linear module that is meant is trained whole already ({', '.join(saved)}). Name "
             "others, or leave some out of lora.save_modules."
         )
-    smallest = min(min(_sides(network.get_submodule(name))) for name in found)
+    # Not read off the weights, of which a rank may hold shards only.
+    modules: list[Any] = [network.get_submodule(name) for name in found]
+    smallest = min(min(m.nx, m.nf) if hasattr(m, "nx") else min(m.in_features, m.out_features) for m in modules)
     if section.init == "pissa" and section.rank > smallest:
         raise RecipeError(
             f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
@@ -261,8 +265,8 @@ def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     """Returns full names of the modules that are trained whole."""
     names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
     found = match_names("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
-    both = _embeddings_and_head(network)
-    if _tied(network) and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
+    both, tied = _embeddings_and_head(network)
+    if tied and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
         # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
         raise RecipeError(
             f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
@@ -272,24 +276,8 @@ def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
     return found
 
 
-def _new_parts(network: PreTrainedModel) -> list[str]:
-    """Returns the modules that a task's head adds to the pretrained body."""
-    body = network.base_model
-    parts = {} if body is network else dict(network.named_children())
-    return [name for name, part in parts.items() if part is not body and any(True for _ in part.parameters())]
-
-
-def _embeddings_and_head(network: PreTrainedModel) -> list[str]:
-    """Returns full names of the input embedding and, if there is one, the output head."""
-    both = embeddings_and_head(network)
-    return [name for one in both for name, module in network.named_modules() if module is one]
-
-
-def _tied(network: PreTrainedModel) -> bool:
+def _embeddings_and_head(network: PreTrainedModel) -> tuple[list[str], bool]:
+    """Returns full names of the input embedding and, if there is one, the output head; True if they are one weight."""
     one, other = embeddings_and_head(network)
-    return other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
-
-
-def _sides(module: Any) -> tuple[int, int]:
-    """Input and output features; not read off the weight, of which a rank may hold a shard only."""
-    return (module.nx, module.nf) if hasattr(module, "nx") else (module.in_features, module.out_features)
+    names = [name for end in (one, other) for name, module in network.named_modules() if module is end]
+    return names, other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)

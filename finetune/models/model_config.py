@@ -1,6 +1,5 @@
 """The configuration of a network, from the recipe or from a pretrained model, checked."""
 
-import difflib
 import inspect
 import math
 import re
@@ -11,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config import path_kinds
+from finetune.config.recipe import hint
 from finetune.config.recipe_schema import ModelSection, Recipe
 from finetune.models import pretrained_files, rope_scaling
 from finetune.models.heads import NEXT_TOKEN, Head
@@ -97,9 +97,8 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     values = dict(values)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING_NAMES:
-        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING_NAMES), n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'.{hint}")
+        meant = hint(model_type, list(CONFIG_MAPPING_NAMES)) or "."
+        raise RecipeError(f"model.config.model_type: transformers knows no architecture '{model_type}'{meant}")
     try:
         default = AutoConfig.for_model(model_type)
     except Exception as error:  # a few architectures refuse the sizes of their own configuration
@@ -110,12 +109,13 @@ def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence
     known = set(default.to_dict()) | set(default.attribute_map)
     unknown = sorted(key for key in set(values) - known if not _reads(default, key))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else "."
+        meant = hint(unknown[0], sorted(known), cutoff=0.6) or "."
         if unknown[0] in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
             # What transformers 4 called them, and many published configurations still do.
-            hint = "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with the values that you want."
-        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{hint}")
+            meant = (
+                "; write rope_parameters: {rope_type: default, rope_theta: 500000.0}, with the values that you want."
+            )
+        raise RecipeError(f"model.config: {model_type} has no key {', '.join(map(repr, unknown))}{meant}")
     renamed = dict(default.attribute_map)
     given = set(values) | {renamed.get(key, key) for key in values} | {a for a, n in renamed.items() if n in values}
     if vocab_size is not None and "vocab_size" not in given:
@@ -133,8 +133,7 @@ def _reads(config: PretrainedConfig, key: str) -> bool:
 
     Published configurations have such keys: `head_dim` of Qwen3-MoE.
     """
-    known = model_mapping(NEXT_TOKEN.auto)
-    network = known.get(type(config), None)
+    network = model_mapping(NEXT_TOKEN.auto).get(type(config), None)
     source = inspect.getsource(inspect.getmodule(network)) if network is not None else ""  # type: ignore[arg-type]
     return re.search(rf'config(\.|, "){re.escape(key)}\b', source) is not None
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.cli import main
-from finetune.export import find_weights, model_card, push_to_hub, validate_files, verify_export
+from finetune.export import export_weights, find_weights, model_card, validate_files, verify_export
 from finetune.models import prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import file_digest
@@ -168,7 +168,7 @@ def test_a_fresh_process_knows_nothing_of_this_toolkit(
 
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_open_it_is_quoted(tmp_path: Path) -> None:
-    probe = verify_export.Probe({"expected": torch.zeros(1)}, 0, {}, None)
+    probe = verify_export.Probe({"expected": torch.zeros(1)}, {}, None)
     about = {"auto": "AutoModelForCausalLM", "base": None, "trust_remote_code": False}
     with pytest.raises(CheckpointError, match=r"A fresh process cannot open what was written to .*: \w+"):
         verify_export.open_in_fresh_process(tmp_path, probe, about)
@@ -290,7 +290,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], None]],
 
 
 def without(monkeypatch: pytest.MonkeyPatch, check: tuple[Any, str]) -> None:
-    nothing = {"worst_tensor": ("none", 0.0), "check_files": ""}
+    nothing = {"worst_tensor": ("none", 0.0), "check_files": "", "check_figures": ""}
     monkeypatch.setattr(*check, lambda *given, **named: nothing.get(check[1]))
 
 
@@ -372,7 +372,7 @@ def test_a_zeroed_adapter(runs: dict[str, Trained], tmp_path: Path, monkeypatch:
     )
     with pytest.raises(CheckpointError, match="the adapter changes no logit of its base: nothing was trained"):
         exported(run, kind, tmp_path)
-    monkeypatch.setattr(verify_export, "check_figures", lambda *given: None)
+    monkeypatch.setattr(verify_export, "check_figures", lambda *given: "")
     exported(run, kind, tmp_path)
 
 
@@ -482,9 +482,9 @@ def test_pushing_goes_to_a_private_place_and_a_failure_keeps_the_folder(
             asked.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push_to_hub.push_folder(tmp_path, "model") == "https://hub/me/model"
+    assert export_weights.push_folder(tmp_path, "model") == "https://hub/me/model"
     assert asked == [("model", {"private": True, "exist_ok": True}), ("me/model", str(tmp_path))]
     with pytest.raises(
         CheckpointError, match=r"--push-to model: no more room\. The export is whole, in .*hf upload model"
     ):
-        push_to_hub.push_folder(tmp_path, "model")
+        export_weights.push_folder(tmp_path, "model")

@@ -57,7 +57,7 @@ def opened_here(folder: Path, probe: verify_export.Probe, about: dict[str, Any])
         save_file(probe.tensors, f"{place}/tensors")
         ask = {"folder": str(folder), "tensors": f"{place}/tensors"}
         try:
-            return fresh_process.compare({**ask, "rows": probe.rows, "options": probe.options, **about})
+            return fresh_process.compare({**ask, "options": probe.options, **about})
         except Exception as error:
             raise CheckpointError(f"A fresh process cannot open {folder}: {error}") from error
 

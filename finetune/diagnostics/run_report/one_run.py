@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from finetune.checkpoint.best_evaluation import early_stop_sentence
-from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample
+from finetune.checkpoint.run_history import STATUSES, RunHistory, Sample, loss_curves
 from finetune.data.data_report import WORDS
 from finetune.diagnostics.run_report.figures import (
     format_bytes,
@@ -17,7 +17,6 @@ from finetune.diagnostics.run_report.figures import (
     format_progress,
     format_time,
 )
-from finetune.export.loss_plot import loss_curves
 
 _HELD = {
     "frozen": "frozen weights, rank 0",
