@@ -9,6 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ NAME = "harness.json"
 # Figures that agree in these are of one evaluation: a later one replaces an earlier one.
 _SAME = ("task", "step", "chat", "num_fewshot", "limit")
 
+_evaluation_of = itemgetter(*_SAME)
 _KEYS = {*_SAME, "metric", "filter", "value", "stderr", "samples"}
 
 
@@ -206,8 +208,8 @@ def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
     Raises:
         CheckpointError: If it cannot be read or written.
     """
-    file, new = folder / NAME, {_evaluation(row) for row in rows}
-    kept = [row for row in read_results(folder) if _evaluation(row) not in new]
+    file, new = folder / NAME, {_evaluation_of(row) for row in rows}
+    kept = [row for row in read_results(folder) if _evaluation_of(row) not in new]
     try:
         atomic_files.write_json(file, [*kept, *rows])
     except OSError as error:
@@ -220,7 +222,3 @@ def add_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def metric_of(row: dict[str, Any]) -> str:
     """Returns a figure's metric, with the filter that answers went through if there is one."""
     return str(row["metric"]) if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
-
-
-def _evaluation(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in _SAME)

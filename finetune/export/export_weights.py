@@ -16,15 +16,14 @@ from transformers import GenerationConfig, PretrainedConfig
 from finetune.checkpoint import trusted_code
 from finetune.config import path_kinds
 from finetune.config.recipe_schema import Recipe
-from finetune.export import find_weights, merge, model_card, validate_files, verify_export
+from finetune.export import find_weights, merge, model_card, verify_export
 from finetune.export.find_weights import WeightSource
-from finetune.export.save_model import sync_files
 from finetune.models import lora_adapters, prompts
 from finetune.models.heads import Head
 from finetune.models.model_config import one_line
 from finetune.models.pretrained_files import as_written, written_shapes
 from finetune.tasks.task import TaskData
-from finetune.utils.atomic_files import lock_file, remove_path, sync_to_disk, write_json
+from finetune.utils.atomic_files import lock_file, remove_path, sync_files, sync_to_disk, write_json
 from finetune.utils.errors import CheckpointError, RecipeError
 
 Say = Callable[[str], None]
@@ -110,7 +109,13 @@ def export_weights(
             proof = _verify(job, staging)
             for line in proof:
                 say(line)
-            _finish(job, staging, target, proof)
+            model_card.write_model_card(staging, found, kind, proof, merge.base_folder(recipe), head)
+            facts = {"run": str(found.run), "step": found.step, "as": kind, "proof": proof}
+            write_json(staging / "export.json", {**facts, "base": found.facts.get("base")})
+            sync_files(staging)
+            sync_to_disk(staging)
+            staging.rename(target)
+            sync_to_disk(target.parent)
         except BaseException as error:
             _set_aside(staging, target)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -142,7 +147,7 @@ def _write_merged(job: _Export, staging: Path, say: Say) -> list[int]:
     model.save_pretrained(staging, max_shard_size=job.shard_size)
     del model
     gc.collect()  # networks refer to themselves
-    say(validate_files.check_files(staging, shapes, job.dtype, ties, infinite))
+    say(verify_export.check_files(staging, shapes, job.dtype, ties, infinite))
     return stops
 
 
@@ -161,7 +166,7 @@ def _write_adapter(job: _Export, staging: Path, say: Say) -> list[int]:
         stops = _stops(job, generation, say)
         prompts.stopping_at(generation, stops).save_pretrained(staging)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    say(validate_files.check_files(staging, shapes, job.dtype))
+    say(verify_export.check_files(staging, shapes, job.dtype))
     return stops
 
 
@@ -263,18 +268,6 @@ def _set_aside(staging: Path, target: Path) -> None:
             staging.rename(failed)
         else:
             remove_path(staging)
-
-
-def _finish(job: _Export, staging: Path, target: Path, proof: list[str]) -> None:
-    """Writes what describes the weights, and gives the folder its name."""
-    head = job.head
-    model_card.write_model_card(staging, job.source, job.kind, proof, merge.base_folder(job.recipe), head)
-    facts = {"run": str(job.source.run), "step": job.source.step, "as": job.kind, "proof": proof}
-    write_json(staging / "export.json", {**facts, "base": job.source.facts.get("base")})
-    sync_files(staging)
-    sync_to_disk(staging)
-    staging.rename(target)
-    sync_to_disk(target.parent)
 
 
 def check_login(name: str) -> None:

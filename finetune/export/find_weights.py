@@ -63,9 +63,6 @@ class WeightSource:
         return [int(known[name]) for name in self.ends]
 
 
-# Keys whose code opening a network may run.
-_LOADS = (trusted_code.SHIPPED,)
-
 # Files and folders that are read or written in a run's directory.
 _NAMES = ("recipe.yaml", "run.json", "incidents.jsonl", "checkpoints", "model", "exports", "harness.json")
 
@@ -76,7 +73,7 @@ def is_run(place: Path) -> bool:
 
 
 def find_weights(
-    place: Path, step: int | None = None, *, runs: Collection[str] = _LOADS, trusted: bool = False
+    place: Path, step: int | None = None, *, runs: Collection[str] = (trusted_code.SHIPPED,), trusted: bool = False
 ) -> WeightSource:
     """Returns the weights that a run or checkpoint holds, every byte compared with a checkpoint's manifest.
 
@@ -84,7 +81,7 @@ def find_weights(
     run continued after that.
 
     Args:
-        runs: Keys of its recipe whose code the caller runs.
+        runs: Keys of its recipe whose code the caller runs; by default what opening a network may run.
         trusted: True if the person at the keyboard says that it may.
 
     Raises:

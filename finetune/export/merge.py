@@ -12,7 +12,7 @@ from finetune.checkpoint import trusted_code
 from finetune.checkpoint.run_fingerprint import base_of
 from finetune.config.recipe_schema import Recipe
 from finetune.export.find_weights import WeightSource
-from finetune.export.validate_files import tensors_of_file
+from finetune.export.verify_export import tensors_of_file
 from finetune.models import lora_adapters
 from finetune.models.build_network import base_dtype, build_base_model, build_model
 from finetune.models.heads import Head

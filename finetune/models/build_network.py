@@ -42,7 +42,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
     network, stored = _as_stored(recipe, config, head)
     if section.rope_scaling is not None and section.rope_scaling.type == "dynamic":
         rope_scaling.fix_dynamic(network, recipe.data.sequence_length)
-    quantization.quantize(network, recipe)
+    quantization.quantize(network, section)
     if recipe.lora is not None:
         network.requires_grad_(False)
     elif section.freeze is not None:
@@ -60,7 +60,7 @@ def build_model(recipe: Recipe, config: PretrainedConfig, head: Head) -> nn.Modu
 def _as_stored(recipe: Recipe, config: PretrainedConfig, head: Head) -> tuple[PreTrainedModel, torch.dtype]:
     """Returns a network as `frozen_weights.cast_frozen` takes it, and the dtype that its weights are stored in."""
     stored = base_dtype(recipe)
-    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe))
+    network = build_base_model(recipe, config, head, dtype=stored, loading=quantization.loading_config(recipe.model))
     if stored != torch.float32:
         _restore_buffers(network)
     return network, stored
@@ -187,13 +187,12 @@ def _named_by_the_recipe(recipe: Recipe) -> Iterator[None]:
         raise RecipeError(f"model.name: '{recipe.model.name}' cannot be loaded: {one_line(error)}.") from error
 
 
-def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe | None = None) -> nn.Module:
-    """Returns the network on the meta device, with the recipe's adapters if there is one: to count, or to fill."""
-    trusted = recipe is not None and recipe.model.trust_remote_code
+def build_meta_model(config: PretrainedConfig, head: Head, recipe: Recipe) -> nn.Module:
+    """Returns the network on the meta device, with the recipe's adapters: to count, or to fill."""
     with torch.device("meta"):
-        network: nn.Module = head.auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
-        if recipe is None:
-            return network
+        network: nn.Module = head.auto.from_config(
+            config, dtype=torch.float32, trust_remote_code=recipe.model.trust_remote_code
+        )
         if recipe.model.freeze is not None:
             frozen_weights.freeze_modules(network, recipe.model.freeze)
         return lora_adapters.attach(network, recipe, head)

@@ -82,10 +82,9 @@ def describe_products(network: nn.Module, how: bool | Literal["emulated"]) -> di
     found = len(_converted(network))
     if not found:
         raise RecipeError(
-            f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8. It takes trained "
-            "`nn.Linear`s, but the first and the last, with sides that 16 divides; GPT-2's `Conv1D` and the fused "
-            "experts of mixtures are none, and a custom task has its network computed as it builds it (it may "
-            "call finetune.models.float8.convert). Set model.fp8 to false."
+            f"model.fp8: {type(network).__name__} has no linear modules that can compute in fp8: trained `nn.Linear`s, "
+            "other than the first and the last, with sides that 16 divides. A custom task has to convert its network "
+            "itself (finetune.models.float8.convert). Set model.fp8 to false."
         )
     linear = sum(isinstance(module, nn.Linear) for module in network.modules())
     return {"products": f"{'emulated ' if how == 'emulated' else ''}fp8 in {found} of {linear} linear modules"}

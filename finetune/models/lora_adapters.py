@@ -54,11 +54,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
             f"lora: adapters go into networks of transformers, and task '{recipe.task.name}' builds a "
             f"{type(network).__name__}. Remove the section, or build a PreTrainedModel."
         )
-    saved = _saved(network, section)
-    if head is not None and not head.next_token and network.base_model is not network:
-        beside = {name: part for name, part in network.named_children() if part is not network.base_model}
-        saved += [name for name, part in beside.items() if any(True for _ in part.parameters()) and name not in saved]
-    targets = _targets(network, section, saved)
+    targets, saved = _choose_modules(network, section, head)
     with without_bitsandbytes(), warnings.catch_warnings():
         from peft import LoraConfig, get_peft_model
 
@@ -225,20 +221,38 @@ def _is_adapted(network: nn.Module) -> bool:
     return hasattr(network, "get_base_model")
 
 
-def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -> list[str]:
-    """Returns full names of the linear modules that get an adapter."""
+def _choose_modules(network: PreTrainedModel, section: LoraSection, head: Head | None) -> tuple[list[str], list[str]]:
+    """Returns full names of the linear modules that get an adapter, and of the modules that are trained whole."""
+    kind, body = type(network).__name__, network.base_model
+    both = embeddings_and_head(network)
+    ends = [name for end in both for name, module in network.named_modules() if module is end]
+    weights = [getattr(end, "weight", end) for end in both]
+    tied, outputs = weights[1] is not None and weights[0] is weights[1], ends[1:]
+
+    modules = {name: part for name, part in network.named_modules() if name and any(True for _ in part.parameters())}
+    saved = match_names("lora.save_modules", section.save_modules, list(modules), kind="module", of=kind)
+    if tied and any(f"{end}.".startswith(f"{name}.") for name in saved for end in ends):
+        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
+        raise RecipeError(
+            f"lora.save_modules: {' and '.join(ends)} of this {kind} are one weight (tie_word_embeddings), which a "
+            "copy of one of them would part. Leave them out, train all weights (no lora section), or take a model that "
+            "does not tie them."
+        )
+    if head is not None and not head.next_token and body is not network:
+        # What a task's head adds to the pretrained body.
+        added = [name for name, part in network.named_children() if part is not body and name in modules]
+        saved += [name for name in added if name not in saved]
+
     linear = [name for name, module in network.named_modules() if type(module).__name__ in _LINEAR]
-    ends, tied = _embeddings_and_head(network)
-    kind, wanted, outputs = type(network).__name__, section.targets, ends[1:]
     if not linear:
         raise RecipeError(
             f"lora: {kind} has no linear modules, which adapters are put beside. Remove the section to train all of "
             "it, or take another architecture."
         )
-    if wanted == "all-linear":
+    if section.targets == "all-linear":
         found = [name for name in linear if name not in outputs]
     else:
-        found = match_names("lora.targets", wanted, linear, kind="linear module", of=kind, also="all-linear")
+        found = match_names("lora.targets", section.targets, linear, kind="linear module", of=kind, also="all-linear")
     if tied and any(name in outputs for name in found):
         raise RecipeError(
             f"lora.targets: {outputs[0]} and the input embedding of this {kind} are one weight "
@@ -251,33 +265,11 @@ def _targets(network: PreTrainedModel, section: LoraSection, saved: list[str]) -
             "others, or leave some out of lora.save_modules."
         )
     # Not read off the weights, of which a rank may hold shards only.
-    modules: list[Any] = [network.get_submodule(name) for name in found]
-    smallest = min(min(m.nx, m.nf) if hasattr(m, "nx") else min(m.in_features, m.out_features) for m in modules)
+    chosen: list[Any] = [network.get_submodule(name) for name in found]
+    smallest = min(min(m.nx, m.nf) if hasattr(m, "nx") else min(m.in_features, m.out_features) for m in chosen)
     if section.init == "pissa" and section.rank > smallest:
         raise RecipeError(
             f"lora.rank is {section.rank}, but `pissa` takes singular vectors, of which the smallest of the modules "
             f"has {smallest}. Set lora.rank to at most {smallest}, or another lora.init."
         )
-    return found
-
-
-def _saved(network: PreTrainedModel, section: LoraSection) -> list[str]:
-    """Returns full names of the modules that are trained whole."""
-    names = [name for name, module in network.named_modules() if name and any(True for _ in module.parameters())]
-    found = match_names("lora.save_modules", section.save_modules, names, kind="module", of=type(network).__name__)
-    both, tied = _embeddings_and_head(network)
-    if tied and any(f"{end}.".startswith(f"{name}.") for name in found for end in both):
-        # peft's ensure_weight_tying keeps them one weight, but opens no file that holds it once.
-        raise RecipeError(
-            f"lora.save_modules: {' and '.join(both)} of this {type(network).__name__} are one weight "
-            "(tie_word_embeddings), which a copy of one of them would part. Leave them out, train all weights (no lora "
-            "section), or take a model that does not tie them."
-        )
-    return found
-
-
-def _embeddings_and_head(network: PreTrainedModel) -> tuple[list[str], bool]:
-    """Returns full names of the input embedding and, if there is one, the output head; True if they are one weight."""
-    one, other = embeddings_and_head(network)
-    names = [name for end in (one, other) for name, module in network.named_modules() if module is end]
-    return names, other is not None and getattr(one, "weight", None) is getattr(other, "weight", one)
+    return found, saved

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,18 @@ def resolve_model_config(
                     setattr(config, name, getattr(tokenizer, name))
     else:
         config = read_pretrained_config(section)
-    _check_kind(config, recipe, head)
+    if head.next_token and getattr(config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
+            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
+            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
+        )
+    own_code = section.trust_remote_code and getattr(config, "auto_map", None)
+    if type(config) not in model_mapping(head.auto) and not own_code:
+        raise RecipeError(
+            f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
+            "another architecture (docs/architectures.md lists language models that were tried)."
+        )
     if section.name is not None:
         _untie_embeddings(config, section, head)
     text = config.get_text_config()
@@ -75,22 +87,6 @@ def resolve_model_config(
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
     return config
-
-
-def _check_kind(config: PretrainedConfig, recipe: Recipe, head: Head) -> None:
-    """Raises a `RecipeError` if there is no network of a kind to train for a head."""
-    if head.next_token and getattr(config, "is_encoder_decoder", False):
-        raise RecipeError(
-            f"model: {config.model_type} is an encoder-decoder model, which writes a text from another one; task "
-            f"`{recipe.task.name}` trains decoders, which continue a text. Name a decoder-only model, such as llama, "
-            "qwen3 or gpt2 (docs/architectures.md lists those that were tried)."
-        )
-    own_code = recipe.model.trust_remote_code and getattr(config, "auto_map", None)
-    if type(config) not in model_mapping(head.auto) and not own_code:
-        raise RecipeError(
-            f"model: transformers has no {recipe.task.name} network of a {config.model_type} model. Name a model of "
-            "another architecture (docs/architectures.md lists language models that were tried)."
-        )
 
 
 def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
@@ -164,14 +160,10 @@ def _untie_embeddings(config: PretrainedConfig, section: ModelSection, head: Hea
     a network that is sharded as it loads would have one.
     """
     known = model_mapping(head.auto)
-    if not pretrained_files.ties_embeddings(config) or type(config) not in known:
-        return
-    try:
+    with suppress(OSError):  # a hub's model of which only the configuration is here
         folder = pretrained_files.weights_folder(str(section.name), section.revision)
-    except OSError:  # a hub's model of which only the configuration is here
-        return
-    if pretrained_files.untied_tensors(folder, known[type(config)]):
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        if type(config) in known and pretrained_files.untied_tensors(folder, config, known[type(config)]):
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def one_line(error: BaseException) -> str:

@@ -77,16 +77,16 @@ def load_pretrained(
         RecipeError: If a file cannot be read, or a tensor is missing or of another shape.
         OSError: If there is no such model.
     """
-    place = Path(name)
-    if place.is_dir():
-        pickles = {file.name for pattern in _PICKLES for file in place.glob(pattern)}
-        if pickles and not weight_files(place):
+    folder = weights_folder(name, revision)
+    if Path(name).is_dir():
+        pickles = {file.name for pattern in _PICKLES for file in folder.glob(pattern)}
+        if pickles and not weight_files(folder):
             raise RecipeError(
-                f"{place} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. Where "
+                f"{folder} holds weights as a pickle only ({_some(pickles)}), which can run code when it is read. If "
                 "you trust it, convert it once: `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` "
                 "of transformers writes safetensors."
             )
-        refuse_adapter(place)
+        refuse_adapter(folder)
     try:
         network, told = auto.from_pretrained(
             name,
@@ -102,15 +102,13 @@ def load_pretrained(
             f"{name} cannot be opened: one of its JSON files is nested too deeply. Take an intact copy of the model."
         ) from error
     except SafetensorError:
-        for file in weight_files(weights_folder(name, revision)):
+        for file in weight_files(folder):
             _dtypes(file)  # refuses the one that is damaged
         raise
     except RuntimeError as error:
         if "conversion of the weights" not in str(error) and "loading state_dict" not in str(error):
             raise
-        folder = weights_folder(name, revision)
         raise _not_whole(folder, _missing_parts(auto, folder, config, options["trust_remote_code"])) from error
-    folder = weights_folder(name, revision)
     drawn = _new_head(network, told["missing_keys"]) if new_head else set()
     missing = sorted(told["missing_keys"] - drawn)
     if missing:
@@ -134,7 +132,7 @@ def load_pretrained(
     lines = []
     if drawn:
         lines.append(f"weights: {folder} has no head for this task, its {len(drawn)} tensors are new: {_some(drawn)}")
-    if ties_embeddings(type(config).from_pretrained(folder)) and (pair := untied_tensors(folder, type(network))):
+    if pair := untied_tensors(folder, type(config).from_pretrained(folder), type(network)):
         lines.append(f"weights: {pair[0]} and {pair[1]} of {folder} differ, and are trained as two tensors")
     left_out = told["unexpected_keys"]
     if left_out:
@@ -197,13 +195,10 @@ def weights_folder(name: str, revision: str | None) -> Path:
     return Path(str(cached_file(name, "config.json", revision=revision))).parent
 
 
-def ties_embeddings(config: PretrainedConfig) -> bool:
-    """True if a configuration says that embedding and head are one tensor."""
-    return any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
-
-
-def untied_tensors(folder: Path, network_class: Any) -> tuple[str, str] | None:
-    """Returns two tensors of a folder, of which a network's class would make one, that are not equal; None without."""
+def untied_tensors(folder: Path, config: PretrainedConfig, network_class: Any) -> tuple[str, str] | None:
+    """Returns two tensors of a folder that a configuration says are one, and that are not equal; None without."""
+    if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
+        return None
     places = {name: file for file in weight_files(folder) for name in _dtypes(file)}
     for pair in tied_names(network_class).items():
         # Names in files may have another prefix than those of the network.
@@ -304,8 +299,7 @@ def refuse_adapter(folder: Path) -> None:
     if weight_files(folder) and (folder / _ADAPTER).is_file():
         raise RecipeError(
             f"{folder} holds a whole model and an adapter beside it ({_ADAPTER}), which transformers would put into "
-            "the model, so that only the adapter would be trained. For the model alone, move adapter_config.json and "
-            "adapter_model.safetensors elsewhere. For the model with the adapter in it, merge the two first: "
+            "it and train alone. Move the adapter's files elsewhere; to begin from both, merge them first: "
             "`PeftModel.from_pretrained(MODEL, ADAPTER).merge_and_unload().save_pretrained(NEW_DIR)` of peft."
         )
 

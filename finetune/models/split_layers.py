@@ -72,11 +72,11 @@ def divide(network: nn.Module, *, loss_by_head: bool) -> Division:
     for name, module in inner.named_modules():
         for key, weight in module.named_parameters(recurse=False):
             own = f"{name}.{key}"
-            if (style := plan.get(plan_name(own))) is None:
+            if (how := plan.get(plan_name(own))) is None:
                 continue
-            if weight.ndim != 3 or getattr(module, "is_transposed", False) or style not in _EXPERTS:
-                raise _refused(own, f"the style {style}")
-            finder.add_weight(own, weight, *_EXPERTS[style])
+            if weight.ndim != 3 or getattr(module, "is_transposed", False) or how not in _EXPERTS:
+                raise _refused(own, f"the style {how}")
+            finder.add_weight(own, weight, *_EXPERTS[how])
     partial = finder.partial | (_loss_parameters(network, inner) if loss_by_head else set())
     names = [(name, id(p)) for name, p in network.named_parameters()]
     return Division(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.cli import main
-from finetune.export import export_weights, find_weights, model_card, validate_files, verify_export
+from finetune.export import export_weights, find_weights, model_card, verify_export
 from finetune.models import prompts
 from finetune.models.heads import NEXT_TOKEN
 from finetune.utils.atomic_files import file_digest
@@ -211,7 +211,7 @@ def twice(folder: Path) -> None:
 
 
 def wrong_total(folder: Path) -> None:
-    file = folder / validate_files.INDEX
+    file = folder / verify_export.INDEX
     index = json.loads(file.read_text())
     index["metadata"]["total_size"] += 4
     file.write_text(json.dumps(index))
@@ -237,40 +237,40 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, tuple[Any, str]]] = {
     "tie broken": (
         untie,
         r"lm_head.weight and model.embed_tokens.weight are one weight",
-        (validate_files, "check_files"),
+        (verify_export, "check_files"),
     ),
     "pad as end": (
         pad_as_end,
         r"stops at 0 \('<unk>'\), but texts end at 2 \('</s>'\): generation would not stop",
         (prompts, "check_stop_tokens"),
     ),
-    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (validate_files, "check_files")),
+    "NaN": (not_a_number, rf"{PROJ} holds 1 numbers that are NaN or infinite", (verify_export, "check_files")),
     "missing": (
         lambda f: change(f, lambda t: t.pop(PROJ)),
         rf"1 tensors are missing \({PROJ}\)",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_names"),
     ),
     "unexpected": (
         lambda f: change(f, lambda t: t.update(more=torch.ones(2))),
         r"unexpected \(more\)",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_names"),
     ),
     "empty": (
         lambda f: change(f, lambda t: t.update({PROJ: torch.ones(0)})),
         rf"{PROJ} is empty",
-        (validate_files, "check_files"),
+        (verify_export, "check_files"),
     ),
     "of another shape": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].T.contiguous()})),
         rf"{PROJ} has shape \[64, 172\], not \[172, 64\]",
-        (validate_files, "_check_names"),
+        (verify_export, "_check_names"),
     ),
     "of another type": (
         lambda f: change(f, lambda t: t.update({PROJ: t[PROJ].half()})),
         r"the tensors take 1,018,112 bytes",
-        (validate_files, "_check_size"),
+        (verify_export, "_check_size"),
     ),
-    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (validate_files, "_check_size")),
+    "written twice": (twice, r"the tensors take 2,080,256 bytes, .* need 1,040,128", (verify_export, "_check_size")),
 }
 
 
@@ -346,7 +346,7 @@ def test_opening_finds_what_looking_did_not(
     runs: dict[str, Trained], tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     plant(FAULTS[name][0])
-    without(monkeypatch, (validate_files, "check_files"))
+    without(monkeypatch, (verify_export, "check_files"))
     with pytest.raises(CheckpointError, match=says):
         exported(runs["lora"].directory, "merged", tmp_path)
 

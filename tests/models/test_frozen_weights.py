@@ -41,7 +41,7 @@ def copied(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same network with its weights in fp32."""
 
     def whole(recipe: Recipe, config: Any, head: Any) -> Any:
-        return build_base_model(recipe, config, head, loading=quantization.loading_config(recipe)), torch.float32
+        return build_base_model(recipe, config, head, loading=quantization.loading_config(recipe.model)), torch.float32
 
     with monkeypatch.context() as patched:
         patched.setattr(build_network, "_as_stored", whole)
