@@ -1,11 +1,11 @@
 """Opens an exported folder in a fresh process, by transformers and peft alone, and compares it with what was trained.
 
-Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py ask.json`.
+Run as a file, so that nothing else of this toolkit is imported: `python -P fresh_process.py QUESTION`, in JSON. The
+answer is the last line that it prints.
 """
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,5 +76,4 @@ def compare(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    question = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(question["answer"]).write_text(json.dumps(compare(question)), encoding="utf-8")
+    sys.stdout.write("\n" + json.dumps(compare(json.loads(sys.argv[1]))))

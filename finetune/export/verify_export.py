@@ -218,22 +218,16 @@ def open_in_fresh_process(folder: Path, probe: Probe, about: dict[str, Any]) -> 
         CheckpointError: If it cannot open it.
     """
     with temporary_folder() as place:
-        save_file(probe.tensors, place / "tensors.safetensors")
-        question = {
-            "folder": str(folder.resolve()),
-            "tensors": str(place / "tensors.safetensors"),
-            "answer": str(place / "answer.json"),
-            "options": probe.options,
-            **about,
-        }
-        (place / "ask.json").write_text(json.dumps(question), encoding="utf-8")
+        file = place / "tensors.safetensors"
+        save_file(probe.tensors, file)
+        question = {"folder": str(folder.resolve()), "tensors": str(file), "options": probe.options, **about}
         # As a file and without its folder on the path: nothing of this toolkit can help.
-        words = [sys.executable, "-P", str(fresh_process.__file__), str(place / "ask.json")]
+        words = [sys.executable, "-P", str(fresh_process.__file__), json.dumps(question)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode or not (place / "answer.json").is_file():
-            last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-            raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
-        answer: dict[str, Any] = json_files.read(place / "answer.json")
+    if done.returncode or not done.stdout:
+        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+        raise CheckpointError(f"A fresh process cannot open what was written to {folder}: {last}.")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 

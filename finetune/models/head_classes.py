@@ -25,8 +25,7 @@ def head_classes(recipe: Recipe, head: Head) -> KnownClasses | None:
     """
     section = recipe.model
     if section.name is None:
-        given = section.config or {}
-        names = _names(given, "model.config")
+        names = _names(section.config or {}, "model.config")
         return KnownClasses(names, "model.config", resizable=False) if names and not _made_up(names) else None
     config = read_pretrained_config(section)
     # As the file has it: the object has made-up names for classes that have none there.

@@ -6,7 +6,7 @@ peft is imported where it is used: that takes a second, which a run without adap
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,9 +18,6 @@ from finetune.models.heads import Head
 from finetune.models.module_matching import embeddings_and_head, match_names
 from finetune.utils.compat.peft_private import without_bitsandbytes
 from finetune.utils.errors import CheckpointError, RecipeError
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 # Conv1D is the linear layer of GPT-2, a class of transformers' own.
 _LINEAR = ("Linear", "StoredLinear", "Conv1D", "Linear4bit", "Linear8bit")
@@ -81,7 +78,7 @@ def attach(network: nn.Module, recipe: Recipe, head: Head | None = None) -> nn.M
 
 def describe_adapters(network: nn.Module) -> str | None:
     """Describes the adapters in a few words for people; None if there are none."""
-    config: Any = adapter_config(network)
+    config = adapter_config(network)
     if config is None:
         return None
     count = sum(hasattr(module, "lora_A") for module in network.modules())
@@ -91,13 +88,10 @@ def describe_adapters(network: nn.Module) -> str | None:
     return ", ".join(parts)
 
 
-def adapter_config(network: nn.Module) -> "PeftConfig | None":
-    """Returns the configuration of a network's adapters, which `save_pretrained` writes; None if it has none."""
-    if not _is_adapted(network):
-        return None
+def adapter_config(network: nn.Module) -> Any:
+    """Returns the `PeftConfig` of a network's adapters, which `save_pretrained` writes; None if it has none."""
     adapted: Any = network
-    config: PeftConfig = adapted.peft_config["default"]
-    return config
+    return adapted.peft_config["default"] if _is_adapted(network) else None
 
 
 def adapter_keys(network: nn.Module) -> dict[str, str]:

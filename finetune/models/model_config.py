@@ -1,4 +1,4 @@
-"""The configuration of a network, from the recipe or from a pretrained model, checked."""
+"""The configuration of a network, from the recipe or from a pretrained model, checked; with RoPE scaling if asked."""
 
 import inspect
 import math
@@ -12,11 +12,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from finetune.config import path_kinds
 from finetune.config.recipe import hint
-from finetune.config.recipe_schema import ModelSection, Recipe
-from finetune.models import pretrained_files, rope_scaling
+from finetune.config.recipe_schema import ModelSection, Recipe, RopeScalingSection
+from finetune.models import pretrained_files
 from finetune.models.heads import NEXT_TOKEN, Head
 from finetune.utils.compat.transformers_private import model_mapping
 from finetune.utils.errors import RecipeError
+from finetune.utils.exact import exact_product
 
 
 def resolve_model_config(
@@ -65,7 +66,7 @@ def resolve_model_config(
     length, trained = recipe.data.sequence_length, getattr(text, "max_position_embeddings", None)
     longest = trained
     if section.rope_scaling is not None:
-        longest = rope_scaling.stretch_positions(config, section.rope_scaling)
+        longest = stretch_positions(config, section.rope_scaling)
     if longest is not None and 0 <= longest < length:
         more = ""
         if section.name is not None and trained is not None and hasattr(text, "rope_parameters"):
@@ -87,6 +88,48 @@ def resolve_model_config(
             config.id2label = dict(enumerate(label_names))
             config.label2id = {name: index for index, name in enumerate(label_names)}
     return config
+
+
+def stretch_positions(config: PretrainedConfig, section: RopeScalingSection) -> int:
+    """Writes a scaling into a model's configuration, and returns the number of positions that the model has then.
+
+    Where kinds of layers have frequencies of their own, those that see whole rows are stretched.
+
+    Raises:
+        RecipeError: If the model has no rotary positions, or stretched ones already.
+    """
+    text: Any = config.get_text_config()
+    whole: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    nested = "full_attention" in whole
+    parameters: dict[str, Any] = whole["full_attention"] if nested else whole
+    if not parameters or not getattr(text, "max_position_embeddings", None):
+        raise RecipeError(
+            f"model.rope_scaling: {config.model_type} has no rotary positions that could be stretched. Remove the "
+            "section, and set data.sequence_length to at most what the model knows."
+        )
+    if parameters.get("rope_type", "default") != "default":
+        raise RecipeError(
+            f"model.rope_scaling: this {config.model_type} model has positions that are stretched already "
+            f"({parameters['rope_type']}, rope_parameters in its config.json). Remove the section, or take its base "
+            "model."
+        )
+    if nested and section.type == "dynamic":
+        raise RecipeError(
+            f"model.rope_scaling: layers of {config.model_type} have frequencies of several kinds, for which `dynamic` "
+            "is not offered. Set model.rope_scaling.type to `yarn` or `linear`."
+        )
+    known = text.max_position_embeddings
+    defaults = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if section.type == "llama3" else {}
+    given = section.model_dump(exclude={"type"}, exclude_none=True)
+    changed = {**parameters, "rope_type": section.type, **defaults, **given}
+    if section.type in ("llama3", "yarn"):
+        changed["original_max_position_embeddings"] = known
+    text.rope_parameters = {**whole, "full_attention": changed} if nested else changed
+    longest = int(exact_product(section.factor, known))
+    if section.type != "dynamic":
+        # From which `dynamic` reads how far rows go beyond what the model was trained on.
+        text.max_position_embeddings = longest
+    return longest
 
 
 def _config_from_recipe(values: dict[str, Any], vocab_size: int | None, sequence_length: int) -> PretrainedConfig:
